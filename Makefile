@@ -1,0 +1,59 @@
+# `make demo` and `make test` need only Python >= 3.10, make and the network to PyPI.
+# Variables: VENV (where the virtual environment goes), PYTHON (which interpreter makes it),
+# DEMO (the demo's output folder), WORKERS (test processes), PYTEST_ARGS (more arguments for pytest).
+VENV ?= .venv
+DEMO ?= demo-output
+WORKERS ?= 2
+PYTEST_ARGS ?=
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$python && break; done)
+
+bin := $(VENV)/bin
+install := $(bin)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow style quality clean
+
+help:
+	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
+	@echo "make test       install into $(VENV) and run the tests with coverage"
+	@echo "make test-slow  the slow tests too"
+	@echo "make style      format the code;  make quality  check format, lint and types"
+	@echo "make clean      remove caches and build products"
+
+$(bin)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: no Python >= 3.10 found; install one, or say which: make PYTHON=/path/to/python3" >&2; exit 1; fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "error: $(PYTHON) is older than Python 3.10, or is not there; say which: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV)/bin; \
+		echo "error: $(PYTHON) cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+
+# A stamp for each set of extras: installed again when what is to be installed changes.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(bin)/python
+	$(install) -e ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.installed-demo
+	$(bin)/mhla-hf demo $(DEMO)
+
+# One thread for each worker: more would only get in each other's way.
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 \
+		--cov=mhla_hf --cov-report=term --cov-fail-under=90 $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(bin)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+style: $(VENV)/.installed-dev
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+quality: $(VENV)/.installed-dev
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist *.egg-info
+	find mhla_hf tests conversion -name __pycache__ -type d -prune -exec rm -rf {} +
