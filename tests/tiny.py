@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny complete Wan pipelines with random weights: real classes, seconds on a CPU, no network and no files.
+
+Sizes are the smallest at which nothing degenerates: two heads of width 12 (the narrowest that rotary embeddings over
+three axes can split), two layers, 16 latent channels as in Wan 2.1, and a character tokenizer built in memory.
+`wan_transformer` makes the model alone, `wan_inputs` what its `forward` takes, `wan_pipeline` everything.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+
+TEXT_DIM = 32
+IMAGE_DIM = 16
+
+WAN: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": TEXT_DIM,
+    "freq_dim": 256,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 64,
+}
+"""Constructor arguments of the text-to-video transformer."""
+
+WAN_IMAGE_TO_VIDEO: dict[str, Any] = {
+    **WAN,
+    "in_channels": 36,
+    "image_dim": IMAGE_DIM,
+    "added_kv_proj_dim": WAN["num_attention_heads"] * WAN["attention_head_dim"],
+}
+"""The same for image-to-video: latents, 4 mask channels and the image's latents; image cross-attention."""
+
+
+def wan_transformer(cls: type | None = None, *, image_to_video: bool = False, seed: int = 0, **overrides: Any):
+    """A tiny Wan transformer in evaluation mode, fp32.
+
+    Args:
+        cls: `WanTransformer3DModel` (default) or a subclass; `overrides` may then hold its own arguments (`mhla=…`).
+        image_to_video: with image cross-attention and 36 input channels.
+        seed: of the weights. Two classes with the same seed share weights only if they draw in the same order;
+            use a state dict for that.
+        **overrides: replace entries of `WAN`.
+    """
+    torch.manual_seed(seed)
+    sizes = WAN_IMAGE_TO_VIDEO if image_to_video else WAN
+    return (cls or WanTransformer3DModel)(**{**sizes, **overrides}).eval()
+
+
+def wan_inputs(
+    batch: int = 1,
+    frames: int = 3,
+    height: int = 4,
+    width: int = 8,
+    *,
+    image_to_video: bool = False,
+    text_tokens: int = 16,
+    text_dim: int = TEXT_DIM,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Keyword arguments for the transformer's `forward`.
+
+    `frames`, `height` and `width` are of the latents: the token grid is `(frames, height / 2, width / 2)`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    channels = (WAN_IMAGE_TO_VIDEO if image_to_video else WAN)["in_channels"]
+    inputs = {
+        "hidden_states": random(batch, channels, frames, height, width),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": random(batch, text_tokens, text_dim),
+    }
+    if image_to_video:
+        # The model itself assumes 257 image tokens only when it has text of 512; here: one class token, four patches.
+        inputs["encoder_hidden_states_image"] = random(batch, 5, IMAGE_DIM)
+    return inputs
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of single characters with the special tokens of UMT5, made in memory."""
+    vocabulary = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
+    vocabulary += [(character, -5.0) for character in ["\u2581", *string.printable.strip()]]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
+
+
+def text_encoder(vocabulary_size: int) -> UMT5EncoderModel:
+    """A two-layer UMT5 encoder of width `TEXT_DIM`."""
+    torch.manual_seed(0)
+    config = UMT5Config(
+        vocab_size=vocabulary_size,
+        d_model=TEXT_DIM,
+        d_kv=8,
+        d_ff=37,
+        num_layers=2,
+        num_heads=4,
+        is_encoder_decoder=False,
+    )
+    return UMT5EncoderModel(config).eval()
+
+
+def wan_vae() -> AutoencoderKLWan:
+    """Wan's causal video autoencoder with three channels: 4 times fewer frames, 8 times smaller pictures."""
+    torch.manual_seed(0)
+    return AutoencoderKLWan(
+        base_dim=3,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    ).eval()
+
+
+def wan_scheduler() -> UniPCMultistepScheduler:
+    """The scheduler that Wan's repositories ship."""
+    return UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+    )
+
+
+def image_encoder() -> CLIPVisionModel:
+    """A one-layer CLIP vision tower whose hidden width is `IMAGE_DIM`: pictures of 8x8 make four patches."""
+    torch.manual_seed(0)
+    config = CLIPVisionConfig(
+        hidden_size=IMAGE_DIM,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    return CLIPVisionModel(config).eval()
+
+
+def wan_pipeline(
+    transformer_cls: type | None = None,
+    image_to_video: bool = False,
+    *,
+    second_transformer: bool = False,
+    **transformer_overrides: Any,
+) -> WanPipeline | WanImageToVideoPipeline:
+    """A complete Wan pipeline.
+
+    Args:
+        transformer_cls: class of the transformer; the diffusers one by default.
+        image_to_video: a `WanImageToVideoPipeline` with its image encoder instead of a `WanPipeline`.
+        second_transformer: also `transformer_2`, as in Wan 2.2 (other weights, boundary at 0.9).
+        **transformer_overrides: see `wan_transformer`.
+    """
+    tokenizer = character_tokenizer()
+    parts: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "text_encoder": text_encoder(len(tokenizer)),
+        "vae": wan_vae(),
+        "scheduler": wan_scheduler(),
+        "transformer": wan_transformer(transformer_cls, image_to_video=image_to_video, **transformer_overrides),
+    }
+    if second_transformer:
+        parts["boundary_ratio"] = 0.9
+        parts["transformer_2"] = wan_transformer(
+            transformer_cls, image_to_video=image_to_video, seed=1, **transformer_overrides
+        )
+    if image_to_video:
+        size = {"height": 8, "width": 8}
+        processor = CLIPImageProcessor(size=size, crop_size=size)
+        pipeline = WanImageToVideoPipeline(**parts, image_encoder=image_encoder(), image_processor=processor)
+    else:
+        pipeline = WanPipeline(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
