@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-Head Linear Attention (arXiv 2601.07832) for transformers and diffusers.
+
+Importing the package is cheap: names below are loaded when they are first used, and diffusers learns the MHLA model
+classes when it is imported itself, so that plain `DiffusionPipeline.from_pretrained` loads MHLA checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .integrations.diffusers_namespace import register_with_diffusers
+
+
+__version__ = "0.1.0"
+
+_PUBLIC_NAMES = {
+    "BlockLayout": "layout",
+    "MHLA": "layers.mhla",
+    "MHLAConfig": "config",
+    "MHLAWanTransformer3DModel": "models.wan",
+    "convert": "pipelines",
+    "convert_pretrained": "conversion",
+    "import_official": "conversion",
+    "load_pipeline": "pipelines",
+    "mhla_attention": "ops",
+    "resample_mixing": "layout",
+    "supported_models": "models.registry",
+}
+
+__all__ = ["__version__", *sorted(_PUBLIC_NAMES)]
+
+if TYPE_CHECKING:
+    from .config import MHLAConfig
+    from .conversion import convert_pretrained, import_official
+    from .layers.mhla import MHLA
+    from .layout import BlockLayout, resample_mixing
+    from .models.registry import supported_models
+    from .models.wan import MHLAWanTransformer3DModel
+    from .ops import mhla_attention
+    from .pipelines import convert, load_pipeline
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_with_diffusers()

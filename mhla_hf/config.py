@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MHLAConfig`: every option of Multi-Head Linear Attention, validated when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+
+FEATURE_MAPS = ("relu", "elu", "exp", "hedgehog", "identity")
+ROPE_ORDERS = ("after_feature_map", "before_feature_map")
+NORMALIZERS = ("query", "block_query", "none")
+MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
+MIXING_HEADS = ("shared", "per_head")
+MIXING_CONSTRAINTS = ("none", "nonnegative")
+RESIZE_MODES = ("auto", "blocks", "block_size")
+
+_CHOICES = {
+    "feature_map": FEATURE_MAPS,
+    "rope": ROPE_ORDERS,
+    "normalizer": NORMALIZERS,
+    "mixing_init": MIXING_INITS,
+    "mixing_heads": MIXING_HEADS,
+    "mixing_constraint": MIXING_CONSTRAINTS,
+    "resize": RESIZE_MODES,
+}
+_AXES = ("blocks", "block_size", "grid")
+_FLAGS = ("output_norm", "output_gate", "causal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MHLAConfig:
+    """Options of Multi-Head Linear Attention (MHLA, arXiv 2601.07832).
+
+    The configuration is immutable; [`MHLAConfig.replace`] returns a changed copy. It is stored as plain JSON under
+    the key `mhla` of a model's own `config.json`. Wherever an `MHLAConfig` is taken, a dict is taken too.
+
+    Args:
+        feature_map: The map φ applied to queries and keys: `"relu"`, `"elu"` (elu(x) + 1), `"exp"`, `"hedgehog"`
+            (learnable, softmax over [Wx, -Wx], twice as many features) or `"identity"`.
+        rope: `"after_feature_map"` rotates φ(q) and φ(k) for the numerator and leaves the normaliser unrotated, so
+            that it stays positive. `"before_feature_map"` rotates q and k first and uses φ of that everywhere.
+        normalizer: `"query"` divides token t of block i by φ(q_t)·Σ_b m_ib z_b (the paper). `"block_query"` divides
+            the token at position w of block i by Σ_b m_ib φ(q_bw)·z_b (the authors' image code; blocks of equal
+            shape only). `"none"` does not divide (the authors' video and language weights).
+        mixing_init: How the mixing weights start: `"linear"` (the paper's locality bias), `"cos"`, `"exp"`,
+            `"gaussian"`, `"local"` (own and adjacent blocks only) or `"uniform"` (equal weights: vanilla linear
+            attention exactly). Rows sum to one.
+        mixing_heads: One mixing matrix a layer (`"shared"`) or one a feature head (`"per_head"`).
+        mixing_constraint: `"none"` stores the weights as they are; `"nonnegative"` stores them through a softplus
+            so that they stay positive and none of them ever stops learning.
+        mixing_range: Distance in blocks at which the locality bias reaches its floor. `None` is the paper's: the
+            farthest block of each row.
+        feature_map_eps: Added to φ(q) and φ(k). The authors' Wan checkpoints need 1e-6.
+        eps: Added to the normaliser before dividing.
+        blocks: Number of blocks along each axis of the token grid.
+        block_size: Number of tokens of a block along each axis. Give `blocks` or `block_size`, not both; when
+            neither is given the model picks a number of blocks M with M² ≤ T.
+        grid: The token grid that the mixing weights were made for. `block_size` needs it (models know a default);
+            with `blocks` it tells from which size on `resize="auto"` resamples.
+        resize: What happens at another token grid. `"blocks"` keeps the number of blocks and changes their size,
+            `"block_size"` keeps the size and resamples the mixing weights over relative block coordinates,
+            `"auto"` is `"block_size"` where an axis changed twofold or more against `grid` and `"blocks"` otherwise.
+        output_norm: RMSNorm over each feature head of the output.
+        output_gate: Multiply the output by SiLU(linear(hidden states)).
+        lepe_kernel: Odd kernel width of a depthwise convolution of the values over the token grid, added to the
+            output; `None` for no convolution.
+        layers: Indices of the layers that are MHLA; the others stay softmax. `None` means every layer.
+        causal: Blocks are consecutive chunks of `block_size` tokens and attention only looks back.
+
+    Raises:
+        ValueError: If an option has a value outside its allowed ones; the message names both.
+        TypeError: If an unknown option is passed to the constructor ([`MHLAConfig.from_dict`] raises `ValueError`).
+
+    Example:
+        >>> MHLAConfig(blocks=(3, 5, 10)).to_dict()["blocks"]
+        [3, 5, 10]
+    """
+
+    feature_map: str = "relu"
+    rope: str = "after_feature_map"
+    normalizer: str = "query"
+    mixing_init: str = "linear"
+    mixing_heads: str = "shared"
+    mixing_constraint: str = "none"
+    mixing_range: float | None = None
+    feature_map_eps: float = 0.0
+    eps: float = 1e-6
+    blocks: tuple[int, ...] | None = None
+    block_size: tuple[int, ...] | None = None
+    grid: tuple[int, ...] | None = None
+    resize: str = "auto"
+    output_norm: bool = False
+    output_gate: bool = False
+    lepe_kernel: int | None = None
+    layers: tuple[int, ...] | None = None
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}.")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        for name in _AXES:
+            self._set(name, _axis_tuple(name, getattr(self, name)))
+        self._set("layers", _layer_tuple(self.layers))
+        for name in ("eps", "feature_map_eps"):
+            self._set(name, _number(name, getattr(self, name), minimum=0.0))
+        if self.mixing_range is not None:
+            self._set("mixing_range", _number("mixing_range", self.mixing_range, minimum=0.0, exclusive=True))
+        self._check_lepe_kernel()
+        self._check_axes()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_lepe_kernel(self) -> None:
+        kernel = self.lepe_kernel
+        if kernel is None:
+            return
+        if isinstance(kernel, bool) or not isinstance(kernel, Integral) or kernel < 1 or kernel % 2 == 0:
+            raise ValueError(f"lepe_kernel={kernel!r} must be an odd integer of at least 1, or None.")
+        self._set("lepe_kernel", int(kernel))
+
+    def _check_axes(self) -> None:
+        if self.blocks is not None and self.block_size is not None:
+            raise ValueError(
+                f"Give blocks or block_size, not both (got blocks={self.blocks}, block_size={self.block_size})."
+            )
+        lengths = {name: len(getattr(self, name)) for name in _AXES if getattr(self, name) is not None}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"blocks, block_size and grid must have one entry per axis each, got lengths {lengths}.")
+        if self.blocks is not None and self.grid is not None:
+            too_many = [axis for axis, (b, g) in enumerate(zip(self.blocks, self.grid)) if b > g]
+            if too_many:
+                raise ValueError(f"blocks={self.blocks} has more blocks than grid={self.grid} has tokens on an axis.")
+        if self.causal and any(length != 1 for length in lengths.values()):
+            raise ValueError("causal=True needs a 1-D layout: blocks, block_size and grid with a single entry.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns every option as plain JSON types (tuples become lists)."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def to_json_string(self) -> str:
+        """Returns the options as indented JSON with sorted keys."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> MHLAConfig:
+        """Builds a configuration from plain JSON types.
+
+        Args:
+            options: Any subset of the options; the others take their defaults.
+
+        Raises:
+            ValueError: If a key is unknown (the message lists the known ones) or a value is not allowed.
+        """
+        if not isinstance(options, Mapping):
+            raise ValueError(f"mhla options must be a dict or an MHLAConfig, got {type(options).__name__}.")
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(map(str, options)) - set(known))
+        if unknown:
+            raise ValueError(f"Unknown mhla option(s) {', '.join(unknown)}. Known options: {', '.join(known)}.")
+        return cls(**options)
+
+    @classmethod
+    def coerce(cls, options: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
+        """Returns `options` as an `MHLAConfig`: itself, built from a dict, or the defaults for `None`."""
+        if options is None:
+            return cls()
+        return options if isinstance(options, cls) else cls.from_dict(options)
+
+    def replace(self, **changes: Any) -> MHLAConfig:
+        """Returns a copy with some options changed; the copy is validated like a new configuration."""
+        return type(self).from_dict({**self.to_dict(), **changes})
+
+    def mhla_layers(self, num_layers: int) -> list[int]:
+        """Returns the indices of the MHLA layers in a model of `num_layers` layers.
+
+        Raises:
+            ValueError: If `layers` names a layer that the model does not have.
+        """
+        if self.layers is None:
+            return list(range(num_layers))
+        beyond = [index for index in self.layers if index >= num_layers]
+        if beyond:
+            raise ValueError(f"layers names {beyond}, but the model has layers 0 to {num_layers - 1}.")
+        return list(self.layers)
+
+
+def _axis_tuple(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = (value,)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= 3:
+        raise ValueError(f"{name}={value!r} must be one to three positive integers, one for each axis of the grid.")
+    if any(isinstance(entry, bool) or not isinstance(entry, Integral) or entry < 1 for entry in value):
+        raise ValueError(f"{name}={tuple(value)!r} must hold positive integers only.")
+    return tuple(int(entry) for entry in value)
+
+
+def _layer_tuple(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"layers={value!r} must be a non-empty list of layer indices, or None for every layer.")
+    if any(isinstance(entry, bool) or not isinstance(entry, Integral) or entry < 0 for entry in value):
+        raise ValueError(f"layers={list(value)!r} must hold integers of at least 0.")
+    if len(set(value)) != len(value):
+        raise ValueError(f"layers={list(value)!r} names a layer twice.")
+    return tuple(sorted(int(entry) for entry in value))
+
+
+def _number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> float:
+    valid = isinstance(value, Real) and not isinstance(value, bool)
+    if not valid or not (value > minimum if exclusive else value >= minimum) or value == float("inf"):
+        raise ValueError(f"{name}={value!r} must be a finite number {'above' if exclusive else 'of at least'} {minimum:g}.")
+    return float(value)

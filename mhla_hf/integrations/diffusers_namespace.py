@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the MHLA model classes into the `diffusers` namespace.
+
+A pipeline's `model_index.json` names each component as `[library, class]`, and diffusers refuses libraries that it
+does not know for Hub repositories. So the MHLA classes say that they live in `diffusers`, and `diffusers.MHLA…`
+resolves to them. Nothing is imported before it is asked for: importing diffusers takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ..models.registry import MHLA_CLASSES
+
+
+def register_with_diffusers() -> None:
+    """Makes `diffusers.<MHLA class>` resolve, now or as soon as diffusers is imported. Calling it again does nothing."""
+    module = sys.modules.get("diffusers")
+    if module is not None:
+        _extend_namespace(module)
+    elif not any(isinstance(finder, _DiffusersImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _DiffusersImportHook())
+
+
+class _DiffusersImportHook(MetaPathFinder):
+    """Lets the ordinary import run and extends the namespace right after; then it is gone from `sys.meta_path`."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != "diffusers":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_extend(module: ModuleType) -> None:
+            execute(module)
+            # diffusers replaces its own entry by a lazy module while it is executed.
+            _extend_namespace(sys.modules[fullname])
+
+        spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
+        return spec
+
+
+def _extend_namespace(module: ModuleType) -> None:
+    base = type(module)
+    if getattr(base, "_resolves_mhla_classes", False):
+        return
+
+    class DiffusersWithMHLA(base):  # type: ignore[misc, valid-type]
+        _resolves_mhla_classes = True
+
+        def __getattr__(self, name: str) -> Any:
+            if name in MHLA_CLASSES:
+                return MHLA_CLASSES[name].load_class()
+            parent = getattr(super(), "__getattr__", None)
+            if parent is None:
+                raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            return parent(name)
+
+        def __dir__(self) -> list[str]:
+            return sorted({*super().__dir__(), *MHLA_CLASSES})
+
+    module.__class__ = DiffusersWithMHLA

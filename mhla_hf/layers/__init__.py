@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules with parameters: the MHLA layer, its feature maps and its mixing weights."""
+
+from .feature_maps import HedgehogFeatureMap, fixed_feature_map
+from .mhla import MHLA, reference_blocks, resolve_blocks
+from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
+
+
+__all__ = [
+    "HedgehogFeatureMap",
+    "MHLA",
+    "effective_mixing",
+    "fixed_feature_map",
+    "initial_mixing",
+    "mixing_parameter_value",
+    "reference_blocks",
+    "resolve_blocks",
+]

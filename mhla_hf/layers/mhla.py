@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MHLA`: the module that owns every parameter that Multi-Head Linear Attention adds to an attention layer.
+
+Shape letters: B batch, T tokens, H feature heads, K query/key width, V value width, M blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ..config import MHLAConfig
+from ..layout import BlockLayout, choose_blocks, resample_mixing
+from ..ops import mhla_attention
+from ..ops.block import accumulation_dtype
+from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
+from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
+
+
+# SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output as it is.
+GATE_IDENTITY_BIAS = 1.2784645427610738
+_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+class MHLA(nn.Module):
+    """Multi-Head Linear Attention between projections that the host model keeps.
+
+    Parameters (all optional except `mixing`): `mixing` `[M, M]` or `[H, M, M]`, `output_norm.weight` `[V]`,
+    `gate.weight` `[H·V, hidden]` and `gate.bias`, `lepe.weight` `[H·V, 1, k, ...]` and `lepe.bias`,
+    `feature_map_query.weight` and `feature_map_key.weight` `[H, K, K]`. Fresh gates and convolutions leave the output
+    unchanged.
+
+    Args:
+        config: The options. Needs `blocks`, or a `grid` (its own or `default_grid`) to derive them from.
+        hidden_size: Width of the hidden states that the output gate reads.
+        num_heads: Number of feature heads H.
+        head_dim: Width K of a head's queries and keys.
+        value_head_dim: Width V of a head's values; K if not given.
+        default_grid: Token grid to derive `blocks` from when the config has neither `blocks` nor `grid`.
+
+    Raises:
+        ValueError: If the number of blocks cannot be derived.
+    """
+
+    def __init__(
+        self,
+        config: MHLAConfig,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        default_grid: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        self.config = config
+        self.num_heads, self.head_dim, self.value_head_dim = num_heads, head_dim, value_head_dim
+        self.blocks = reference_blocks(config, default_grid)
+        count = math.prod(self.blocks)
+        shape = (count, count) if config.mixing_heads == "shared" else (num_heads, count, count)
+        self.mixing = nn.Parameter(torch.empty(shape))
+        if config.feature_map == "hedgehog":
+            self.feature_map_query = HedgehogFeatureMap(num_heads, head_dim)
+            self.feature_map_key = HedgehogFeatureMap(num_heads, head_dim)
+        else:
+            self.feature_map_query = self.feature_map_key = None
+        self.output_norm = nn.RMSNorm(value_head_dim, eps=1e-6) if config.output_norm else None
+        self.gate = nn.Linear(hidden_size, num_heads * value_head_dim) if config.output_gate else None
+        self.lepe = None
+        if config.lepe_kernel is not None:
+            channels = num_heads * value_head_dim
+            self.lepe = _CONVOLUTIONS[len(self.blocks)](
+                channels, channels, config.lepe_kernel, padding=config.lepe_kernel // 2, groups=channels
+            )
+        self.reset_parameters()
+
+    @classmethod
+    def parameter_shapes(
+        cls,
+        config: MHLAConfig,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        default_grid: Sequence[int] | None = None,
+    ) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the parameters that such a module would have, without allocating it."""
+        with torch.device("meta"):
+            module = cls(
+                config, hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, default_grid=default_grid
+            )
+        return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+    def initial_tensor(self, name: str) -> torch.Tensor:
+        """Initial value of one parameter, float32 on the CPU, deterministic.
+
+        Args:
+            name: Name relative to this module, for example `"mixing"` or `"gate.weight"`.
+
+        Raises:
+            ValueError: If the module has no parameter of that name.
+        """
+        shapes = {key: parameter.shape for key, parameter in self.named_parameters()}
+        if name not in shapes:
+            raise ValueError(f"MHLA has no parameter {name!r}; it has {', '.join(shapes)}.")
+        with torch.device("cpu"):
+            if name == "mixing":
+                weights = initial_mixing(self.config, self.blocks).expand(shapes[name])
+                return mixing_parameter_value(self.config, weights).clone()
+            if name == "output_norm.weight":
+                return torch.ones(shapes[name])
+            if name == "gate.bias":
+                return torch.full(shapes[name], GATE_IDENTITY_BIAS)
+            if name.startswith("feature_map_"):
+                return self.get_submodule(name.rpartition(".")[0]).initial_weight()
+            return torch.zeros(shapes[name])
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sets every parameter that is not on the meta device to its initial value."""
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta:
+                parameter.copy_(self.initial_tensor(name))
+
+    def layout_for(self, grid: Sequence[int]) -> BlockLayout:
+        """The layout used on a token grid, following `config.resize`.
+
+        An axis with fewer tokens than blocks gets one block for each token. Whenever the layout's blocks differ from
+        those of the stored mixing weights, the weights are resampled over relative block coordinates.
+
+        Args:
+            grid: Number of tokens along each axis.
+
+        Raises:
+            ValueError: If the grid has another number of axes than the blocks.
+        """
+        config, grid = self.config, tuple(grid)
+        if len(grid) != len(self.blocks):
+            raise ValueError(f"grid={grid} has {len(grid)} axes, but this layer's blocks {self.blocks} have more or fewer.")
+        if config.causal:
+            return BlockLayout(grid=grid, block_size=config.block_size or (-(-config.grid[0] // self.blocks[0]),))
+        if config.grid is not None and (grid == config.grid or self._resamples(grid)):
+            if config.block_size is not None:
+                return BlockLayout(grid=grid, block_size=config.block_size)
+            # Balanced tiles of the reference's mean length; they need not be a whole number of tokens there.
+            counts = [round(n * count / reference) for n, count, reference in zip(grid, self.blocks, config.grid)]
+            return BlockLayout(grid=grid, blocks=[max(1, min(count, n)) for count, n in zip(counts, grid)])
+        return BlockLayout(grid=grid, blocks=[min(count, n) for count, n in zip(self.blocks, grid)])
+
+    def _resamples(self, grid: tuple[int, ...]) -> bool:
+        if self.config.resize != "auto":
+            return self.config.resize == "block_size"
+        return any(n >= 2 * reference or 2 * n <= reference for n, reference in zip(grid, self.config.grid))
+
+    def mixing_matrix(self, layout: BlockLayout | None = None) -> torch.Tensor:
+        """The effective mixing weights: constraint applied, resampled to `layout` where its blocks differ.
+
+        Args:
+            layout: The layout of the tokens; `None` for the blocks that the parameter was made for.
+
+        Returns:
+            `[M, M]` or `[H, M, M]`, float32 (float64 for float64 parameters).
+        """
+        weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
+        if layout is None or self.config.causal:
+            return weights
+        return resample_mixing(weights, self.blocks, layout.blocks)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        grid: Sequence[int],
+        hidden_states: torch.Tensor | None = None,
+        rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attends.
+
+        Args:
+            query: Projected (and normalised, where the model does that) queries before RoPE, `[B, T, H, K]`.
+            key: Keys, `[B, T, H, K]`.
+            value: Values, `[B, T, H, V]`.
+            grid: Number of tokens along each axis; their product is T.
+            hidden_states: The layer's input `[B, T, hidden]`; needed by the output gate only.
+            rotary: Rotates `[B, T, H, K]`; `None` for models without rotary embeddings.
+
+        Returns:
+            `[B, T, H, V]` in the dtype of `value`.
+
+        Raises:
+            ValueError: If the grid does not have T tokens, or the gate misses its hidden states.
+        """
+        config = self.config
+        if math.prod(grid) != query.shape[1]:
+            raise ValueError(f"grid={tuple(grid)} has {math.prod(grid)} tokens, but query has {query.shape[1]}.")
+        layout = self.layout_for(grid)
+        dtype = accumulation_dtype(value.dtype)
+        with torch.autocast(query.device.type, enabled=False):
+            query, key = query.to(dtype), key.to(dtype)
+            plain_query = plain_key = None
+            if rotary is not None and config.rope == "before_feature_map":
+                query, key = rotary(query), rotary(key)
+            query = self._features(query, self.feature_map_query)
+            key = self._features(key, self.feature_map_key)
+            if rotary is not None and config.rope == "after_feature_map":
+                plain_query, plain_key = query, key
+                query = rotate_features(query, rotary, self.head_dim)
+                key = rotate_features(key, rotary, self.head_dim)
+            # Values go in as float32: without a normaliser the sums can leave the range of fp16, and the output
+            # norm brings them back before anything is rounded.
+            output = mhla_attention(
+                query,
+                key,
+                value.to(dtype),
+                self.mixing_matrix(layout).to(dtype),
+                layout,
+                normalizer_query=plain_query,
+                normalizer_key=plain_key,
+                normalizer=config.normalizer,
+                causal=config.causal,
+                eps=config.eps,
+            )
+            if self.output_norm is not None:
+                weight = self.output_norm.weight.to(dtype)
+                output = F.rms_norm(output, (self.value_head_dim,), weight, self.output_norm.eps)
+        output = output.to(value.dtype)
+        if self.gate is not None:
+            if hidden_states is None:
+                raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
+            output = output * F.silu(self.gate(hidden_states)).unflatten(-1, (self.num_heads, -1))
+        if self.lepe is not None:
+            output = output + self._lepe(value, grid)
+        return output.to(value.dtype)
+
+    def _features(self, tokens: torch.Tensor, learned: nn.Module | None) -> torch.Tensor:
+        features = learned(tokens) if learned is not None else fixed_feature_map(self.config.feature_map)(tokens)
+        return features + self.config.feature_map_eps if self.config.feature_map_eps else features
+
+    def _lepe(self, value: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+        """Depthwise convolution of the values over the token grid: `[B, T, H, V]`."""
+        image = value.flatten(2).transpose(1, 2).unflatten(2, tuple(grid))
+        return self.lepe(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
+
+    def extra_repr(self) -> str:
+        return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"
+
+
+def reference_blocks(config: MHLAConfig, default_grid: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The block counts that the stored mixing weights are made for.
+
+    Args:
+        config: Gives `blocks`, or `block_size` and `grid`.
+        default_grid: Stands in for a missing `config.grid`.
+
+    Raises:
+        ValueError: If there is neither `blocks` nor a grid.
+    """
+    if config.blocks is not None:
+        return config.blocks
+    grid = config.grid or (None if default_grid is None else tuple(default_grid))
+    if grid is None:
+        raise ValueError("The mhla options need blocks, or a grid to derive the number of blocks from.")
+    if config.block_size is not None:
+        return BlockLayout(grid=grid, block_size=config.block_size).blocks
+    return choose_blocks(grid)
+
+
+def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfig:
+    """Returns a config whose number of blocks is pinned, so that it survives a change of defaults.
+
+    Args:
+        config: Options as given by the user.
+        default_grid: The model's usual token grid.
+
+    Returns:
+        `config` itself if it has `blocks`; otherwise a copy with `grid` filled in, and with the chosen `blocks` if
+        there was no `block_size` either.
+
+    Raises:
+        ValueError: If the options are for a grid with another number of axes than the model's.
+    """
+    axes = config.blocks or config.block_size or config.grid
+    if axes is not None and len(axes) != len(default_grid):
+        raise ValueError(f"The mhla options are for {len(axes)} axes, but this model's token grid has {len(default_grid)}.")
+    if config.blocks is not None:
+        return config
+    grid = config.grid or tuple(default_grid)
+    if config.block_size is not None:
+        return config.replace(grid=grid)
+    return config.replace(grid=grid, blocks=choose_blocks(grid))

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BlockLayout`: which block every token of a 1-D, 2-D or 3-D grid belongs to, and moving tokens in and out of blocks.
+
+Shape letters: B batch, T tokens, M blocks, N tokens of the largest block; `...` any further axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class BlockLayout:
+    """A token grid cut into blocks. Every token is in exactly one block, whatever the sizes.
+
+    Args:
+        grid: Number of tokens along each axis (one to three axes), for example `(frames, height, width)`. Tokens are
+            numbered in row-major order.
+        blocks: Number of blocks along each axis. Tiles are balanced: their lengths differ by at most one token.
+        block_size: Number of tokens of a block along each axis. Tiles are full except the last one of an axis.
+
+    Attributes:
+        grid: The token grid, a tuple of ints.
+        blocks: Number of blocks along each axis, a tuple of ints.
+        tile_lengths: For each axis, the lengths in tokens of its tiles.
+
+    Raises:
+        ValueError: If not exactly one of `blocks` and `block_size` is given, or if an entry does not fit the grid.
+
+    Example:
+        >>> BlockLayout(grid=(7,), blocks=(3,)).block_of_token
+        tensor([0, 0, 1, 1, 2, 2, 2])
+    """
+
+    __slots__ = ("grid", "blocks", "tile_lengths")
+
+    def __init__(
+        self,
+        grid: Sequence[int],
+        blocks: Sequence[int] | None = None,
+        block_size: Sequence[int] | None = None,
+    ) -> None:
+        self.grid = _positive_axes("grid", grid)
+        if (blocks is None) == (block_size is None):
+            raise ValueError("BlockLayout takes exactly one of blocks and block_size.")
+        if blocks is not None:
+            counts = _positive_axes("blocks", blocks, len(self.grid))
+            if any(count > length for count, length in zip(counts, self.grid)):
+                raise ValueError(f"blocks={counts} has more blocks than grid={self.grid} has tokens on an axis.")
+            self.tile_lengths = tuple(_balanced_tiles(n, count) for n, count in zip(self.grid, counts))
+        else:
+            sizes = _positive_axes("block_size", block_size, len(self.grid))
+            self.tile_lengths = tuple(_full_tiles(n, size) for n, size in zip(self.grid, sizes))
+        self.blocks = tuple(len(lengths) for lengths in self.tile_lengths)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.grid, self.tile_lengths
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockLayout) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"BlockLayout(grid={self.grid}, blocks={self.blocks}, is_uniform={self.is_uniform})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens T."""
+        return math.prod(self.grid)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks M."""
+        return math.prod(self.blocks)
+
+    @property
+    def max_block_tokens(self) -> int:
+        """Number of tokens N of the largest block."""
+        return math.prod(max(lengths) for lengths in self.tile_lengths)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all blocks have the same shape."""
+        return all(min(lengths) == max(lengths) for lengths in self.tile_lengths)
+
+    @property
+    def block_of_token(self) -> torch.Tensor:
+        """The block of each token, LongTensor `[T]`; blocks are numbered in row-major order of the block grid."""
+        return _combine_axes([_tile_of_position(lengths) for lengths in self.tile_lengths], self.blocks)
+
+    @property
+    def block_tokens(self) -> torch.Tensor:
+        """Number of tokens N_b of each block, LongTensor `[M]`."""
+        return torch.bincount(self.block_of_token, minlength=self.num_blocks)
+
+    @property
+    def centers(self) -> torch.Tensor:
+        """Block centres on the block grid, in blocks, float32 `[M, number of axes]`; neighbours are 1.0 apart."""
+        return block_centers(self.blocks)
+
+    @property
+    def position_in_block(self) -> torch.Tensor:
+        """Row-major position of each token inside its block, LongTensor `[T]`, from 0."""
+        return _token_slots(self, torch.device("cpu")) % self.max_block_tokens
+
+    def to_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Groups tokens by block.
+
+        Args:
+            tokens: `[B, T, ...]`.
+
+        Returns:
+            `[B, M, N, ...]`, zero where a block has fewer than N tokens. Inside a block, tokens keep row-major order.
+
+        Raises:
+            ValueError: If axis 1 does not have T entries.
+        """
+        self.check_length(tokens.shape[1], "tokens")
+        if self.is_uniform:
+            axes, tail = len(self.grid), tokens.shape[2:]
+            split = [entry for count, lengths in zip(self.blocks, self.tile_lengths) for entry in (count, lengths[0])]
+            order = [0, *range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2)]
+            order += range(2 * axes + 1, 2 * axes + 1 + len(tail))
+            grouped = tokens.reshape(tokens.shape[0], *split, *tail).permute(order)
+            return grouped.reshape(tokens.shape[0], self.num_blocks, self.max_block_tokens, *tail)
+        # Row T is a row of zeros for the empty slots. Zeros are gathered, not multiplied in, so that a NaN or Inf
+        # elsewhere stays where it is.
+        padded = F.pad(tokens, [0, 0] * (tokens.dim() - 2) + [0, 1])
+        index = _slot_tokens(self, tokens.device)
+        return padded.index_select(1, index).unflatten(1, (self.num_blocks, self.max_block_tokens))
+
+    def from_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
+        """Undoes [`BlockLayout.to_blocks`].
+
+        Args:
+            grouped: `[B, M, N, ...]`.
+
+        Returns:
+            `[B, T, ...]` in row-major token order; empty slots are dropped.
+        """
+        if self.is_uniform:
+            axes, tail = len(self.grid), grouped.shape[3:]
+            lengths = [tiles[0] for tiles in self.tile_lengths]
+            order = [0, *(entry for axis in range(axes) for entry in (1 + axis, 1 + axes + axis))]
+            order += range(2 * axes + 1, 2 * axes + 1 + len(tail))
+            spread = grouped.reshape(grouped.shape[0], *self.blocks, *lengths, *tail).permute(order)
+            return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
+        return grouped.flatten(1, 2).index_select(1, _token_slots(self, grouped.device))
+
+    def check_length(self, length: int, name: str) -> None:
+        """Raises `ValueError` unless `length` is the number of tokens of the grid; `name` names the tensor."""
+        if length != self.num_tokens:
+            raise ValueError(f"{name} has {length} tokens, but the layout's grid {self.grid} has {self.num_tokens}.")
+
+
+def block_centers(blocks: Sequence[int]) -> torch.Tensor:
+    """Returns the centres of a grid of blocks, in blocks: float32 `[M, number of axes]`, first centre at 0.5."""
+    axes = [torch.arange(count, dtype=torch.float32) + 0.5 for count in blocks]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(axes))
+
+
+def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
+    """Picks a number of blocks per axis with M² ≤ T, so that mixing costs no more than the rest.
+
+    Blocks are made as even as the grid allows: the axis with the most tokens per block is divided further while the
+    bound holds.
+
+    Args:
+        grid: Number of tokens along each axis.
+
+    Returns:
+        Number of blocks along each axis.
+    """
+    grid = _positive_axes("grid", grid)
+    counts = [1] * len(grid)
+    while True:
+        for axis in sorted(range(len(grid)), key=lambda index: counts[index] / grid[index]):
+            grown = [count + (index == axis) for index, count in enumerate(counts)]
+            if grown[axis] <= grid[axis] and math.prod(grown) ** 2 <= math.prod(grid):
+                counts = grown
+                break
+        else:
+            return tuple(counts)
+
+
+def interpolation_matrix(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> torch.Tensor:
+    """Linear interpolation between two block grids over relative block coordinates.
+
+    Block c of n on an axis sits at (c + 0.5) / n. Coordinates outside the outermost source centres take the value
+    there; going to fewer blocks, the triangle filter is widened so that every source block keeps its say.
+
+    Args:
+        source_blocks: Number of blocks along each axis that weights exist for.
+        target_blocks: Number of blocks along each axis wanted.
+
+    Returns:
+        float32 `[M_target, M_source]`; rows sum to one.
+    """
+    result = torch.ones(1, 1)
+    for source, target in zip(source_blocks, target_blocks, strict=True):
+        position = ((torch.arange(target) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
+        distance = (position[:, None] - torch.arange(source)[None, :]).abs()
+        weight = (1 - distance / max(1.0, source / target)).clamp(min=0)
+        result = torch.kron(result, weight / weight.sum(dim=1, keepdim=True))
+    return result
+
+
+def resample_mixing(
+    mixing: torch.Tensor, source_blocks: Sequence[int], target_blocks: Sequence[int]
+) -> torch.Tensor:
+    """Carries a mixing matrix over to another grid of blocks.
+
+    m' = (M / M') R m Rᵀ with R of [`interpolation_matrix`]: both the mixing and the mixed block are interpolated at
+    their relative coordinates. The factor keeps row sums, so equal weights 1/M become equal weights 1/M'.
+
+    Args:
+        mixing: `[M, M]` or `[H, M, M]`.
+        source_blocks: Number of blocks along each axis of `mixing`.
+        target_blocks: Number of blocks along each axis wanted.
+
+    Returns:
+        `[M', M']` or `[H, M', M']`, the dtype of `mixing`.
+    """
+    if tuple(source_blocks) == tuple(target_blocks):
+        return mixing
+    matrix = _interpolation_on(tuple(source_blocks), tuple(target_blocks), mixing.device, mixing.dtype)
+    return (matrix @ mixing @ matrix.transpose(0, 1)) * (matrix.shape[1] / matrix.shape[0])
+
+
+@lru_cache(maxsize=64)
+def _interpolation_on(
+    source_blocks: tuple[int, ...], target_blocks: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    return interpolation_matrix(source_blocks, target_blocks).to(device, dtype)
+
+
+def _positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
+    axes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if axes is None or not 1 <= len(axes) <= 3:
+        raise ValueError(f"{name}={value!r} must have one to three entries, one for each axis.")
+    if length is not None and len(axes) != length:
+        raise ValueError(f"{name}={axes} has {len(axes)} axes, but the grid has {length}.")
+    if any(isinstance(entry, (bool, float, str)) or entry < 1 for entry in axes):
+        raise ValueError(f"{name}={axes} must hold positive integers only.")
+    return axes
+
+
+def _balanced_tiles(length: int, count: int) -> tuple[int, ...]:
+    edges = [index * length // count for index in range(count + 1)]
+    return tuple(stop - start for start, stop in zip(edges, edges[1:]))
+
+
+def _full_tiles(length: int, size: int) -> tuple[int, ...]:
+    full, rest = divmod(length, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
+def _tile_of_position(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def _combine_axes(per_axis: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """Row-major index from one index per axis: LongTensor `[product of the axes' lengths]`."""
+    combined = torch.zeros(1, dtype=torch.long)
+    for index, count in zip(per_axis, counts):
+        combined = (combined[:, None] * count + index[None, :]).reshape(-1)
+    return combined
+
+
+@lru_cache(maxsize=64)
+def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    """Slot b·N + w of each token, LongTensor `[T]`: block b, row-major position w inside it.
+
+    Positions count in the block's own shape: a ragged block fills its first N_b slots.
+    """
+    block = layout.block_of_token
+    # A stable sort by block keeps row-major order inside each block; the rank inside the block is the position.
+    order = torch.argsort(block, stable=True)
+    first = torch.cumsum(layout.block_tokens, 0) - layout.block_tokens
+    position = torch.empty_like(block)
+    position[order] = torch.arange(layout.num_tokens) - first[block[order]]
+    return (block * layout.max_block_tokens + position).to(device)
+
+
+@lru_cache(maxsize=64)
+def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    """Token of each slot, LongTensor `[M·N]`; T (one past the last token) where a slot is empty."""
+    tokens = torch.full((layout.num_blocks * layout.max_block_tokens,), layout.num_tokens)
+    tokens[_token_slots(layout, torch.device("cpu"))] = torch.arange(layout.num_tokens)
+    return tokens.to(device)

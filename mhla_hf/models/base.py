@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every MHLA version of a diffusers model shares: building, loading, and conversion in place."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn as nn
+
+from ..config import MHLAConfig
+from ..layers.mhla import MHLA, resolve_blocks
+from .registry import mhla_class_for
+
+
+logger = logging.getLogger(__name__)
+
+
+class MHLAModelMixin:
+    """Goes before a diffusers model class in the bases of its MHLA version.
+
+    Subclasses set `default_grid` and write `_self_attentions` and `_use_mhla`. The constructor is the upstream one
+    plus the keyword `mhla`.
+    """
+
+    # The token grid that block counts are derived from when the options give neither blocks nor grid.
+    default_grid: ClassVar[tuple[int, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        upstream = next(base for base in cls.__mro__[1:] if not issubclass(base, MHLAModelMixin))
+        if "__init__" not in cls.__dict__:
+            # diffusers reads the constructor's signature to tell config entries from unknown ones.
+            def __init__(self: Any, *args: Any, mhla: Any = None, **init_kwargs: Any) -> None:
+                upstream.__init__(self, *args, **init_kwargs)
+                self._install_mhla(mhla)
+
+            signature = inspect.signature(upstream.__init__)
+            mhla = inspect.Parameter("mhla", inspect.Parameter.KEYWORD_ONLY, default=None)
+            __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
+                parameters=[*signature.parameters.values(), mhla]
+            )
+            __init__.__doc__ = upstream.__init__.__doc__
+            cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+
+    def _self_attentions(self) -> list[nn.Module]:
+        """The self-attention module of every layer, in order."""
+        raise NotImplementedError
+
+    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+        """Makes the attention modules of `mhla_layers` compute with their new submodule `mhla`."""
+        raise NotImplementedError
+
+    def _attention_widths(self, attention: nn.Module) -> dict[str, int]:
+        """`hidden_size`, `num_heads` and `head_dim` of a self-attention module."""
+        return {
+            "hidden_size": attention.to_q.in_features,
+            "num_heads": attention.heads,
+            "head_dim": attention.to_q.out_features // attention.heads,
+        }
+
+    def _install_mhla(self, options: MHLAConfig | Mapping[str, Any] | None) -> None:
+        config = resolve_blocks(MHLAConfig.coerce(options), self.default_grid)
+        if config.causal:
+            raise ValueError(f"causal=True is for language models; {type(self).__name__} attends in both directions.")
+        attentions = self._self_attentions()
+        layers = config.mhla_layers(len(attentions))
+        for index in layers:
+            attentions[index].mhla = MHLA(config, **self._attention_widths(attentions[index]))
+        self._use_mhla(attentions, layers)
+        self.register_to_config(mhla=config.to_dict())
+
+    @property
+    def mhla_config(self) -> MHLAConfig:
+        """The options that this model was built with."""
+        return MHLAConfig.from_dict(self.config.mhla)
+
+    @property
+    def mhla_layers(self) -> list[int]:
+        """Indices of the layers that are MHLA."""
+        return [index for index, attention in enumerate(self._self_attentions()) if hasattr(attention, "mhla")]
+
+    def mhla_modules(self) -> dict[int, MHLA]:
+        """The `MHLA` module of each MHLA layer, by layer index."""
+        attentions = self._self_attentions()
+        return {index: attentions[index].mhla for index in self.mhla_layers}
+
+    @classmethod
+    def from_config(cls, config: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """As upstream. A dict given as `mhla` overrides single options of the ones in `config`."""
+        stored, given = dict(config or {}).get("mhla"), kwargs.get("mhla")
+        if stored is not None and isinstance(given, Mapping):
+            kwargs["mhla"] = merge_options(stored, given)
+        return super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
+
+    @classmethod
+    def _load_pretrained_model(cls, model: Any, state_dict: Any, resolved_model_file: Any, *args: Any, **kwargs: Any):
+        # Positional upstream order: pretrained_model_name_or_path, loaded_keys, ...
+        name, loaded_keys = args[0], list(args[1])
+        expected = set(model.state_dict())
+        missing = sorted(expected - set(loaded_keys))
+        fresh = [key for key in missing if ".mhla." in key]
+        others = [key for key in missing if key not in fresh]
+        if others:
+            raise ValueError(
+                f"The checkpoint {name} lacks {len(others)} weight(s) of {cls.__name__}, for example "
+                f"{', '.join(others[:3])}. It is damaged or belongs to another architecture."
+            )
+        # Told that the fresh keys are there, upstream neither warns about them nor touches them.
+        result = super()._load_pretrained_model(
+            model, state_dict, resolved_model_file, name, loaded_keys + fresh, *args[2:], **kwargs
+        )
+        if fresh:
+            _initialize_fresh(model, fresh, kwargs)
+            layers = len({key.split(".mhla.")[0] for key in fresh})
+            logger.warning(
+                "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. Fine-tune the "
+                "model before you use it.", cls.__name__, len(fresh), layers, name,
+            )  # fmt: skip
+        return (result[0], sorted({*result[1], *fresh}), *result[2:])
+
+
+def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Lays `given` options over `stored` ones; giving `blocks` drops a stored `block_size` and the other way round."""
+    merged = {**stored, **given}
+    for name, other in (("blocks", "block_size"), ("block_size", "blocks")):
+        if given.get(name) is not None and given.get(other) is None:
+            merged[other] = None
+    return merged
+
+
+def _initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[str, Any]) -> None:
+    dtype = load_options.get("dtype") or torch.get_default_dtype()
+    kept = set(load_options.get("keep_in_fp32_modules") or [])
+    device_map = load_options.get("device_map") or {}
+    for key in keys:
+        prefix, _, name = key.partition(".mhla.")
+        module = model.get_submodule(f"{prefix}.mhla")
+        owner = model.get_submodule(key.rpartition(".")[0])
+        value = module.initial_tensor(name)
+        target = torch.float32 if kept & set(key.split(".")) else dtype
+        parameter = nn.Parameter(value.to(_mapped_device(key, device_map), target))
+        setattr(owner, key.rpartition(".")[2], parameter)
+
+
+def _mapped_device(key: str, device_map: Mapping[str, Any]) -> Any:
+    """Device of the longest entry of `device_map` that `key` falls under; the CPU for disk, which hooks offload."""
+    matches = [prefix for prefix in device_map if prefix == "" or key == prefix or key.startswith(f"{prefix}.")]
+    device = device_map[max(matches, key=len)] if matches else "cpu"
+    return "cpu" if device == "disk" else device
+
+
+def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
+    """Turns a loaded softmax model into its MHLA version, in place.
+
+    Every weight is kept; the new parameters are initialised in the model's dtype and on its device (float32 where
+    the class keeps them so).
+
+    Args:
+        model: A supported diffusers model, see [`supported_models`].
+        mhla: The options.
+
+    Returns:
+        The same object, now of the MHLA class.
+
+    Raises:
+        ValueError: If the model is not supported, or is MHLA already.
+    """
+    if isinstance(model, MHLAModelMixin):
+        raise ValueError(f"This {type(model).__name__} is MHLA already; load its softmax original to convert it anew.")
+    target = mhla_class_for(type(model).__name__)
+    options = resolve_blocks(MHLAConfig.coerce(mhla), target.default_grid)
+    options.mhla_layers(len(target._self_attentions(model)))
+    model.__class__ = target
+    model._install_mhla(options)
+    kept = set(target._keep_in_fp32_modules or [])
+    for module in model.mhla_modules().values():
+        module.train(model.training)
+    for index, attention in enumerate(model._self_attentions()):
+        if not hasattr(attention, "mhla"):
+            continue
+        weight = attention.to_q.weight
+        for name, parameter in attention.mhla.named_parameters():
+            dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
+            parameter.data = parameter.data.to(weight.device, dtype)
+    return model

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which upstream model class becomes which MHLA class."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """One supported architecture.
+
+    Attributes:
+        name: Short name used on the command line.
+        upstream: Name of the diffusers class.
+        mhla_class: Name of the MHLA class.
+        module: Module of this package that defines it.
+        pipelines: Diffusers pipelines that the family was tested in.
+        layers: Where the MHLA layers sit, `{index}` standing for the layer's number.
+    """
+
+    name: str
+    upstream: str
+    mhla_class: str
+    module: str
+    pipelines: tuple[str, ...]
+    layers: str
+
+    def load_class(self) -> type:
+        """Imports and returns the MHLA class."""
+        return getattr(importlib.import_module(self.module), self.mhla_class)
+
+
+_WAN = ModelFamily(
+    name="wan",
+    upstream="WanTransformer3DModel",
+    mhla_class="MHLAWanTransformer3DModel",
+    module="mhla_hf.models.wan",
+    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
+    layers="blocks.{index}.attn1.mhla",
+)
+
+FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN,)}
+MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
+
+
+def supported_models() -> dict[str, ModelFamily]:
+    """Returns the supported architectures by the name of their upstream class."""
+    return dict(FAMILIES)
+
+
+def is_mhla_class(class_name: str) -> bool:
+    """Whether a class name (as in `_class_name` of a config) is one of the MHLA classes."""
+    return class_name in MHLA_CLASSES
+
+
+def family_for(class_name: str) -> ModelFamily:
+    """Returns the family of an upstream or MHLA class name.
+
+    Raises:
+        ValueError: If the model is not supported; the message lists those that are.
+    """
+    family = FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
+    if family is None:
+        raise ValueError(f"{class_name} has no MHLA version. Supported: {', '.join(sorted(FAMILIES))}.")
+    return family
+
+
+def mhla_class_for(class_name: str) -> type:
+    """Returns the MHLA class for an upstream or MHLA class name; errors as in [`family_for`]."""
+    return family_for(class_name).load_class()

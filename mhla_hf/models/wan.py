@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MHLA for Wan: attention, processor and token grid of `WanTransformer3DModel`.
+
+Wan's attention sees a flat token sequence. Its rotary tables are the one thing that every layer is handed and that
+depends on the grid, so here they keep the grid in their shape, `(1, frames, height, width, 1, width of a head)`, and
+the attention modules flatten them again. That is purely functional: checkpointing, compilation and two forwards at
+different grids before one backward cannot go wrong.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from diffusers.models.transformers.transformer_wan import (
+    WanAttention,
+    WanRotaryPosEmbed,
+    WanTransformer3DModel,
+    _get_qkv_projections,
+)
+
+from .base import MHLAModelMixin
+
+
+class MHLAWanAttnProcessor:
+    """Stateless processor of an MHLA self-attention layer; the parameters live in `attn.mhla`."""
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        grid: tuple[int, int, int] | None = None,
+    ) -> torch.Tensor:
+        """Attends over `hidden_states` `[B, T, hidden]`, T = frames · height · width of `grid`, row-major.
+
+        Raises:
+            ValueError: For cross-attention, an attention mask, or a missing grid: none of them can be served.
+        """
+        if encoder_hidden_states is not None:
+            raise ValueError("MHLA is self-attention; encoder_hidden_states must be None.")
+        if attention_mask is not None:
+            raise ValueError("MHLA layers of Wan take no attention_mask.")
+        if grid is None or rotary_emb is None:
+            raise ValueError("MHLA layers of Wan need the rotary embeddings of their own model, which carry the grid.")
+        query, key, value = _get_qkv_projections(attn, hidden_states, None)
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
+        cosine, sine = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
+
+        def rotary(tokens: torch.Tensor) -> torch.Tensor:
+            even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
+            rotated = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+            return rotated.flatten(-2).type_as(tokens)
+
+        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary)
+        output = output.flatten(2, 3).type_as(hidden_states)
+        return attn.to_out[1](attn.to_out[0](output))
+
+
+class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
+    """Rotary tables with upstream's values in the shape `(1, frames, height, width, 1, width of a head)`."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size))
+        cosine, sine = super().forward(hidden_states)
+        return cosine.unflatten(1, grid), sine.unflatten(1, grid)
+
+
+class MHLAWanAttention(WanAttention):
+    """Self-attention of every layer, MHLA or softmax: flattens the rotary tables and passes the grid on to MHLA."""
+
+    _available_processors = [*WanAttention._available_processors, MHLAWanAttnProcessor]
+
+    def set_processor(self, processor: object) -> None:
+        """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.
+
+        Raises:
+            ValueError: If a layer that has MHLA parameters is given another kind of processor.
+        """
+        if hasattr(self, "mhla") and not isinstance(processor, MHLAWanAttnProcessor):
+            raise ValueError(
+                f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Load the softmax "
+                "checkpoint instead, or leave this layer out of `layers` when you convert."
+            )
+        super().set_processor(processor)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        if rotary_emb is not None and rotary_emb[0].ndim == 6:
+            if hasattr(self, "mhla"):
+                kwargs["grid"] = tuple(rotary_emb[0].shape[1:4])
+            rotary_emb = (rotary_emb[0].flatten(1, 3), rotary_emb[1].flatten(1, 3))
+        return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
+
+
+class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
+    """`WanTransformer3DModel` whose self-attention is MHLA in the chosen layers.
+
+    Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
+    `config.json`. `from_pretrained` loads MHLA checkpoints, and ordinary Wan ones with fresh MHLA parameters.
+    """
+
+    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers_namespace`.
+    __module__ = "diffusers"
+
+    # 81 frames of 480 × 832: (81 - 1) / 4 + 1 latent frames, 60 × 104 latent pixels in patches of 2 × 2.
+    default_grid = (21, 30, 52)
+    _keep_in_fp32_modules = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing", "output_norm"]
+    _skip_layerwise_casting_patterns = [*WanTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]
+    # Upstream's plan splits the sequence and the flat rotary tables; summaries would need a reduction across ranks.
+    _cp_plan = None
+
+    def _self_attentions(self) -> list[nn.Module]:
+        return [block.attn1 for block in self.blocks]
+
+    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+        self.rope.__class__ = MHLAWanRotaryPosEmbed
+        for attention in attentions:
+            attention.__class__ = MHLAWanAttention
+        for index in mhla_layers:
+            attentions[index].set_processor(MHLAWanAttnProcessor())

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MHLA operator in all its forms: dense (the oracle), block-parallel, causal chunked and recurrent."""
+
+from .block import block_mhla_attention
+from .causal import causal_mhla_attention, extend_causal_mixing
+from .dispatch import BACKENDS, mhla_attention
+from .naive import naive_mhla_attention, naive_mhla_weights
+from .recurrent import MHLAState, empty_state, mhla_prefill, mhla_step
+
+
+__all__ = [
+    "BACKENDS",
+    "MHLAState",
+    "block_mhla_attention",
+    "causal_mhla_attention",
+    "empty_state",
+    "extend_causal_mixing",
+    "mhla_attention",
+    "mhla_prefill",
+    "mhla_step",
+    "naive_mhla_attention",
+    "naive_mhla_weights",
+]

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block-parallel form of non-causal MHLA: three batched matrix products, linear in the number of tokens.
+
+Shape letters: B batch, T tokens, H feature heads, K query/key width, V value width, M blocks, N tokens of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import BlockLayout
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that summaries and normalisers are accumulated in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def block_mhla_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """MHLA by block summaries; arguments as in [`mhla_hf.ops.mhla_attention`].
+
+    S_b = Σ φ(k) vᵀ and z_b = Σ φ(k) for each block, S̃_i = Σ_b m_ib S_b and z̃_i = Σ_b m_ib z_b, then
+    o_t = φ(q_t)ᵀ S̃ / (φ(q_t)ᵀ z̃ + eps) (paper, section 3). Sums over tokens are in float32 at least, which cannot
+    overflow for fp16 inputs at any practical length.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`.
+    """
+    dtype = accumulation_dtype(value.dtype)
+    mixing = mixing.to(dtype)
+    plain_query = query if normalizer_query is None else normalizer_query
+    plain_key = key if normalizer_key is None else normalizer_key
+
+    # Autocast would silently run the products in half precision, `.to(float32)` or not.
+    with torch.autocast(query.device.type, enabled=False):
+        query_blocks = _head_blocks(query.to(dtype), layout)
+        key_blocks = _head_blocks(key.to(dtype), layout)
+        value_blocks = _head_blocks(value.to(dtype), layout)
+        summary = key_blocks.transpose(-1, -2) @ value_blocks
+        mixed_summary = _mix(mixing, summary)
+        output = query_blocks @ mixed_summary
+        if normalizer != "none":
+            plain_query_blocks = query_blocks if plain_query is query else _head_blocks(plain_query.to(dtype), layout)
+            plain_key_blocks = key_blocks if plain_key is key else _head_blocks(plain_key.to(dtype), layout)
+            key_sum = plain_key_blocks.sum(dim=-2)
+            if normalizer == "query":
+                denominator = plain_query_blocks @ (mixing @ key_sum).unsqueeze(-1)
+            else:
+                # [B, H, M, N]: each block's own queries against its own key sum, then mixed over blocks.
+                own = (plain_query_blocks @ key_sum.unsqueeze(-1)).squeeze(-1)
+                denominator = (mixing @ own).unsqueeze(-1)
+            output = output / (denominator + eps)
+        return layout.from_blocks(output.permute(0, 2, 3, 1, 4)).to(value.dtype)
+
+
+def _head_blocks(tokens: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """`[B, T, H, D]` to `[B, H, M, N, D]`."""
+    return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
+
+
+def _mix(mixing: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    """Σ_b m_ib S_b: `[M, M]` or `[H, M, M]` on `[B, H, M, K, V]`."""
+    return (mixing @ summary.flatten(-2)).unflatten(-1, summary.shape[-2:])

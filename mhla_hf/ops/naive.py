@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense definition of MHLA: every T × T weight is written out. The oracle that all other forms are tested against.
+
+Slow on purpose: O(T²) time and memory, one plain tensor expression per formula, in the dtype of its inputs.
+Shape letters: B batch, T tokens, H feature heads, K query/key width, V value width, M blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import BlockLayout
+from .causal import extend_causal_mixing
+
+
+def naive_mhla_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Unnormalised attention weights A_tj = m_{b(t),b(j)} · φ(q_t)·φ(k_j).
+
+    Args:
+        query: Feature-mapped queries `[B, T, H, K]`.
+        key: Feature-mapped keys `[B, T, H, K]`.
+        mixing: `[M, M]` or `[H, M, M]`; row i holds the weights that block i gives to the blocks.
+        layout: Blocks of the T tokens.
+        causal: Keep only j ≤ t.
+
+    Returns:
+        `[B, H, T, T]` in the dtype of `query`.
+    """
+    block = layout.block_of_token.to(query.device)
+    if causal:
+        mixing = extend_causal_mixing(mixing, layout.num_blocks)
+    token_mixing = mixing.to(query.dtype)[..., block[:, None], block[None, :]]
+    weights = token_mixing * torch.einsum("bthk,bjhk->bhtj", query, key)
+    return weights.tril() if causal else weights
+
+
+def naive_mhla_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    causal: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """MHLA as a dense matrix product; arguments as in [`mhla_hf.ops.mhla_attention`].
+
+    Returns:
+        `[B, T, H, V]` in the dtype of the inputs.
+    """
+    weights = naive_mhla_weights(query, key, mixing, layout, causal=causal)
+    numerator = torch.einsum("bhtj,bjhv->bthv", weights, value)
+    if normalizer == "none":
+        return numerator
+    plain_query = query if normalizer_query is None else normalizer_query
+    plain_key = key if normalizer_key is None else normalizer_key
+    if normalizer == "query":
+        denominator = naive_mhla_weights(plain_query, plain_key, mixing, layout, causal=causal).sum(-1)
+    else:
+        denominator = _block_query_denominator(plain_query, plain_key, mixing, layout, causal=causal)
+    return numerator / (denominator.transpose(1, 2).unsqueeze(-1) + eps)
+
+
+def _block_query_denominator(
+    query: torch.Tensor, key: torch.Tensor, mixing: torch.Tensor, layout: BlockLayout, *, causal: bool
+) -> torch.Tensor:
+    """Σ_b m_ib φ(q_bw)·z_b for the token at position w of block i: `[B, H, T]`.
+
+    Written out over tokens: token t pairs key j of block b with the query of block b at t's own position.
+    """
+    block = layout.block_of_token.to(query.device)
+    position = layout.position_in_block.to(query.device)
+    if causal:
+        mixing = extend_causal_mixing(mixing, layout.num_blocks)
+    token_mixing = mixing.to(query.dtype)[..., block[:, None], block[None, :]]
+    # partner[t, j] is the token of j's block that stands at t's position.
+    token_at = torch.zeros(layout.num_blocks, layout.max_block_tokens, dtype=torch.long, device=query.device)
+    token_at[block, position] = torch.arange(layout.num_tokens, device=query.device)
+    partner = token_at[block[None, :], position[:, None]]
+    scores = torch.einsum("bphk,bjhk->bhpj", query, key)
+    weights = token_mixing * scores[:, :, partner, torch.arange(layout.num_tokens, device=query.device)[None, :]]
+    return (weights.tril() if causal else weights).sum(-1)

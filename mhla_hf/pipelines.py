@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading diffusers pipelines with MHLA, and converting loaded ones in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .config import MHLAConfig
+from .models.registry import FAMILIES, is_mhla_class, mhla_class_for
+
+
+ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)
+
+# What `DiffusionPipeline.download` takes to find the files of a Hub repository.
+_DOWNLOAD_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "token",
+    "use_safetensors",
+    "variant",
+)
+# What a component's own `from_pretrained` is given of the pipeline's options.
+_COMPONENT_OPTIONS = ("disable_mmap", "low_cpu_mem_usage", "torch_dtype", "use_safetensors", "variant")
+
+
+def load_pipeline(
+    repo_or_dir: str | os.PathLike[str],
+    attn_implementation: str | None = "mhla",
+    mhla: MHLAConfig | Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Loads an ordinary diffusers pipeline whose denoiser is MHLA.
+
+    Args:
+        repo_or_dir: A pipeline directory or a Hub id, of an ordinary checkpoint or an MHLA one.
+        attn_implementation: `"mhla"` loads supported components as their MHLA classes (parameters that the
+            checkpoint does not have are initialised, with one warning). `None` loads the pipeline as it was saved.
+            `"softmax"` also does, and refuses MHLA checkpoints.
+        mhla: Options; over an MHLA checkpoint a dict overrides single options of the stored ones.
+        **kwargs: As for `DiffusionPipeline.from_pretrained`: `torch_dtype`, `variant`, `revision`, `token`,
+            components by name, ... Files are loaded from safetensors unless `use_safetensors` says otherwise.
+
+    Returns:
+        The pipeline that the checkpoint's `model_index.json` names, for example a `WanPipeline`.
+
+    Raises:
+        ValueError: If `attn_implementation` is unknown, no component of the pipeline can be MHLA, softmax is asked
+            of an MHLA checkpoint, or `mhla` is given without `attn_implementation="mhla"`.
+        OSError: If there is no such directory or repository.
+
+    Example:
+        >>> pipe = load_pipeline("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", mhla={"blocks": [3, 5, 10]})  # doctest: +SKIP
+    """
+    if attn_implementation not in ATTN_IMPLEMENTATIONS:
+        allowed = ", ".join(map(repr, ATTN_IMPLEMENTATIONS))
+        raise ValueError(f"attn_implementation={attn_implementation!r} is not one of {allowed}.")
+    if mhla is not None and attn_implementation != "mhla":
+        raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
+
+    import diffusers
+
+    kwargs.setdefault("use_safetensors", True)
+    folder = _local_folder(repo_or_dir, kwargs)
+    index = diffusers.DiffusionPipeline.load_config(folder)
+    pipeline_class = getattr(diffusers, index["_class_name"], None)
+    if pipeline_class is None:
+        raise ValueError(f"{repo_or_dir} is a {index['_class_name']}, which this version of diffusers does not have.")
+    found = _denoisers(index)
+    if attn_implementation == "mhla" and not found:
+        raise ValueError(
+            f"No component of {index['_class_name']} in {repo_or_dir} has an MHLA version. "
+            f"Supported: {', '.join(sorted(FAMILIES))}."
+        )
+    components = {}
+    for name, class_name in found.items():
+        if name in kwargs:
+            continue
+        if attn_implementation == "softmax" and is_mhla_class(class_name):
+            raise ValueError(
+                f"The {name} of {repo_or_dir} is an MHLA checkpoint; attn_implementation='softmax' would drop its "
+                "trained weights. Load the softmax original that it was converted from, or use None."
+            )
+        if attn_implementation == "mhla":
+            options = _component_options(kwargs, name)
+            if mhla is not None:
+                options["mhla"] = mhla
+            components[name] = mhla_class_for(class_name).from_pretrained(folder, subfolder=name, **options)
+    passed_on = {key: value for key, value in kwargs.items() if key not in _DOWNLOAD_OPTIONS[:-2]}
+    return pipeline_class.from_pretrained(folder, **components, **passed_on)
+
+
+def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
+    """Converts a loaded softmax model, or every supported component of a pipeline, to MHLA in place.
+
+    Args:
+        model_or_pipeline: A supported diffusers model or a pipeline that has one.
+        mhla: The options.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: If there is nothing to convert, or it is MHLA already.
+    """
+    from diffusers import DiffusionPipeline
+
+    from .models.base import convert_model
+
+    if not isinstance(model_or_pipeline, DiffusionPipeline):
+        return convert_model(model_or_pipeline, mhla)
+    found = {
+        name: component
+        for name, component in model_or_pipeline.components.items()
+        if type(component).__name__ in FAMILIES or is_mhla_class(type(component).__name__)
+    }
+    if not found:
+        raise ValueError(
+            f"No component of this {type(model_or_pipeline).__name__} has an MHLA version. "
+            f"Supported: {', '.join(sorted(FAMILIES))}."
+        )
+    for name, component in found.items():
+        # Registered anew, or a saved index would go on naming the softmax class.
+        model_or_pipeline.register_modules(**{name: convert_model(component, mhla)})
+    return model_or_pipeline
+
+
+def _local_folder(repo_or_dir: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> str:
+    path = os.fspath(repo_or_dir)
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "model_index.json")):
+            raise OSError(f"{path} has no model_index.json: it is not a pipeline directory.")
+        return path
+    from diffusers import DiffusionPipeline
+
+    options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}
+    return DiffusionPipeline.download(path, **options)
+
+
+def _denoisers(index: Mapping[str, Any]) -> dict[str, str]:
+    """Components of a pipeline index that have an MHLA version, with the class name that the index gives."""
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and len(entry) == 2}
+    return {
+        name: entry[1]
+        for name, entry in entries.items()
+        if isinstance(entry[1], str) and (entry[1] in FAMILIES or is_mhla_class(entry[1]))
+    }
+
+
+def _component_options(kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
+    options = {key: kwargs[key] for key in _COMPONENT_OPTIONS if key in kwargs}
+    dtype = options.get("torch_dtype")
+    if isinstance(dtype, Mapping):
+        options["torch_dtype"] = dtype.get(name, dtype.get("default"))
+    return {key: value for key, value in options.items() if value is not None}
