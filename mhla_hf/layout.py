@@ -83,12 +83,12 @@ class BlockLayout:
     @property
     def max_block_tokens(self) -> int:
         """Number of tokens N of the largest block."""
-        return math.prod(max(lengths) for lengths in self.tile_lengths)
+        return math.prod([max(lengths) for lengths in self.tile_lengths])
 
     @property
     def is_uniform(self) -> bool:
         """Whether all blocks have the same shape."""
-        return all(min(lengths) == max(lengths) for lengths in self.tile_lengths)
+        return all([min(lengths) == max(lengths) for lengths in self.tile_lengths])
 
     @property
     def block_of_token(self) -> torch.Tensor:
