@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of users become one line and exit code 1; everything else keeps its traceback."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
+
+
+DEBUG_VARIABLE = "MHLA_HF_DEBUG"
+"""Set to 1 to see the traceback of every error."""
+
+
+@contextmanager
+def friendly_errors() -> Iterator[None]:
+    """Shows `ValueError`, `OSError` and missing optional packages as one red line on standard error.
+
+    Raises:
+        typer.Exit: With code 1, in place of such an error.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] [red]{escape(message)}[/]", highlight=False)
+        raise typer.Exit(1) from error
+
+
+class FriendlyGroup(TyperGroup):
+    """A group of commands whose errors are shown by [`friendly_errors`]; groups inside it included."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with friendly_errors():
+            return super().invoke(ctx)
+
+
+class FriendlyCommand(TyperCommand):
+    """A single command, for scripts that have only one, with the same."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with friendly_errors():
+            return super().invoke(ctx)
+
+
+def run_script(command: Callable[..., None]) -> None:
+    """Runs one command function as a whole program.
+
+    Args:
+        command: A function whose parameters are typer options.
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(cls=FriendlyCommand)(command)
+    app()

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import_official`: the authors' Wan-MHLA checkpoints become diffusers directories."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.nn.functional as F
+
+from ..config import MHLAConfig
+from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
+from .engine import (
+    ComponentPlan,
+    WeightsPlan,
+    cast_entry,
+    compare_tensors,
+    component_report,
+    count_dtypes,
+    empty_model,
+    kept_in_fp32,
+    shorten,
+    write_result,
+)
+from .official_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
+from .options import parse_dtype, parse_size
+from .provenance import ConversionReport
+from .source import Source, download_or_find, read_source
+from .staging import check_destination
+from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry, read_json, split_into_shards
+
+
+UPSTREAM = "WanTransformer3DModel"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+# Where training code keeps the weights inside a saved dict, outermost first.
+_NESTED = ("state_dict", "model_state_dict", "model", "module")
+# Sizes in which a transformer must agree with the pipeline it is put into.
+_SHARED_SIZES = ("patch_size", "in_channels", "out_channels", "text_dim", "image_dim")
+
+
+def import_official(
+    checkpoint: str | Path,
+    destination: str | Path,
+    *,
+    blocks: Sequence[int] | None = None,
+    normalizer: str = "none",
+    base: str | Path | None = None,
+    grid: Sequence[int] | None = None,
+    num_heads: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> ConversionReport:
+    """Converts a Wan-MHLA checkpoint of the authors' code to a diffusers transformer or pipeline directory.
+
+    Sizes, the output norm, the gate, LePE, and which layers are MHLA come from the keys and shapes. The feature map is
+    ReLU with 1e-6 added, rotary embeddings come after it, as in the authors' code.
+
+    Args:
+        checkpoint: A safetensors file, a directory of safetensors shards, or a file of `torch.save`, which is read
+            with `weights_only=True` and may hold the weights under `state_dict` or `model`. Prefixes that training
+            frameworks put before every key are taken off.
+        destination: The directory to write.
+        blocks: Number of blocks along frames, height and width. Needed unless there are 150, which are 3 × 5 × 10.
+        normalizer: The normaliser the weights were trained with: `"none"` (the authors' Wan), `"block_query"` or
+            `"query"`.
+        base: A Wan pipeline, directory or Hub id, whose other components are taken; then `destination` is a whole
+            pipeline. Its transformer's weights are not used.
+        grid: Token grid the weights were trained for; lets other sizes be resampled, see `MHLAConfig.resize`.
+        num_heads: Number of heads. By default from the output norm's width, or heads 128 wide without one.
+        dtype: Cast the weights: float32, bfloat16 or float16; what diffusers keeps in fp32 keeps its type.
+        max_shard_size: Largest weight file, in bytes or as `"5GB"`. By default the files follow the checkpoint's.
+        revision: Branch, tag or commit of `base` on the Hub.
+        token: Access token for the Hub.
+        cache_dir: Where downloads of `base` go.
+        overwrite: Replace an existing destination.
+        progress: Show a progress bar on standard error.
+
+    Returns:
+        What was done; the same is written as `conversion.json`.
+
+    Raises:
+        ValueError: If the checkpoint cannot be read, is not of this kind, lacks tensors or has others (each named), if
+            an option does not fit it, or the destination is taken or too small.
+    """
+    started = time.monotonic()
+    checkpoint, destination = Path(checkpoint).expanduser(), Path(destination).expanduser()
+    dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
+    base_path = None if base is None or not Path(base).expanduser().exists() else Path(base).expanduser()
+    check_destination(destination, overwrite, [checkpoint if checkpoint.exists() else None, base_path])
+    groups, files = open_checkpoint(checkpoint)
+    plan = _plan_import(groups, files, checkpoint, blocks, normalizer, grid, num_heads, dtype, max_bytes)
+    source = None
+    origin: dict[str, Any] = {"location": str(checkpoint)}
+    if base is not None:
+        source = _read_base(base, plan.config, revision, token, cache_dir)
+        origin["base"] = source.origin
+    report = ConversionReport("import-official", destination, origin)
+    write_result(source, [plan], report, progress=progress, started=started)
+    return report
+
+
+def open_checkpoint(path: Path) -> tuple[list[list[TensorEntry]], tuple[Path, ...]]:
+    """Finds the tensors of a checkpoint without reading their values.
+
+    Args:
+        path: See [`import_official`].
+
+    Returns:
+        The tensors of each file, and the files.
+
+    Raises:
+        ValueError: If there is no checkpoint, a shard is missing or damaged, or a torch file holds anything that
+            could run code.
+    """
+    if path.is_dir():
+        files = _files_in(path)
+    elif path.is_file():
+        files = [path]
+    else:
+        raise ValueError(f"checkpoint {path} does not exist.")
+    groups = [
+        SafetensorsReader(file).entries() if file.suffix == ".safetensors" else _torch_entries(file) for file in files
+    ]
+    return groups, tuple(files)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(f"checkpoint {folder} has several indices: {', '.join(path.name for path in indices)}.")
+    if indices:
+        weight_map = read_json(indices[0], "the index").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"the index {indices[0]} has no weight_map.")
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    files = sorted(path for path in folder.iterdir() if path.suffix in TORCH_SUFFIXES)
+    if len(files) != 1:
+        names = ", ".join(path.name for path in files) or "none"
+        raise ValueError(f"checkpoint {folder} has no safetensors files and not exactly one torch file ({names}).")
+    return files
+
+
+def _torch_entries(path: Path) -> list[TensorEntry]:
+    weights = _unnest(_load_torch(path), path)
+    entries = []
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{path} holds a {type(tensor).__name__} under {name!r}; every entry must be a tensor.")
+        if tensor.dtype not in FLOAT_TYPES.values():
+            raise ValueError(f"{path} holds {tensor.dtype} under {name!r}; quantised weights cannot be imported.")
+        entries.append(TensorEntry(str(name), tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor))  # type: ignore[misc]
+    return entries
+
+
+def _load_torch(path: Path) -> Any:
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    try:
+        try:
+            return torch.load(path, mmap=True, **options)
+        except RuntimeError as error:
+            # Files older than torch 1.6 are no archives and cannot be mapped.
+            if "mmap" not in str(error):
+                raise
+            return torch.load(path, **options)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors and could run code when read, or is not a torch file; "
+            "save its state dict alone."
+        ) from error
+    except (RuntimeError, EOFError, OSError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read as a torch file ({str(error).splitlines()[0]}).") from error
+
+
+def _unnest(content: Any, path: Path) -> Mapping[str, Any]:
+    while isinstance(content, Mapping):
+        inner = next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), None)
+        if inner is None:
+            break
+        content = inner
+    if not isinstance(content, Mapping) or not any(isinstance(value, torch.Tensor) for value in content.values()):
+        found = f"keys {shorten([str(key) for key in content])}" if isinstance(content, Mapping) else type(content).__name__
+        raise ValueError(f"{path} holds no state dict, alone or under {' or '.join(_NESTED)}; it holds {found}.")
+    return content
+
+
+def _plan_import(
+    groups: list[list[TensorEntry]],
+    files: tuple[Path, ...],
+    checkpoint: Path,
+    blocks: Sequence[int] | None,
+    normalizer: str,
+    grid: Sequence[int] | None,
+    num_heads: int | None,
+    dtype: torch.dtype | None,
+    max_bytes: int | None,
+) -> ComponentPlan:
+    entries: dict[str, TensorEntry] = {}
+    for entry in (entry for group in groups for entry in group):
+        if entry.name in entries:
+            raise ValueError(f"{checkpoint} holds {entry.name} twice.")
+        entries[entry.name] = entry
+    stripped = strip_prefixes(entries)
+    shapes = {name: entries[original].shape for name, original in stripped.items()}
+    options = mhla_options(shapes, None if blocks is None else tuple(blocks))
+    mhla = MHLAConfig(
+        feature_map="relu",
+        feature_map_eps=1e-6,
+        rope="after_feature_map",
+        normalizer=normalizer,
+        grid=None if grid is None else tuple(grid),
+        **options,
+    )
+    model_class = mhla_class_for(UPSTREAM)
+    model = empty_model(model_class, {**wan_config(shapes, num_heads), "mhla": mhla.to_dict()})
+    renamed = diffusers_names(shapes)
+    target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    written = {
+        stripped[original]: _imported_entry(name, entries[stripped[original]], target.get(name))
+        for name, original in renamed.items()
+    }
+    compare_tensors(
+        {entry.name: entry.shape for entry in written.values()},
+        target,
+        where=f"checkpoint {checkpoint}",
+        called=lambda name: renamed[name] if name in renamed else authors_name(name, renamed),
+    )
+    kept = kept_in_fp32(model)
+    shards = [[cast_entry(written[entry.name], dtype, kept) for entry in group] for group in groups]
+    flat = [entry for shard in shards for entry in shard]
+    report = component_report("WanModel", model)
+    report.copied_tensors = len(flat)
+    report.copied_parameters = sum(entry.nbytes // entry.dtype.itemsize for entry in flat)
+    report.dtypes = count_dtypes(flat)
+    # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
+    config = {
+        "_class_name": model_class.__name__,
+        "_diffusers_version": diffusers.__version__,
+        **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
+    }
+    plan = WeightsPlan(None, split_into_shards(shards, max_bytes), files)
+    return ComponentPlan("transformer", config, [plan], report)
+
+
+def _imported_entry(name: str, entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry:
+    """An entry under its diffusers name, in the module's shape where the authors store the same numbers in another."""
+    if name.endswith(".mhla.mixing"):
+        return TensorEntry(name, entry.shape[:2], entry.dtype, lambda: entry.load().flatten(1))
+    if name.endswith(".mhla.lepe.weight") and shape is not None and entry.shape != shape:
+        return TensorEntry(name, shape, entry.dtype, lambda: widen_kernel(entry.load(), shape))
+    return TensorEntry(name, entry.shape, entry.dtype, entry.load)
+
+
+def widen_kernel(weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Puts a depthwise kernel into the middle of a larger one of zeros, which convolves to the same.
+
+    Args:
+        weight: `[C, 1, h, w]`, which acts within frames, or `[C, 1, f, h, w]`, odd sizes.
+        shape: `[C, 1, k, k, k]`, k the largest of those sizes.
+    """
+    if weight.ndim == 4:
+        weight = weight.unsqueeze(2)
+    margins = [(wanted - size) // 2 for wanted, size in zip(shape[2:], weight.shape[2:])]
+    return F.pad(weight, [margin for size in reversed(margins) for margin in (size, size)])
+
+
+def _read_base(
+    base: str | Path,
+    config: Mapping[str, Any],
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | Path | None,
+) -> Source:
+    root, origin = download_or_find(base, revision=revision, token=token, cache_dir=cache_dir)
+    source = read_source(root, str(base), origin, {**FAMILIES, **MHLA_CLASSES})
+    component = next((item for item in source.components if item.name == "transformer"), None)
+    if source.pipeline is None or component is None:
+        raise ValueError(f"base {base} is not a pipeline directory with a transformer.")
+    for name in _SHARED_SIZES:
+        theirs = component.config.get(name)
+        if theirs is not None and config.get(name) is not None and theirs != config[name]:
+            raise ValueError(f"base {base} has a transformer with {name}={theirs}, the checkpoint has {config[name]}.")
+    return source

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and sizes in the authors' Wan-MHLA checkpoints, and what they are called in diffusers.
+
+The authors' code base is Wan's own, with four additions in `self_attn` of an MHLA layer. Its configuration is not to
+be trusted (flags in it are not passed on to the modules), so everything comes from the keys and shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+
+Shape = tuple[int, ...]
+
+MIXING = "block_attn.conv.weight"
+OUTPUT_NORM = "g_norm.weight"
+
+MHLA_NAMES = {
+    MIXING: "mixing",
+    OUTPUT_NORM: "output_norm.weight",
+    "g.weight": "gate.weight",
+    "g.bias": "gate.bias",
+    "lepe.weight": "lepe.weight",
+    "lepe.bias": "lepe.bias",
+}
+"""Names below `blocks.i.self_attn.` that Wan does not have, and those below `blocks.i.attn1.mhla.` they become."""
+
+PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
+"""What training frameworks put before every key."""
+
+DEFAULT_HEAD_DIM = 128
+"""Width of a head in every published Wan, for checkpoints without an output norm, where no shape tells it."""
+
+# First and last frame to video; the one key of Wan that diffusers' own table leaves out.
+_MORE_NAMES = {"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
+_UNSUPPORTED = {"face_adapter": "Wan-Animate", "motion_encoder": "Wan-Animate", "vace_": "Wan-VACE"}
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+
+
+def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
+    """Takes off what stands before every name.
+
+    Returns:
+        The name in the file by stripped name.
+    """
+    stripped = {name: name for name in names}
+    while stripped:
+        prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in stripped)), None)
+        if prefix is None:
+            break
+        stripped = {name[len(prefix) :]: original for name, original in stripped.items()}
+    return stripped
+
+
+def diffusers_names(names: Iterable[str]) -> dict[str, str]:
+    """What diffusers calls each of the authors' names.
+
+    Args:
+        names: Names without prefix.
+
+    Returns:
+        The authors' name by the name below `MHLAWanTransformer3DModel`. Names that nobody knows stay as they are.
+
+    Raises:
+        ValueError: For variants of Wan with other modules.
+    """
+    plain: dict[str, str] = {}
+    renamed: dict[str, str] = {}
+    for name in names:
+        model = next((model for part, model in _UNSUPPORTED.items() if part in name), None)
+        if model is not None:
+            raise ValueError(f"the checkpoint has {name}: {model} checkpoints cannot be imported.")
+        layer, _, rest = name.partition(".self_attn.")
+        if rest in MHLA_NAMES and _BLOCK.fullmatch(layer + "."):
+            renamed[f"{layer}.attn1.mhla.{MHLA_NAMES[rest]}"] = name
+        elif name in _MORE_NAMES:
+            renamed[_MORE_NAMES[name]] = name
+        else:
+            plain[name] = name
+    # The table works on names alone and hands the values through, so the values may be the old names.
+    renamed.update(convert_wan_transformer_to_diffusers(plain))
+    return renamed
+
+
+def authors_name(missing: str, renamed: Mapping[str, str]) -> str:
+    """What the authors call a diffusers name that a checkpoint lacks, read off another layer that has it."""
+    match = _BLOCK.match(missing)
+    if match:
+        for name, original in renamed.items():
+            if _BLOCK.sub("blocks.#.", name, count=1) == _BLOCK.sub("blocks.#.", missing, count=1):
+                return _BLOCK.sub(f"blocks.{match[1]}.", original, count=1)
+        head, _, rest = missing.partition(".attn1.mhla.")
+        for theirs, ours in MHLA_NAMES.items():
+            if rest == ours:
+                return f"{head}.self_attn.{theirs}"
+    return missing
+
+
+def mhla_layers(shapes: Mapping[str, Shape]) -> list[int]:
+    """Indices of the layers that have a mixing matrix."""
+    found = [re.fullmatch(rf"blocks\.(\d+)\.self_attn\.{re.escape(MIXING)}", name) for name in shapes]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dict[str, Any]:
+    """Reads the constructor arguments of `WanTransformer3DModel` off the shapes.
+
+    Args:
+        shapes: Shapes by the authors' names without prefix.
+        num_heads: Number of heads, where it is known otherwise.
+
+    Raises:
+        ValueError: If a tensor that gives a size is missing, layers are not numbered without gaps, or sizes do not
+            fit each other.
+    """
+
+    def shape(name: str, axes: int) -> Shape:
+        if name not in shapes:
+            raise ValueError(f"the checkpoint lacks {name}; it has {len(shapes)} tensors, such as {_examples(shapes)}.")
+        if len(shapes[name]) != axes:
+            raise ValueError(f"{name} has shape {shapes[name]}, but should have {axes} axes.")
+        return shapes[name]
+
+    patch_embedding = shape("patch_embedding.weight", 5)
+    hidden_size, in_channels, patch_size = patch_embedding[0], patch_embedding[1], patch_embedding[2:]
+    patch_volume = math.prod(patch_size)
+    head_rows = shape("head.head.weight", 2)[0]
+    if head_rows % patch_volume:
+        raise ValueError(f"head.head.weight has {head_rows} rows, which patches of {patch_size} do not divide.")
+    numbers = sorted({int(match[1]) for match in map(_BLOCK.match, shapes) if match})
+    absent = sorted(set(range(numbers[-1] + 1 if numbers else 1)) - set(numbers))
+    if absent:
+        raise ValueError(f"the checkpoint lacks every tensor of blocks.{', blocks.'.join(map(str, absent))}.")
+    config: dict[str, Any] = {
+        "patch_size": list(patch_size),
+        "num_attention_heads": _head_count(shapes, hidden_size, num_heads),
+        "in_channels": in_channels,
+        "out_channels": head_rows // patch_volume,
+        "text_dim": shape("text_embedding.0.weight", 2)[1],
+        "freq_dim": shape("time_embedding.0.weight", 2)[1],
+        "ffn_dim": shape("blocks.0.ffn.0.weight", 2)[0],
+        "num_layers": len(numbers),
+        "cross_attn_norm": any(name.endswith(".norm3.weight") for name in shapes),
+        "qk_norm": "rms_norm_across_heads" if any(".self_attn.norm_q." in name for name in shapes) else None,
+        "image_dim": None,
+        "added_kv_proj_dim": None,
+        "pos_embed_seq_len": None,
+    }
+    config["attention_head_dim"] = hidden_size // config["num_attention_heads"]
+    if any(name.startswith("img_emb.") for name in shapes):
+        config["image_dim"] = shape("img_emb.proj.0.weight", 1)[0]
+        config["added_kv_proj_dim"] = shape("blocks.0.cross_attn.k_img.weight", 2)[1]
+    if "img_emb.emb_pos" in shapes:
+        config["pos_embed_seq_len"] = shape("img_emb.emb_pos", 3)[1]
+    return config
+
+
+def _head_count(shapes: Mapping[str, Shape], hidden_size: int, num_heads: int | None) -> int:
+    widths = {shape[0]: name for name, shape in shapes.items() if name.endswith(f".self_attn.{OUTPUT_NORM}")}
+    if len(widths) > 1:
+        raise ValueError(f"{' and '.join(sorted(widths.values()))} have different widths.")
+    width, given = next(iter(widths.items()), (DEFAULT_HEAD_DIM, "Wan's usual head width"))
+    if num_heads is not None:
+        if num_heads < 1 or hidden_size % num_heads or (widths and hidden_size // num_heads != width):
+            raise ValueError(f"num_heads={num_heads} does not fit width {hidden_size} and {given} ({width}).")
+        return num_heads
+    if hidden_size % width:
+        raise ValueError(f"{given} ({width}) does not divide the model's width {hidden_size}; give num_heads.")
+    return hidden_size // width
+
+
+def mhla_options(shapes: Mapping[str, Shape], blocks: tuple[int, ...] | None) -> dict[str, Any]:
+    """Reads the options of MHLA off the keys and shapes.
+
+    Args:
+        shapes: Shapes by the authors' names without prefix.
+        blocks: Number of blocks along frames, height and width; needed unless there are 150, which are 3 × 5 × 10.
+
+    Returns:
+        `blocks`, `output_norm`, `output_gate`, `lepe_kernel` and `layers` (`None` when every layer is MHLA).
+
+    Raises:
+        ValueError: If no layer is MHLA, layers differ, or the blocks are missing or do not fit.
+    """
+    layers = mhla_layers(shapes)
+    if not layers:
+        raise ValueError(
+            f"no layer of the checkpoint has self_attn.{MIXING}, so it is not MHLA; it has {_examples(shapes)}. "
+            "For an ordinary Wan model use mhla-hf convert."
+        )
+    sizes = {index: shapes[f"blocks.{index}.self_attn.{MIXING}"] for index in layers}
+    for index, size in sizes.items():
+        if len(size) != 4 or size[0] != size[1] or size[2:] != (1, 1) or size != sizes[layers[0]]:
+            raise ValueError(
+                f"blocks.{index}.self_attn.{MIXING} has shape {size}; expected (M, M, 1, 1) with the same M everywhere."
+            )
+    count = sizes[layers[0]][0]
+    if blocks is None:
+        if count != 150:
+            raise ValueError(f"the checkpoint has {count} blocks: give blocks, three numbers whose product is {count}.")
+        blocks = (3, 5, 10)
+    if len(blocks) != 3 or math.prod(blocks) != count:
+        raise ValueError(
+            f"blocks={','.join(map(str, blocks))} must be three numbers whose product is {count}, "
+            "the size of the checkpoint's mixing matrices."
+        )
+
+    def everywhere(name: str) -> bool:
+        having = [index for index in layers if f"blocks.{index}.self_attn.{name}" in shapes]
+        if having and having != layers:
+            lacking = ", ".join(f"blocks.{index}.self_attn.{name}" for index in layers if index not in having)
+            raise ValueError(f"the checkpoint lacks {lacking}, which its other MHLA layers have.")
+        return bool(having)
+
+    num_layers = len({match[1] for match in map(_BLOCK.match, shapes) if match})
+    return {
+        "blocks": blocks,
+        "output_norm": everywhere(OUTPUT_NORM),
+        "output_gate": any([everywhere("g.weight"), everywhere("g.bias")]),
+        "lepe_kernel": _lepe_kernel(shapes, layers) if everywhere("lepe.weight") else None,
+        "layers": layers if len(layers) < num_layers else None,
+    }
+
+
+def _lepe_kernel(shapes: Mapping[str, Shape], layers: list[int]) -> int:
+    kernels = set()
+    for index in layers:
+        name = f"blocks.{index}.self_attn.lepe.weight"
+        shape = shapes[name]
+        if len(shape) not in (4, 5) or shape[1] != 1 or any(size % 2 == 0 for size in shape[2:]):
+            raise ValueError(f"{name} has shape {shape}; expected a depthwise convolution with odd kernel sizes.")
+        kernels.add(max(shape[2:]))
+    if len(kernels) > 1:
+        raise ValueError(f"self_attn.lepe.weight has kernels of different sizes ({sorted(kernels)}).")
+    return kernels.pop()
+
+
+def _examples(shapes: Mapping[str, Shape]) -> str:
+    return ", ".join(sorted(shapes)[:3])

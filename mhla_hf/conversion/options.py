@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what users type (`3,5,10`, `2/3`, `bf16`, `5GB`) into values, with errors that name the option."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+"""The names `--dtype` takes."""
+
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_axes(text: str | None, name: str, axes: int = 3) -> tuple[int, ...] | None:
+    """Reads `"3,5,10"` (or `"3x5x10"`) as one positive integer an axis.
+
+    Args:
+        text: What was typed; `None` stays `None`.
+        name: The option's name, for the error.
+        axes: How many numbers there must be.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in re.split(r"[,x]", text)]
+    if len(parts) != axes or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{name}={text!r} must be {axes} positive integers separated by commas, such as 3,5,10.")
+    return tuple(int(part) for part in parts)
+
+
+def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[int] | None:
+    """Reads which layers become MHLA.
+
+    Args:
+        layers: `None` or `"all"` for every layer; indices as `"1,2,4"` or as integers; or a fraction `"p/q"`: of each q
+            layers in a row the first q - p stay softmax, so `"2/3"` keeps 0, 3, 6, … as the authors' hybrid does.
+        num_layers: How many layers the model has.
+
+    Returns:
+        Sorted indices, or `None` for every layer.
+
+    Raises:
+        ValueError: If the text is none of these, names a layer twice or one that is not there, or selects none.
+    """
+    if layers is None or layers == "all":
+        return None
+    if isinstance(layers, str):
+        fraction = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", layers)
+        if fraction:
+            return _fraction_of_layers(int(fraction[1]), int(fraction[2]), num_layers)
+        parts = [part.strip() for part in layers.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            raise ValueError(
+                f"layers={layers!r} must be all, layer indices such as 1,2,4, or a fraction such as 2/3."
+            )
+        layers = [int(part) for part in parts]
+    indices = sorted(layers)
+    repeated = sorted({index for index in indices if indices.count(index) > 1})
+    if repeated:
+        raise ValueError(f"layers names {', '.join(map(str, repeated))} twice.")
+    outside = [index for index in indices if not 0 <= index < num_layers]
+    if outside:
+        raise ValueError(
+            f"layers names {', '.join(map(str, outside))}, but the model has layers 0 to {num_layers - 1}."
+        )
+    if not indices:
+        raise ValueError("layers is empty: no layer would become MHLA.")
+    return indices
+
+
+def _fraction_of_layers(part: int, whole: int, num_layers: int) -> list[int] | None:
+    if not 0 < part <= whole:
+        raise ValueError(f"layers={part}/{whole} must be a fraction above 0 and at most 1.")
+    indices = [index for index in range(num_layers) if index % whole >= whole - part]
+    if not indices:
+        raise ValueError(f"layers={part}/{whole} selects none of the model's {num_layers} layers.")
+    return None if len(indices) == num_layers else indices
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Reads a floating-point type from its name.
+
+    Raises:
+        ValueError: If it is not float32, bfloat16 or float16.
+    """
+    if dtype is None or dtype in DTYPES.values():
+        return dtype  # type: ignore[return-value]
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={str(dtype)!r} must be one of {', '.join(DTYPES)}.")
+    return DTYPES[dtype]  # type: ignore[index]
+
+
+def parse_size(size: int | str | None, name: str = "max_shard_size") -> int | None:
+    """Reads a number of bytes: an integer, or text such as `"5GB"` or `"512MiB"`.
+
+    Raises:
+        ValueError: If it is not a positive size.
+    """
+    if size is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _SIZE_UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ValueError(f"{name}={size!r} must be a size such as 5GB or 512MiB.")
+    return int(float(match[1]) * unit)
+
+
+def format_bytes(count: float) -> str:
+    """Writes a number of bytes for people: `1.5 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

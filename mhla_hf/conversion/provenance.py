@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`conversion.json`: what a converted directory was made from, and how."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .tensors import write_json
+
+
+SCHEMA_VERSION = 1
+FILE_NAME = "conversion.json"
+
+_PACKAGES = ("mhla-hf", "torch", "diffusers", "transformers", "safetensors", "huggingface_hub")
+_HASH_CHUNK = 8 * 2**20
+
+
+@dataclass
+class ComponentReport:
+    """What happened to one transformer.
+
+    Attributes:
+        source_class: Class that the source's weights were for.
+        target_class: Class that the written weights are for.
+        weights: Weight files written.
+        source_files: Weight files read, each with its size in bytes and SHA-256.
+        copied_tensors: How many tensors were taken from the source.
+        copied_parameters: How many numbers those are.
+        initialised: New tensors by name: shape, dtype and the values they start from.
+        dtypes: How many tensors were written in each dtype.
+        mhla: The complete MHLA options.
+        mhla_layers: Indices of the MHLA layers.
+        num_layers: How many layers the model has.
+    """
+
+    source_class: str
+    target_class: str
+    weights: list[str] = field(default_factory=list)
+    source_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    copied_tensors: int = 0
+    copied_parameters: int = 0
+    initialised: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dtypes: dict[str, int] = field(default_factory=dict)
+    mhla: dict[str, Any] = field(default_factory=dict)
+    mhla_layers: list[int] = field(default_factory=list)
+    num_layers: int = 0
+
+    @property
+    def initialised_parameters(self) -> int:
+        """How many new numbers there are."""
+        total = 0
+        for entry in self.initialised.values():
+            count = 1
+            for size in entry["shape"]:
+                count *= size
+            total += count
+        return total
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did; `conversion.json` holds the same.
+
+    Attributes:
+        command: `"convert"` or `"import-official"`.
+        destination: The directory written.
+        source: Where the weights came from: `location`, and for Hub repositories `revision` and `commit`.
+        components: What happened to each transformer, by component name (`"transformer"`).
+        copied_files: Files taken over unchanged, relative to the destination.
+        bytes_written: Size of the result.
+        seconds: Time it took.
+    """
+
+    command: str
+    destination: Path
+    source: dict[str, Any]
+    components: dict[str, ComponentReport] = field(default_factory=dict)
+    copied_files: list[str] = field(default_factory=list)
+    bytes_written: int = 0
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON types."""
+        content: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "command": self.command,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "source": self.source,
+            "components": {name: asdict(component) for name, component in self.components.items()},
+            "copied_files": self.copied_files,
+            "bytes_written": self.bytes_written,
+            "seconds": round(self.seconds, 2),
+            "versions": package_versions(),
+        }
+        return content
+
+    def save(self, folder: Path) -> None:
+        """Writes `conversion.json` into `folder`."""
+        write_json(folder / FILE_NAME, self.to_dict())
+
+
+def package_versions() -> Mapping[str, str]:
+    """Versions of this package, of Python and of what reads and writes weights."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            if package == "mhla-hf":
+                from .. import __version__
+
+                versions[package] = __version__
+    return versions
+
+
+def describe_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """Size and SHA-256 of a weight file.
+
+    Hub downloads are links to blobs named by their SHA-256 already; those are not read again.
+    """
+    resolved = path.resolve()
+    size = resolved.stat().st_size
+    if path.is_symlink() and re.fullmatch(r"[0-9a-f]{64}", resolved.name):
+        if on_bytes is not None:
+            on_bytes(size)
+        return {"bytes": size, "sha256": resolved.name}
+    digest = hashlib.sha256()
+    with resolved.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
+    return {"bytes": size, "sha256": digest.hexdigest()}

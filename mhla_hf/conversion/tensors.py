@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files read and written one tensor at a time.
+
+`safetensors.torch.save_file` wants a whole shard in memory, and shards of published video models reach 10 GB. The
+format is simple (8 bytes of header length, a JSON header, the data), so that the header can be written first from
+shapes and types alone, and each tensor read, cast and appended after it: memory stays at one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+
+FLOAT_TYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""Types in a safetensors header that a conversion takes; integers and 8-bit floats mean quantised weights."""
+
+_TYPE_NAMES = {dtype: name for name, dtype in FLOAT_TYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor that will be written: everything about it but its values.
+
+    Attributes:
+        name: Its key in the file.
+        shape: Its shape.
+        dtype: The type it is written in.
+        load: Returns the values in any floating-point type; called once, when its turn comes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file, in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsReader:
+    """A safetensors file opened once, its tensors read on demand.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        shapes: Shape of every tensor by name.
+        dtypes: Type of every tensor by name.
+
+    Raises:
+        ValueError: If the file is missing, truncated or not safetensors, or holds a type that is not a plain float
+            (a quantised checkpoint).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, although the checkpoint needs it.")
+        try:
+            self._file = safe_open(str(path), framework="pt", device="cpu")
+            slices = {name: self._file.get_slice(name) for name in self._file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is truncated or not a safetensors file ({error}).") from error
+        quantised = sorted({entry.get_dtype() for entry in slices.values()} - set(FLOAT_TYPES))
+        if quantised:
+            raise ValueError(
+                f"{path} holds {', '.join(quantised)} tensors: quantised weights cannot be converted. "
+                "Convert the original weights, then quantise."
+            )
+        self.shapes = {name: tuple(entry.get_shape()) for name, entry in slices.items()}
+        self.dtypes = {name: FLOAT_TYPES[entry.get_dtype()] for name, entry in slices.items()}
+
+    def load(self, name: str) -> torch.Tensor:
+        """Reads one tensor."""
+        return self._file.get_tensor(name)
+
+    def entries(self) -> list[TensorEntry]:
+        """Every tensor as it is."""
+        return [
+            TensorEntry(name, shape, self.dtypes[name], lambda name=name: self.load(name))  # type: ignore[misc]
+            for name, shape in self.shapes.items()
+        ]
+
+
+def write_safetensors(
+    path: Path, entries: Sequence[TensorEntry], on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Writes a safetensors file tensor by tensor.
+
+    Args:
+        path: The file to write; its folder exists.
+        entries: What to write. Tensors of wide types go first, as the format's own writer does, to keep all aligned.
+        on_bytes: Told the number of bytes after each tensor.
+
+    Raises:
+        ValueError: If an entry's values do not have the shape it announced, or a name occurs twice.
+    """
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in ordered:
+        if entry.name in header:
+            raise ValueError(f"{entry.name} occurs twice in {path.name}.")
+        span = [offset, offset + entry.nbytes]
+        header[entry.name] = {"dtype": _TYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
+        offset = span[1]
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        for entry in ordered:
+            tensor = entry.load().detach()
+            if tuple(tensor.shape) != entry.shape:
+                raise ValueError(f"{entry.name} has shape {tuple(tensor.shape)}, not {entry.shape} as announced.")
+            tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
+            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            if on_bytes is not None:
+                on_bytes(entry.nbytes)
+
+
+def split_into_shards(groups: Iterable[Sequence[TensorEntry]], max_bytes: int | None) -> list[list[TensorEntry]]:
+    """Distributes tensors over files.
+
+    Args:
+        groups: Tensors that come from one file each.
+        max_bytes: Largest file; `None` keeps the groups as they are.
+
+    Returns:
+        The tensors of each file, none of them empty. A tensor larger than `max_bytes` gets a file of its own.
+    """
+    groups = [list(group) for group in groups if group]
+    if max_bytes is None:
+        return groups
+    shards: list[list[TensorEntry]] = []
+    used = 0
+    for entry in (entry for group in groups for entry in group):
+        if not shards or used + entry.nbytes > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += entry.nbytes
+    return shards
+
+
+def shard_names(count: int, stem: str, variant: str | None = None) -> list[str]:
+    """File names of `count` shards as diffusers writes them."""
+    suffix = f".{variant}" if variant else ""
+    if count == 1:
+        return [f"{stem}{suffix}.safetensors"]
+    return [f"{stem}{suffix}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+
+
+def write_shards(
+    folder: Path,
+    shards: Sequence[Sequence[TensorEntry]],
+    *,
+    stem: str = "diffusion_pytorch_model",
+    variant: str | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Writes shards, and their index when there are several.
+
+    Args:
+        folder: Where to; created.
+        shards: The tensors of each file.
+        stem: File name without type and variant.
+        variant: The variant that goes into the file names, such as `fp16`.
+        on_bytes: See [`write_safetensors`].
+
+    Returns:
+        The names of the weight files written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = shard_names(len(shards), stem, variant)
+    for name, entries in zip(names, shards):
+        write_safetensors(folder / name, entries, on_bytes)
+    if len(names) > 1:
+        weight_map = {entry.name: name for name, entries in zip(names, shards) for entry in entries}
+        total = sum(entry.nbytes for entries in shards for entry in entries)
+        index_name = f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json"
+        write_json(folder / index_name, {"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True)
+    return names
+
+
+def write_json(path: Path, content: Mapping[str, object], sort_keys: bool = False) -> None:
+    """Writes indented JSON with a final newline."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, what: str) -> dict:
+    """Reads a JSON object.
+
+    Args:
+        path: The file.
+        what: What it is, for the error.
+
+    Raises:
+        ValueError: If the file is missing or not a JSON object.
+    """
+    if not path.is_file():
+        raise ValueError(f"{what} {path} is missing.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what} {path} is not valid JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} {path} is not a JSON object.")
+    return content
