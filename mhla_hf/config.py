@@ -222,5 +222,7 @@ def _layer_tuple(value: Any) -> tuple[int, ...] | None:
 def _number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> float:
     valid = isinstance(value, Real) and not isinstance(value, bool)
     if not valid or not (value > minimum if exclusive else value >= minimum) or value == float("inf"):
-        raise ValueError(f"{name}={value!r} must be a finite number {'above' if exclusive else 'of at least'} {minimum:g}.")
+        raise ValueError(
+            f"{name}={value!r} must be a finite number {'above' if exclusive else 'of at least'} {minimum:g}."
+        )
     return float(value)

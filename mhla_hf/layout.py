@@ -212,9 +212,7 @@ def interpolation_matrix(source_blocks: Sequence[int], target_blocks: Sequence[i
     return result
 
 
-def resample_mixing(
-    mixing: torch.Tensor, source_blocks: Sequence[int], target_blocks: Sequence[int]
-) -> torch.Tensor:
+def resample_mixing(mixing: torch.Tensor, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> torch.Tensor:
     """Carries a mixing matrix over to another grid of blocks.
 
     m' = (M / M') R m Rᵀ with R of [`interpolation_matrix`]: both the mixing and the mixed block are interpolated at

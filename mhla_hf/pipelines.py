@@ -25,7 +25,7 @@ _DOWNLOAD_OPTIONS = (
     "variant",
 )
 # What a component's own `from_pretrained` is given of the pipeline's options.
-_COMPONENT_OPTIONS = ("disable_mmap", "low_cpu_mem_usage", "torch_dtype", "use_safetensors", "variant")
+_COMPONENT_OPTIONS = ("device_map", "disable_mmap", "low_cpu_mem_usage", "use_safetensors")
 
 
 def load_pipeline(
@@ -67,29 +67,31 @@ def load_pipeline(
     kwargs.setdefault("use_safetensors", True)
     folder = _local_folder(repo_or_dir, kwargs)
     index = diffusers.DiffusionPipeline.load_config(folder)
-    pipeline_class = getattr(diffusers, index["_class_name"], None)
+    # Pipelines with code of their own name a file and a class.
+    class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
+    pipeline_class = getattr(diffusers, class_name, None)
     if pipeline_class is None:
-        raise ValueError(f"{repo_or_dir} is a {index['_class_name']}, which this version of diffusers does not have.")
+        raise ValueError(f"{repo_or_dir} is a {class_name}, which this version of diffusers does not have.")
     found = _denoisers(index)
     if attn_implementation == "mhla" and not found:
         raise ValueError(
-            f"No component of {index['_class_name']} in {repo_or_dir} has an MHLA version. "
+            f"No component of {class_name} in {repo_or_dir} has an MHLA version. "
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     components = {}
-    for name, class_name in found.items():
+    for name, component_class in found.items():
         if name in kwargs:
             continue
-        if attn_implementation == "softmax" and is_mhla_class(class_name):
+        if attn_implementation == "softmax" and is_mhla_class(component_class):
             raise ValueError(
                 f"The {name} of {repo_or_dir} is an MHLA checkpoint; attn_implementation='softmax' would drop its "
                 "trained weights. Load the softmax original that it was converted from, or use None."
             )
         if attn_implementation == "mhla":
-            options = _component_options(kwargs, name)
+            options = _component_options(kwargs, folder, name)
             if mhla is not None:
                 options["mhla"] = mhla
-            components[name] = mhla_class_for(class_name).from_pretrained(folder, subfolder=name, **options)
+            components[name] = mhla_class_for(component_class).from_pretrained(folder, subfolder=name, **options)
     passed_on = {key: value for key, value in kwargs.items() if key not in _DOWNLOAD_OPTIONS[:-2]}
     return pipeline_class.from_pretrained(folder, **components, **passed_on)
 
@@ -151,9 +153,21 @@ def _denoisers(index: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _component_options(kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _component_options(kwargs: Mapping[str, Any], folder: str, name: str) -> dict[str, Any]:
+    """The pipeline's options as one component's own `from_pretrained` takes them."""
+    if kwargs.get("quantization_config") is not None:
+        raise ValueError(
+            f"quantization_config would not reach the {name}. Load it with its own `from_pretrained(..., "
+            f"quantization_config=...)` and pass it as {name}=..."
+        )
+    if kwargs.get("device_map") == "balanced":
+        raise ValueError("device_map='balanced' is not supported; give one device, or move the pipeline afterwards.")
     options = {key: kwargs[key] for key in _COMPONENT_OPTIONS if key in kwargs}
-    dtype = options.get("torch_dtype")
-    if isinstance(dtype, Mapping):
-        options["torch_dtype"] = dtype.get(name, dtype.get("default"))
+    # Both spellings, as diffusers does; the newer one wins there too.
+    dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
+    options["torch_dtype"] = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
+    variant = kwargs.get("variant")
+    # As in diffusers, a component that was not saved in this variant is loaded from its ordinary files.
+    if variant and any(f".{variant}" in file for file in os.listdir(os.path.join(folder, name))):
+        options["variant"] = variant
     return {key: value for key, value in options.items() if value is not None}

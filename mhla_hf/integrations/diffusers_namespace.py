@@ -8,7 +8,6 @@ resolves to them. Nothing is imported before it is asked for: importing diffuser
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -28,20 +27,25 @@ def register_with_diffusers() -> None:
 
 
 class _DiffusersImportHook(MetaPathFinder):
-    """Lets the ordinary import run and extends the namespace right after; then it is gone from `sys.meta_path`."""
+    """Lets the ordinary import run and extends the namespace right after; then it is gone from `sys.meta_path`.
+
+    Finding the module is not importing it (other libraries look for diffusers just to know whether it is installed),
+    so the hook stays until the module has run.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != "diffusers":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_extend(module: ModuleType) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             # diffusers replaces its own entry by a lazy module while it is executed.
             _extend_namespace(sys.modules[fullname])
 

@@ -51,7 +51,9 @@ def fixed_feature_map(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return FIXED_FEATURE_MAPS[name]
 
 
-def rotate_features(features: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor], head_dim: int) -> torch.Tensor:
+def rotate_features(
+    features: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor], head_dim: int
+) -> torch.Tensor:
     """Applies a rotary embedding made for width K to features of width K or a multiple of it.
 
     Args:

@@ -140,7 +140,9 @@ class MHLA(nn.Module):
         """
         config, grid = self.config, tuple(grid)
         if len(grid) != len(self.blocks):
-            raise ValueError(f"grid={grid} has {len(grid)} axes, but this layer's blocks {self.blocks} have more or fewer.")
+            raise ValueError(
+                f"grid={grid} has {len(grid)} axes, but this layer's blocks {self.blocks} have more or fewer."
+            )
         if config.causal:
             return BlockLayout(grid=grid, block_size=config.block_size or (-(-config.grid[0] // self.blocks[0]),))
         if config.grid is not None and (grid == config.grid or self._resamples(grid)):
@@ -287,7 +289,9 @@ def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfi
     """
     axes = config.blocks or config.block_size or config.grid
     if axes is not None and len(axes) != len(default_grid):
-        raise ValueError(f"The mhla options are for {len(axes)} axes, but this model's token grid has {len(default_grid)}.")
+        raise ValueError(
+            f"The mhla options are for {len(axes)} axes, but this model's token grid has {len(default_grid)}."
+        )
     if config.blocks is not None:
         return config
     grid = config.grid or tuple(default_grid)

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from ..config import MHLAConfig
-from ..layers.mhla import MHLA, resolve_blocks
+from ..layers.mhla import MHLA, reference_blocks, resolve_blocks
 from .registry import mhla_class_for
 
 
@@ -94,7 +94,18 @@ class MHLAModelMixin:
         stored, given = dict(config or {}).get("mhla"), kwargs.get("mhla")
         if stored is not None and isinstance(given, Mapping):
             kwargs["mhla"] = merge_options(stored, given)
-        return super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
+        result = super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
+        # Loading weights that were made under other options has to check that they mean the same under these.
+        (result[0] if return_unused_kwargs else result)._mhla_options_of_checkpoint = stored
+        return result
+
+    def enable_parallelism(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: block summaries would need a reduction across ranks, and silently lack it.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"{type(self).__name__} supports neither context nor tensor parallelism.")
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, state_dict: Any, resolved_model_file: Any, *args: Any, **kwargs: Any):
@@ -109,10 +120,23 @@ class MHLAModelMixin:
                 f"The checkpoint {name} lacks {len(others)} weight(s) of {cls.__name__}, for example "
                 f"{', '.join(others[:3])}. It is damaged or belongs to another architecture."
             )
-        # Told that the fresh keys are there, upstream neither warns about them nor touches them.
-        result = super()._load_pretrained_model(
-            model, state_dict, resolved_model_file, name, loaded_keys + fresh, *args[2:], **kwargs
-        )
+        dropped = sorted(key for key in set(loaded_keys) - expected if ".mhla." in key)
+        if dropped:
+            raise ValueError(
+                f"The mhla options leave out {len(dropped)} trained MHLA weight(s) of {name}, for example "
+                f"{', '.join(dropped[:3])}. Keep the checkpoint's own layers and options, or convert its softmax "
+                "original anew."
+            )
+        _check_overrides(name, model)
+        try:
+            # Told that the fresh keys are there, upstream neither warns about them nor touches them.
+            result = super()._load_pretrained_model(
+                model, state_dict, resolved_model_file, name, loaded_keys + fresh, *args[2:], **kwargs
+            )
+        except ValueError as error:
+            if ".mhla." not in str(error):
+                raise
+            raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {error}") from error
         if fresh:
             _initialize_fresh(model, fresh, kwargs)
             layers = len({key.split(".mhla.")[0] for key in fresh})
@@ -130,6 +154,21 @@ def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
         if given.get(name) is not None and given.get(other) is None:
             merged[other] = None
     return merged
+
+
+def _check_overrides(name: Any, model: Any) -> None:
+    """Refuses options under which stored weights of a fitting shape would mean something else."""
+    if model._mhla_options_of_checkpoint is None:
+        return
+    stored, wanted = MHLAConfig.from_dict(model._mhla_options_of_checkpoint), model.mhla_config
+    before, now = (reference_blocks(config, model.default_grid) for config in (stored, wanted))
+    if before != now:
+        raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
+    if stored.mixing_constraint != wanted.mixing_constraint:
+        raise ValueError(
+            f"The MHLA weights of {name} are stored under mixing_constraint={stored.mixing_constraint!r}, but the "
+            f"mhla options ask for {wanted.mixing_constraint!r}."
+        )
 
 
 def _initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[str, Any]) -> None:

@@ -89,9 +89,7 @@ def _diagonal(mixing: torch.Tensor) -> torch.Tensor:
     return mixing.diagonal(dim1=-2, dim2=-1)[..., None, None]
 
 
-def _prefix_and_own(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor
-) -> torch.Tensor:
+def _prefix_and_own(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
     """φ(q)ᵀ applied to the mixed earlier chunks plus the causal part of the own chunk: `[B, H, M, C, V]`."""
     summary = key.transpose(-1, -2) @ value
     prefix = (mixing.tril(-1) @ summary.flatten(-2)).unflatten(-1, summary.shape[-2:])

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The causal chunked form against the dense one, and decoding against the chunked form at every position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mhla_hf import BlockLayout, mhla_attention
+from mhla_hf.ops import (
+    causal_mhla_attention,
+    empty_state,
+    extend_causal_mixing,
+    mhla_prefill,
+    mhla_step,
+)
+
+from .reference import assert_same, make_inputs, output_and_gradients
+
+
+LENGTHS = [1, 15, 16, 17, 63, 64, 65]
+
+
+@pytest.mark.parametrize("normalizer", ["query", "none"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("blocks", [2, 8], ids=["longer-than-mixing", "mixing-to-spare"])
+def test_chunked_matches_naive(length, normalizer, blocks):
+    layout = BlockLayout((length,), block_size=(16,))
+    inputs = make_inputs(layout, seed=length, per_head=length % 2 == 0, blocks=blocks)
+    options = {"causal": True, "normalizer": normalizer}
+    expected = output_and_gradients(inputs, layout, backend="naive", **options)
+    assert_same(output_and_gradients(inputs, layout, **options), expected, 1e-10)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_block_query_matches_naive(per_head):
+    layout = BlockLayout((48,), block_size=(16,))
+    inputs = make_inputs(layout, per_head=per_head)
+    options = {"causal": True, "normalizer": "block_query"}
+    expected = output_and_gradients(inputs, layout, backend="naive", **options)
+    assert_same(output_and_gradients(inputs, layout, **options), expected, 1e-10)
+
+
+def test_gradcheck():
+    layout = BlockLayout((5,), block_size=(2,))
+    inputs = {name: tensor[:1] if name != "mixing" else tensor for name, tensor in make_inputs(layout).items()}
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return mhla_attention(**dict(zip(inputs, tensors)), layout=layout, causal=True)
+
+    assert torch.autograd.gradcheck(attend, tuple(inputs.values()))
+
+
+def test_a_token_does_not_see_later_ones():
+    layout = BlockLayout((40,), block_size=(16,))
+    inputs = {name: tensor.detach() for name, tensor in make_inputs(layout).items()}
+    before = mhla_attention(**inputs, layout=layout, causal=True)
+    for name in ("key", "value", "normalizer_key"):
+        inputs[name] = inputs[name].clone()
+        inputs[name][:, 21:] += 1
+    after = mhla_attention(**inputs, layout=layout, causal=True)
+    torch.testing.assert_close(after[:, :21], before[:, :21], rtol=1e-13, atol=1e-13)
+    assert (after[:, 21:] - before[:, 21:]).abs().amin(dim=(0, 2, 3)).gt(0).all()
+
+
+def test_constant_values_come_out_constant():
+    layout = BlockLayout((40,), block_size=(16,))
+    inputs = make_inputs(layout, rotated=False)
+    inputs["value"] = torch.full_like(inputs["value"], -2.0)
+    output = mhla_attention(**inputs, layout=layout, causal=True, eps=0.0)
+    torch.testing.assert_close(output, torch.full_like(output, -2.0), rtol=1e-12, atol=0)
+
+
+def test_rows_past_the_end_take_the_last_rows_weights_by_distance():
+    mixing = torch.arange(1.0, 10.0).reshape(3, 3)
+    expected = torch.tensor(
+        [
+            [1.0, 0.0, 0.0, 0.0, 0.0],
+            [4.0, 5.0, 0.0, 0.0, 0.0],
+            [7.0, 8.0, 9.0, 0.0, 0.0],
+            [7.0, 7.0, 8.0, 9.0, 0.0],
+            [7.0, 7.0, 7.0, 8.0, 9.0],
+        ]
+    )
+    assert torch.equal(extend_causal_mixing(mixing, 5), expected)
+    assert torch.equal(extend_causal_mixing(mixing, 2), expected[:2, :2])
+    assert torch.equal(extend_causal_mixing(mixing.expand(4, 3, 3), 5), expected.expand(4, 5, 5))
+
+
+@pytest.mark.parametrize("normalizer", ["query", "none"])
+@pytest.mark.parametrize("start", [0, 1, 7, 8, 9, 16, 30])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_decoding_equals_the_chunked_form_at_every_position(normalizer, start, per_head):
+    layout = BlockLayout((45,), block_size=(8,))
+    # Three rows of mixing weights for six blocks: decoding crosses the end of the matrix.
+    inputs = {name: tensor.detach() for name, tensor in make_inputs(layout, per_head=per_head, blocks=3).items()}
+    mixing = inputs.pop("mixing")
+    expected = causal_mhla_attention(**inputs, mixing=mixing, block_size=8, normalizer=normalizer)
+
+    def part(first: int, last: int) -> dict[str, torch.Tensor]:
+        return {name: tensor[:, first:last] for name, tensor in inputs.items()}
+
+    state = empty_state(2, 3, 5, 4, 8, dtype=torch.float64)
+    if start:
+        output, state = mhla_prefill(**part(0, start), mixing=mixing, block_size=8, normalizer=normalizer)
+        torch.testing.assert_close(output, expected[:, :start], rtol=1e-10, atol=1e-10)
+    for position in range(start, 45):
+        assert state.num_tokens == position
+        output, state = mhla_step(**part(position, position + 1), mixing=mixing, state=state, normalizer=normalizer)
+        torch.testing.assert_close(output, expected[:, position : position + 1], rtol=1e-10, atol=1e-10)
+    assert state.summaries.shape == (2, 3, 5, 5, 5)
+
+
+def test_steps_leave_the_state_before_them_valid():
+    layout = BlockLayout((9,), block_size=(4,))
+    inputs = {name: tensor.detach() for name, tensor in make_inputs(layout, rotated=False).items()}
+    mixing = inputs.pop("mixing")
+    _, state = mhla_prefill(**{name: t[:, :8] for name, t in inputs.items()}, mixing=mixing, block_size=4)
+    token = {name: t[:, 8:] for name, t in inputs.items()}
+    first, _ = mhla_step(**token, mixing=mixing, state=state)
+    second, _ = mhla_step(**token, mixing=mixing, state=state)
+    assert torch.equal(first, second)
+
+
+def test_decoding_keeps_float32_state_for_half_inputs():
+    layout = BlockLayout((5,), block_size=(4,))
+    inputs = {name: t.detach().bfloat16() for name, t in make_inputs(layout, rotated=False).items()}
+    mixing = inputs.pop("mixing")
+    output, state = mhla_prefill(**inputs, mixing=mixing, block_size=4)
+    assert output.dtype == torch.bfloat16
+    assert state.current.dtype == state.prefix.dtype == state.summaries.dtype == torch.float32
+
+
+def test_what_cannot_be_decoded_is_refused():
+    layout = BlockLayout((4,), block_size=(4,))
+    inputs = {name: t.detach() for name, t in make_inputs(layout, rotated=False).items()}
+    mixing = inputs.pop("mixing")
+    with pytest.raises(ValueError, match="block_query"):
+        mhla_prefill(**inputs, mixing=mixing, block_size=4, normalizer="block_query")
+    _, state = mhla_prefill(**inputs, mixing=mixing, block_size=4)
+    with pytest.raises(ValueError, match="one token"):
+        mhla_step(**inputs, mixing=mixing, state=state)
+
+
+@pytest.mark.parametrize("layout", [BlockLayout((4, 4), block_size=(2, 2)), BlockLayout((7,), blocks=(3,))], ids=str)
+def test_layouts_whose_boundaries_would_move_are_refused(layout):
+    inputs = make_inputs(layout, rotated=False)
+    with pytest.raises(ValueError, match="block_size"):
+        mhla_attention(**inputs, layout=layout, causal=True)

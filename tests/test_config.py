@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MHLAConfig`: JSON round trip, and every bad value refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from mhla_hf import MHLAConfig
+from mhla_hf.layers.mhla import reference_blocks, resolve_blocks
+
+
+def test_json_round_trip():
+    config = MHLAConfig(blocks=[3, 5, 10], layers=[4, 1], output_norm=True, mixing_range=2, lepe_kernel=3)
+    stored = json.loads(config.to_json_string())
+    assert stored == config.to_dict()
+    assert MHLAConfig.from_dict(stored) == config
+    assert (config.blocks, config.layers, config.mixing_range) == ((3, 5, 10), (1, 4), 2.0)
+
+
+def test_defaults_are_the_papers():
+    config = MHLAConfig()
+    assert (config.feature_map, config.normalizer, config.rope) == ("relu", "query", "after_feature_map")
+    assert (config.mixing_init, config.mixing_constraint, config.feature_map_eps) == ("linear", "none", 0.0)
+
+
+def test_it_cannot_be_changed_and_replace_copies():
+    config = MHLAConfig(blocks=(2,))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.blocks = (3,)
+    changed = config.replace(normalizer="none")
+    assert (config.normalizer, changed.normalizer, changed.blocks) == ("query", "none", (2,))
+    assert hash(config) != hash(changed)
+
+
+def test_coerce_takes_what_users_write():
+    config = MHLAConfig(blocks=(2,))
+    assert MHLAConfig.coerce(None) == MHLAConfig()
+    assert MHLAConfig.coerce({"blocks": [2]}) == config
+    assert MHLAConfig.coerce(config) is config
+    with pytest.raises(ValueError, match="dict or an MHLAConfig"):
+        MHLAConfig.coerce("relu")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"feature_map": "gelu"}, "feature_map='gelu' is not one of 'relu', 'elu', 'exp', 'hedgehog', 'identity'"),
+        ({"rope": "never"}, "rope"),
+        ({"normalizer": "softmax"}, "normalizer"),
+        ({"mixing_init": "random"}, "mixing_init"),
+        ({"mixing_heads": 4}, "mixing_heads"),
+        ({"mixing_constraint": "abs"}, "mixing_constraint"),
+        ({"resize": "crop"}, "resize"),
+        ({"output_norm": 1}, "output_norm"),
+        ({"output_gate": "yes"}, "output_gate"),
+        ({"lepe_kernel": 4}, "lepe_kernel"),
+        ({"lepe_kernel": True}, "lepe_kernel"),
+        ({"eps": -1}, "eps"),
+        ({"eps": float("nan")}, "eps"),
+        ({"feature_map_eps": "1e-6"}, "feature_map_eps"),
+        ({"mixing_range": 0}, "mixing_range"),
+        ({"mixing_range": float("inf")}, "mixing_range"),
+        ({"blocks": (0, 2)}, "blocks"),
+        ({"blocks": (1, 2, 3, 4)}, "blocks"),
+        ({"blocks": (1.5,)}, "blocks"),
+        ({"blocks": "3,5,10"}, "blocks"),
+        ({"blocks": (2,), "block_size": (2,)}, "not both"),
+        ({"blocks": (2, 2), "grid": (4,)}, "one entry per axis"),
+        ({"blocks": (5,), "grid": (4,)}, "more blocks"),
+        ({"layers": []}, "layers"),
+        ({"layers": [-1]}, "layers"),
+        ({"layers": [1, 1]}, "twice"),
+        ({"layers": "all"}, "layers"),
+        ({"causal": True, "blocks": (2, 2)}, "1-D"),
+        ({"window": 3}, "Unknown mhla option.*window.*Known options: feature_map"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        MHLAConfig.from_dict(options)
+
+
+def test_layers_beyond_the_model_are_refused():
+    assert MHLAConfig().mhla_layers(3) == [0, 1, 2]
+    assert MHLAConfig(layers=(2, 0)).mhla_layers(3) == [0, 2]
+    with pytest.raises(ValueError, match=r"\[3\].*layers 0 to 2"):
+        MHLAConfig(layers=(1, 3)).mhla_layers(3)
+
+
+def test_blocks_are_derived_and_pinned():
+    assert reference_blocks(MHLAConfig(block_size=(7, 6, 5), grid=(21, 30, 52))) == (3, 5, 11)
+    assert reference_blocks(MHLAConfig(), (64,)) == (8,)
+    with pytest.raises(ValueError, match="blocks"):
+        reference_blocks(MHLAConfig())
+    pinned = resolve_blocks(MHLAConfig(), (4, 4))
+    assert (pinned.blocks, pinned.grid) == ((2, 2), (4, 4))
+    assert resolve_blocks(pinned, (9, 9)) is pinned
+    assert resolve_blocks(MHLAConfig(block_size=(2, 2)), (9, 9)).grid == (9, 9)
+    with pytest.raises(ValueError, match="axes"):
+        resolve_blocks(MHLAConfig(blocks=(3,)), (4, 4))
