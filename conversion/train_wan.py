@@ -1,0 +1,16 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tunes a Wan pipeline with MHLA; the same as `mhla-hf train wan`, for accelerate to launch.
+
+    accelerate launch conversion/train_wan.py --model wan-mhla --data videos --output run \
+        --transfer-steps 500 --max-steps 2000 --learning-rate 5e-5 --mixed-precision bf16 --gradient-checkpointing
+
+After a crash, the same command with `--resume latest` goes on where the last checkpoint was made.
+"""
+
+from mhla_hf.cli.errors import run_script
+from mhla_hf.cli.train import wan_command
+
+
+if __name__ == "__main__":
+    run_script(wan_command)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf train wan` and `mhla-hf train cache`; their options are the fields of the option dataclasses."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..training.config import CacheConfig, TrainingConfig
+
+
+if TYPE_CHECKING:
+    from ..training.videos import VideoSample
+
+app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
+
+DIGITS = "digits"
+_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple": list[str]}
+_NAMES = {"validation_prompts": "--validation-prompt"}
+# Options of `mhla-hf convert`, for a pipeline that is converted as it is loaded.
+_CONVERSION: dict[str, tuple[Any, str]] = {
+    "blocks": (str, "Number of blocks: frames,height,width, such as 3,5,10."),
+    "block_size": (str, "Tokens of a block instead, such as 7,6,5."),
+    "layers": (str, "Which layers become MHLA: all, indices such as 1,2,4, or a fraction such as 2/3."),
+    "feature_map": (str, "relu, elu, exp, hedgehog or identity."),
+    "rope": (str, "after_feature_map or before_feature_map."),
+    "normalizer": (str, "query, block_query or none."),
+    "mixing_init": (str, "linear, cos, exp, gaussian, local or uniform."),
+    "output_norm": (bool, "RMSNorm on each head's output."),
+    "gate": (bool, "SiLU output gate."),
+    "lepe": (int, "Kernel size of a depthwise convolution of the values."),
+}
+_MHLA_NAMES = {"gate": "output_gate", "lepe": "lepe_kernel"}
+
+
+def _parameter(name: str, kind: Any, help: str, panel: str) -> inspect.Parameter:
+    """A keyword parameter that typer reads as an option without a default: None says that it was not given."""
+    declaration = _NAMES.get(name, f"--{name.replace('_', '-')}")
+    if kind is bool:
+        declaration = f"{declaration}/--no-{name.replace('_', '-')}"
+    option = typer.Option(None, declaration, help=help, rich_help_panel=panel)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
+
+
+def _parameters(cls: type, panel: str, leave_out: tuple[str, ...] = ()) -> list[inspect.Parameter]:
+    """One option per field of an option dataclass."""
+    parameters = []
+    for item in dataclasses.fields(cls):
+        if item.name in leave_out:
+            continue
+        kind = next((kind for prefix, kind in _TYPES.items() if str(item.type).startswith(prefix)), str)
+        text = item.metadata["help"]
+        if "choices" in item.metadata:
+            text += f" One of: {', '.join(item.metadata['choices'])}."
+        if item.default not in (None, ()):
+            text += f" Default: {json.dumps(item.default)}."
+        parameters.append(_parameter(item.name, kind, text, panel))
+    return parameters
+
+
+def _with_options(*parameters: inspect.Parameter) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a function that takes keyword options the signature that typer makes a command from."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return function
+
+    return decorate
+
+
+_CONFIG = _parameter(
+    "config", Path, "JSON file of options, such as a run's training_config.json; the command line wins.", "Run"
+)
+
+
+@_with_options(
+    *_parameters(TrainingConfig, "Training"),
+    *(_parameter(name, kind, text, "Conversion on load") for name, (kind, text) in _CONVERSION.items()),
+    *_parameters(CacheConfig, "Data"),
+    _CONFIG,
+    _parameter("cache_only", bool, "Stop after the cache step.", "Data"),
+)
+def wan_command(**options: Any) -> None:
+    """Fine-tune a Wan pipeline with MHLA by flow matching, after matching its layers to the softmax model.
+
+    Launch it with `accelerate launch conversion/train_wan.py ...` for several processes.
+    """
+    given = _given(options)
+    cache_only = given.pop("cache_only", False)
+    shortcuts = {name: given.pop(name) for name in _CONVERSION if name in given}
+    cache_options, training_options = _split(given)
+    if shortcuts:
+        training_options["mhla"] = _mhla_options(training_options, shortcuts)
+    config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
+
+    from ..training.runtime import make_accelerator
+    from ..training.trainer import WanTrainer
+
+    if config.output is None and not (cache_only and config.cache is not None):
+        raise ValueError("output must be given: the directory of the run")
+    accelerator = make_accelerator(config)
+    if cache_config.data is not None:
+        _make_cache(config, cache_config, accelerator)
+    if cache_only:
+        return
+    result = WanTrainer(config, accelerator=accelerator).run()
+    if accelerator.is_main_process:
+        for stage, losses in result.losses.items():
+            if losses:
+                typer.echo(f"{stage}: loss {losses[0]:.6f} -> {losses[-1]:.6f} in {len(losses)} steps")
+        typer.echo(f"pipeline: {result.pipeline}")
+
+
+@_with_options(
+    *(
+        parameter
+        for parameter in _parameters(TrainingConfig, "Run")
+        if parameter.name in ("model", "cache", "device", "progress")
+    ),
+    *_parameters(CacheConfig, "Data"),
+    _CONFIG,
+)
+def cache_command(**options: Any) -> None:
+    """Encode videos and captions once, for training to read. Can be interrupted and run again."""
+    cache_options, training_options = _split(_given(options))
+    config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
+    if config.cache is None:
+        raise ValueError("cache must be given: the directory to write")
+    if cache_config.data is None:
+        raise ValueError("data must be given: a folder of videos with captions, or 'digits'")
+
+    from ..training.runtime import make_accelerator
+
+    _make_cache(config, cache_config, make_accelerator(config))
+
+
+app.command("wan")(wan_command)
+app.command("cache")(cache_command)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options on the command line, over those of `--config`."""
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    path = given.pop("config", None)
+    if path is None:
+        return given
+    try:
+        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"config {path} is not valid JSON: {error}") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"config {path} must hold a JSON object of options")
+    unknown = sorted(set(stored) - {item.name for cls in (TrainingConfig, CacheConfig) for item in _fields(cls)})
+    if unknown:
+        raise ValueError(f"config {path} has unknown options: {', '.join(unknown)}")
+    return {**{name: value for name, value in stored.items() if value is not None}, **given}
+
+
+def _fields(cls: Any) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(cls)
+
+
+def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divides options into those of the cache and those of the training."""
+    names = {item.name for item in _fields(CacheConfig)}
+    cache = {name: value for name, value in given.items() if name in names}
+    return cache, {name: value for name, value in given.items() if name not in names}
+
+
+def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[str, Any]:
+    """MHLA options from the shortcuts `--blocks`, `--layers`, ..., checked by `MHLAConfig`."""
+    from ..config import MHLAConfig
+    from ..conversion.options import parse_axes, parse_layers
+    from ..training.loading import component_config, resolve_pipeline
+
+    if "mhla" in training:
+        raise ValueError(f"mhla cannot be combined with {', '.join(shortcuts)}: give all options in one way")
+    if "model" not in training:
+        raise ValueError("model must be given: a pipeline directory or a Hub id")
+    values = {_MHLA_NAMES.get(name, name): value for name, value in shortcuts.items() if value is not False}
+    for name in ("blocks", "block_size"):
+        if name in values:
+            values[name] = parse_axes(values[name], name)
+    if "layers" in values:
+        component = training.get("component", "transformer")
+        config = component_config(resolve_pipeline(training["model"]), component)
+        values["layers"] = parse_layers(values["layers"], config["num_layers"])
+    return MHLAConfig.from_dict(values).to_dict()
+
+
+def _make_cache(config: TrainingConfig, cache_config: CacheConfig, accelerator: Any) -> None:
+    from ..training.cache_step import make_cache
+
+    make_cache(config, cache_config, _samples(cache_config), accelerator)
+
+
+def _samples(config: CacheConfig) -> "list[VideoSample]":
+    """The videos that `data` names."""
+    from ..training.videos import VideoSample, folder_samples
+
+    size = {"num_frames": config.num_frames, "height": config.height, "width": config.width}
+    if config.data != DIGITS:
+        samples = folder_samples(Path(str(config.data)), fps=config.fps, **size)
+        return samples[: config.num_samples]
+
+    from ..demo.digits import MovingDigits, MovingDigitsConfig
+
+    if config.height != config.width:
+        raise ValueError(f"height and width must be the same for data='digits', got {config.height}, {config.width}")
+    appearance = MovingDigitsConfig(
+        num_frames=config.num_frames, size=config.height, digit_size=max(8, round(config.height * 28 / 64))
+    )
+    videos = MovingDigits("train", config.num_samples or 256, config=appearance)
+    return [
+        VideoSample(f"digits:{index}", videos[index].caption, lambda index=index: videos[index].tensor())
+        for index in range(len(videos))
+    ]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training: layer matching, flow-matching fine-tuning, their data and checkpoints.
+
+Names are loaded when first used, so that reading the options needs neither torch nor diffusers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+_PUBLIC_NAMES = {
+    "CacheConfig": "config",
+    "EvaluationResult": "evaluation",
+    "LatentDataset": "cache",
+    "NoiseOptions": "batches",
+    "TrainingConfig": "config",
+    "TrainingResult": "trainer",
+    "WanTrainer": "trainer",
+    "add_noise": "flow_matching",
+    "attention_matching_loss": "transfer",
+    "evaluate": "evaluation",
+    "evaluate_batches": "evaluation",
+    "evaluation_batches": "evaluation",
+    "flow_matching_loss": "flow_matching",
+    "record_attention": "transfer",
+    "sample_sigmas": "flow_matching",
+}
+
+__all__ = [
+    "CacheConfig",
+    "EvaluationResult",
+    "LatentDataset",
+    "NoiseOptions",
+    "TrainingConfig",
+    "TrainingResult",
+    "WanTrainer",
+    "add_noise",
+    "attention_matching_loss",
+    "evaluate",
+    "evaluate_batches",
+    "evaluation_batches",
+    "flow_matching_loss",
+    "record_attention",
+    "sample_sigmas",
+]
+
+if TYPE_CHECKING:
+    from .batches import NoiseOptions
+    from .cache import LatentDataset
+    from .config import CacheConfig, TrainingConfig
+    from .evaluation import EvaluationResult, evaluate, evaluate_batches, evaluation_batches
+    from .flow_matching import add_noise, flow_matching_loss, sample_sigmas
+    from .trainer import TrainingResult, WanTrainer
+    from .transfer import attention_matching_loss, record_attention
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC_NAMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of one training run, and of the cache it reads.
+
+Both dataclasses are keyword-only, validated when built and never changed afterwards; the command line is generated
+from their fields, so a field's `help` is also its documentation there. They import nothing heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+TRAIN_MODES = ("mhla", "lora", "full")
+COMPONENTS = ("transformer", "transformer_2")
+PRECISIONS = ("no", "fp16", "bf16")
+LR_SCHEDULES = ("constant", "linear", "cosine")
+TRACKERS = ("none", "tensorboard", "wandb")
+DEVICES = ("auto", "cpu")
+CACHE_DTYPES = ("float32", "bfloat16", "float16")
+SOFTMAX = "none"
+
+
+def _option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its help text; `metadata` may carry `choices`, `minimum`, `maximum`, `above`, `below`."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+class _Options:
+    """Validation and plain-JSON serialisation shared by the option dataclasses."""
+
+    def _check_fields(self) -> None:
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            _check_value(item, getattr(self, item.name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain JSON values."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, options: dict[str, Any]):
+        """Builds the options from a dict such as `to_dict` returns.
+
+        Raises:
+            ValueError: If a key is unknown (the error lists the known ones) or a value is not allowed.
+        """
+        known = [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)} for {cls.__name__}; known: {', '.join(known)}")
+        return cls(**options)
+
+    def replace(self, **changes: Any):
+        """A copy with some options changed, validated again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+def _check_value(item: dataclasses.Field, value: Any) -> None:
+    """Checks one value against its field's type and metadata; raises ValueError naming field and allowed values."""
+    annotation = str(item.type)
+    if value is None:
+        if "None" not in annotation:
+            raise ValueError(f"{item.name} must be given, got None")
+        return
+    rules = item.metadata
+    if "choices" in rules and value not in rules["choices"]:
+        raise ValueError(f"{item.name} must be one of {', '.join(rules['choices'])}, got {value!r}")
+    if annotation.startswith("bool") and not isinstance(value, bool):
+        raise ValueError(f"{item.name} must be true or false, got {value!r}")
+    if annotation.startswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"{item.name} must be a whole number, got {value!r}")
+    if annotation.startswith("float"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{item.name} must be a finite number, got {value!r}")
+    if "minimum" in rules and value < rules["minimum"]:
+        raise ValueError(f"{item.name} must be at least {rules['minimum']}, got {value}")
+    if "maximum" in rules and value > rules["maximum"]:
+        raise ValueError(f"{item.name} must be at most {rules['maximum']}, got {value}")
+    if "above" in rules and value <= rules["above"]:
+        raise ValueError(f"{item.name} must be greater than {rules['above']}, got {value}")
+    if "below" in rules and value >= rules["below"]:
+        raise ValueError(f"{item.name} must be less than {rules['below']}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(_Options):
+    """Options of one training run: an optional layer-matching stage, then flow-matching fine-tuning.
+
+    Learning rates are per optimizer step, `batch_size` is per process and micro-step. The number of videos in one
+    optimizer step is `batch_size * gradient_accumulation_steps * number of processes`.
+
+    Raises:
+        ValueError: If a value is not allowed; the message names the option and what it may be.
+    """
+
+    model: str | None = _option(None, "Wan pipeline to train: a directory or a Hub id, MHLA or ordinary (softmax).")
+    output: str | None = _option(None, "Directory of the run: checkpoints, metrics, validation videos, pipeline.")
+    cache: str | None = _option(None, "Directory of cached latents and text embeddings. Default: OUTPUT/cache.")
+    component: str = _option("transformer", "Which transformer of the pipeline to train.", choices=COMPONENTS)
+    mhla: dict | str | None = _option(
+        None, "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' keeps softmax."
+    )
+    teacher: str | None = _option(None, "Softmax pipeline to match. Default: where the model was converted from.")
+
+    train: str = _option(
+        "full", "What to train: the MHLA parameters, LoRA and the MHLA parameters, or all.", choices=TRAIN_MODES
+    )
+    lora_rank: int = _option(32, "Rank of the LoRA matrices.", minimum=1)
+    lora_alpha: float | None = _option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
+
+    transfer_steps: int = _option(
+        0, "Steps that first match each MHLA layer's output to the softmax teacher's.", minimum=0
+    )
+    max_steps: int = _option(1000, "Fine-tuning steps.", minimum=0)
+    batch_size: int = _option(1, "Videos per process and micro-step.", minimum=1)
+    gradient_accumulation_steps: int = _option(1, "Micro-steps per optimizer step.", minimum=1)
+
+    learning_rate: float = _option(1e-4, "Peak learning rate.", above=0)
+    mhla_learning_rate: float | None = _option(
+        None, "Peak learning rate of the MHLA parameters. Default: the learning rate.", above=0
+    )
+    transfer_learning_rate: float | None = _option(
+        None, "Peak learning rate of the matching stage. Default: the learning rate.", above=0
+    )
+    lr_schedule: str = _option("constant", "Learning rate after the warm-up.", choices=LR_SCHEDULES)
+    warmup_steps: int = _option(0, "Steps of linear warm-up, in each stage.", minimum=0)
+    adam_beta1: float = _option(0.9, "AdamW's first beta.", minimum=0, below=1)
+    adam_beta2: float = _option(0.999, "AdamW's second beta.", minimum=0, below=1)
+    adam_epsilon: float = _option(1e-8, "AdamW's epsilon.", above=0)
+    weight_decay: float = _option(0.01, "AdamW's weight decay, on weight matrices only.", minimum=0)
+    max_grad_norm: float = _option(1.0, "Gradients are clipped to this norm; 0 switches clipping off.", minimum=0)
+
+    flow_shift: float | None = _option(
+        None, "Shift of the noise levels towards noise. Default: the pipeline scheduler's.", above=0
+    )
+    logit_mean: float = _option(0.0, "Mean of the logit-normal distribution of noise levels.")
+    logit_std: float = _option(1.0, "Standard deviation of the logit-normal distribution.", above=0)
+    text_dropout: float = _option(0.1, "Share of captions replaced by the empty one.", minimum=0, maximum=1)
+
+    mixed_precision: str | None = _option(
+        None, "Autocast type over fp32 weights. Default: what `accelerate launch` says.", choices=PRECISIONS
+    )
+    gradient_checkpointing: bool = _option(False, "Recompute activations in the backward pass to save memory.")
+    device: str = _option("auto", "Where to run; auto takes the GPU if there is one.", choices=DEVICES)
+    seed: int = _option(0, "Seed of data order, noise and new parameters.", minimum=0)
+
+    resume: str | None = _option(None, "'latest', or a checkpoint directory, to go on from.")
+    checkpointing_steps: int = _option(500, "Save a checkpoint every so many steps; 0 switches it off.", minimum=0)
+    checkpoints_total_limit: int | None = _option(None, "Keep at most so many checkpoints.", minimum=1)
+    report_to: str = _option("none", "Tracker to report to.", choices=TRACKERS)
+
+    validation_prompts: tuple[str, ...] = _option((), "Prompt of a validation video; may be repeated.")
+    validation_steps: int = _option(500, "Make validation videos every so many fine-tuning steps.", minimum=1)
+    validation_inference_steps: int = _option(20, "Denoising steps of a validation video.", minimum=1)
+    validation_guidance: float = _option(4.0, "Guidance scale of validation videos.", minimum=0)
+    validation_negative_prompt: str = _option("", "Negative prompt of validation videos.")
+
+    progress: bool = _option(True, "Show a progress bar.")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mhla", _parse_mhla(self.mhla))
+        object.__setattr__(self, "validation_prompts", _strings("validation_prompts", self.validation_prompts))
+        for name in ("model", "output", "cache", "teacher", "resume"):
+            if isinstance(getattr(self, name), Path):
+                object.__setattr__(self, name, str(getattr(self, name)))
+        self._check_fields()
+        if self.transfer_steps + self.max_steps == 0:
+            raise ValueError("max_steps and transfer_steps are both 0: nothing to train")
+        if self.mhla == SOFTMAX and self.train == "mhla":
+            raise ValueError("train='mhla' needs MHLA layers, but mhla='none' keeps softmax; use train lora or full")
+        if self.mhla == SOFTMAX and self.transfer_steps:
+            raise ValueError("transfer_steps needs MHLA layers, but mhla='none' keeps softmax")
+        if self.resume is not None and self.output is None:
+            raise ValueError("resume needs output: the directory with the checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(_Options):
+    """Options of the cache step, which encodes videos and captions once.
+
+    Raises:
+        ValueError: If a value is not allowed; the message names the option and what it may be.
+    """
+
+    data: str | None = _option(
+        None, "Folder of videos with captions (metadata.jsonl, metadata.csv or one .txt per video), or 'digits'."
+    )
+    height: int = _option(None, "Height of the videos, in pixels. Default: 480; 64 for 'digits'.", minimum=8)
+    width: int = _option(None, "Width of the videos, in pixels. Default: 832; 64 for 'digits'.", minimum=8)
+    num_frames: int = _option(None, "Frames per video. Default: 81; 17 for 'digits'.", minimum=1)
+    fps: float | None = _option(None, "Frame rate to sample at. Default: take the frames as they are.", above=0)
+    max_sequence_length: int = _option(512, "Tokens that a caption is padded to.", minimum=1)
+    cache_dtype: str = _option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES)
+    num_samples: int | None = _option(
+        None, "Use at most so many videos; for 'digits' how many to make (256).", minimum=1
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.data, Path):
+            object.__setattr__(self, "data", str(self.data))
+        defaults = (64, 64, 17) if self.data == "digits" else (480, 832, 81)
+        for name, value in zip(("height", "width", "num_frames"), defaults, strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        self._check_fields()
+
+
+def _parse_mhla(value: Any) -> Any:
+    """A dict, None or 'none' from a dict, a JSON text, the name of a JSON file, or an object with `to_dict`."""
+    if value is None or isinstance(value, dict):
+        return value
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if not isinstance(value, str):
+        raise ValueError(f"mhla must be JSON, a JSON file or 'none', got {value!r}")
+    if value == SOFTMAX:
+        return value
+    text = value
+    if not value.lstrip().startswith("{"):
+        path = Path(value)
+        if not path.is_file():
+            raise ValueError(f"mhla must be a JSON object, an existing JSON file or 'none', got {value!r}")
+        text = path.read_text(encoding="utf-8")
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"mhla is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"mhla must be a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    """A tuple of strings from one string or a sequence of them."""
+    values = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(entry, str) for entry in values):
+        raise ValueError(f"{name} must be texts, got {value!r}")
+    return values

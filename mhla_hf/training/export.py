@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing the trained pipeline: a copy of the source with the transformer replaced."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from .checkpoints import full_tensor
+from .files import atomic_directory, write_json
+from .loading import INDEX, read_index
+from .parameters import lora_state_dict, mhla_state_dict
+
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+MHLA_FILE = "mhla.safetensors"
+RECORD = "training.json"
+
+
+def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> None:
+    """Saves the LoRA matrices as `pipeline.load_lora_weights` reads them, and the MHLA parameters beside them.
+
+    Args:
+        destination: Directory to make.
+        model: The transformer, before its LoRA is merged.
+        component: Which transformer of the pipeline it is.
+    """
+    adapter = {f"{component}.{name}": tensor for name, tensor in lora_state_dict(model).items()}
+    ours = mhla_state_dict(model)
+    with atomic_directory(destination) as temporary:
+        save_file(adapter, temporary / LORA_FILE, metadata={"format": "pt"})
+        if ours:
+            save_file(ours, temporary / MHLA_FILE, metadata={"format": "pt"})
+
+
+def unsharded(model: torch.nn.Module) -> torch.nn.Module:
+    """The model itself, or a whole copy on the CPU if its parameters are sharded. Every process must call it."""
+    if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        return model
+    state = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+    # fully_shard gives the model a class of its own; the one to save as is the first of its bases with a config.
+    cls = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
+    copy = cls.from_config(model.config)
+    copy.load_state_dict(state)
+    return copy
+
+
+def export_pipeline(
+    source: Path, destination: Path, component: str, model: torch.nn.Module, record: dict[str, Any]
+) -> None:
+    """Writes a pipeline directory: everything of the source, with one transformer replaced.
+
+    Args:
+        source: The pipeline that training started from.
+        destination: Directory to make; written under a temporary name, then moved.
+        component: Name of the trained transformer.
+        model: The trained transformer, without LoRA.
+        record: What to say about the training in `training.json`.
+    """
+    index = read_index(source)
+    index[component] = ["diffusers", type(model).__name__]
+    with atomic_directory(destination) as temporary:
+        for path in source.iterdir():
+            # Version-control and download bookkeeping of the source is none of the new pipeline's.
+            if path.name in (component, INDEX, RECORD) or path.name.startswith("."):
+                continue
+            if path.is_dir():
+                shutil.copytree(path, temporary / path.name)
+            else:
+                shutil.copyfile(path, temporary / path.name)
+        model.save_pretrained(temporary / component)
+        (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(temporary / RECORD, record)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding and loading what a run trains: the pipeline's directory, the student and its softmax teacher."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
+from .config import SOFTMAX
+
+
+INDEX = "model_index.json"
+
+
+def resolve_pipeline(repo_or_dir: str) -> Path:
+    """The local directory of a pipeline; a Hub repository is downloaded.
+
+    Raises:
+        ValueError: If a directory has no `model_index.json`.
+        OSError: If there is no such repository.
+    """
+    path = Path(repo_or_dir)
+    if path.is_dir():
+        if not (path / INDEX).is_file():
+            raise ValueError(f"model: {path} has no {INDEX}: it is not a pipeline directory")
+        return path
+    from diffusers import DiffusionPipeline
+
+    return Path(DiffusionPipeline.download(os.fspath(repo_or_dir), use_safetensors=True))
+
+
+def read_index(directory: Path) -> dict[str, Any]:
+    """Reads `model_index.json` of a pipeline directory."""
+    return json.loads((directory / INDEX).read_text(encoding="utf-8"))
+
+
+def component_config(directory: Path, component: str) -> dict[str, Any]:
+    """Reads a component's `config.json`.
+
+    Raises:
+        ValueError: If the pipeline lacks the component, or it is not a supported transformer.
+    """
+    path = directory / component / "config.json"
+    if not path.is_file():
+        raise ValueError(f"component: {directory} has no {component}")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    name = config.get("_class_name", "")
+    if name not in FAMILIES and not is_mhla_class(name):
+        raise ValueError(f"component: {component} of {directory} is a {name}; supported: {', '.join(FAMILIES)}")
+    return config
+
+
+def load_student(directory: Path, component: str = "transformer", mhla: dict | str | None = None) -> torch.nn.Module:
+    """Loads the transformer to train, with fp32 weights.
+
+    Args:
+        directory: An MHLA pipeline, or an ordinary one that is converted on load.
+        component: `transformer` or `transformer_2`.
+        mhla: MHLA options for an ordinary pipeline; `none` keeps softmax.
+
+    Raises:
+        ValueError: If an ordinary pipeline comes without options, an MHLA one with them, or the model is of a kind
+            that cannot be trained here (image-to-video).
+    """
+    config = component_config(directory, component)
+    name = config["_class_name"]
+    if config["in_channels"] != config["out_channels"]:
+        raise ValueError(f"model: {directory} is an image-to-video model, which cannot be trained here yet")
+    options: dict[str, Any] = {"subfolder": component, "torch_dtype": torch.float32}
+    if is_mhla_class(name):
+        if mhla is not None:
+            raise ValueError(f"mhla: {directory} is MHLA already; its options are fixed")
+        return mhla_class_for(name).from_pretrained(directory, **options)
+    if mhla is None:
+        raise ValueError(
+            f"model: {directory} is an ordinary (softmax) pipeline; say how to convert it (mhla, blocks, ...), "
+            "convert it first with `mhla-hf convert`, or pass mhla='none' to train it as it is"
+        )
+    if mhla == SOFTMAX:
+        return _upstream_class(name).from_pretrained(directory, **options)
+    return mhla_class_for(name).from_pretrained(directory, mhla=mhla, **options)
+
+
+def load_teacher(
+    directory: Path, component: str, teacher: str | None, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
+    """Loads the softmax model whose attention outputs the matching stage aims at.
+
+    Args:
+        directory: The pipeline that is trained.
+        component: `transformer` or `transformer_2`.
+        teacher: A softmax pipeline; None takes `directory` itself if it is one, else what it was converted from.
+        dtype: Type of the weights.
+
+    Raises:
+        ValueError: If no softmax pipeline is to be found.
+    """
+    source = resolve_pipeline(teacher) if teacher is not None else default_teacher(directory, component)
+    name = component_config(source, component)["_class_name"]
+    if is_mhla_class(name):
+        raise ValueError(f"teacher: {source} is MHLA itself; it must be a softmax pipeline")
+    model = _upstream_class(name).from_pretrained(source, subfolder=component, torch_dtype=dtype)
+    return model.requires_grad_(False).eval()
+
+
+def default_teacher(directory: Path, component: str) -> Path:
+    """The softmax pipeline behind a pipeline directory: itself, or what `conversion.json` names.
+
+    Raises:
+        ValueError: If it is unknown or gone.
+    """
+    if not is_mhla_class(component_config(directory, component)["_class_name"]):
+        return directory
+    record = directory / "conversion.json"
+    source = json.loads(record.read_text(encoding="utf-8")).get("source") if record.is_file() else None
+    if isinstance(source, dict):
+        source = source.get("location")
+    if not source:
+        raise ValueError(f"teacher must be given: {directory} does not say which softmax pipeline it comes from")
+    try:
+        return resolve_pipeline(str(source))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"teacher must be given: {source}, which {directory} comes from, is not there") from error
+
+
+def default_flow_shift(directory: Path) -> float:
+    """The shift that the pipeline's sampler uses; 1 if its scheduler names none."""
+    path = directory / "scheduler" / "scheduler_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return float(config.get("flow_shift") or config.get("shift") or 1.0)
+
+
+def sigma_range(directory: Path, component: str) -> tuple[float, float]:
+    """The noise levels that a transformer of the pipeline sees: all, or its side of Wan 2.2's boundary."""
+    boundary = read_index(directory).get("boundary_ratio")
+    if boundary is None:
+        return (0.0, 1.0)
+    return (float(boundary), 1.0) if component == "transformer" else (0.0, float(boundary))
+
+
+def _upstream_class(name: str) -> Any:
+    import diffusers
+
+    return getattr(diffusers, name)

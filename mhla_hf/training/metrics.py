@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`metrics.jsonl`: one line per optimizer step, consistent across kills and resumed runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import STAGES, Position
+from .files import atomic_file
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a half-written last line, which a kill can leave, is dropped."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class MetricsFile:
+    """Appends rows to a metrics file.
+
+    Args:
+        path: The file.
+        position: Where the run goes on; rows of later steps are cut off. None starts an empty file.
+    """
+
+    def __init__(self, path: Path, position: Position | None = None) -> None:
+        kept = []
+        if position is not None:
+            kept = [row for row in read_metrics(path) if (STAGES.index(row["stage"]), row["step"]) <= _key(position)]
+        with atomic_file(path) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self.rows = kept
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Writes one row and hands it to the operating system, so that a killed process loses none."""
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _key(position: Position) -> tuple[int, int]:
+    return position.stage_index, position.step

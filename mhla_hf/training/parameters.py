@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters train: the MHLA ones, LoRA and the MHLA ones, or all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from .config import TRAIN_MODES
+
+
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+ADAPTER_NAME = "default"
+_MHLA = re.compile(r"(^|\.)attn1\.mhla\.")
+_LORA = re.compile(r"\.lora_[AB]\.")
+
+
+def is_mhla_parameter(name: str) -> bool:
+    """Whether a parameter name belongs to an MHLA module, as in `blocks.3.attn1.mhla.mixing`."""
+    return _MHLA.search(name) is not None
+
+
+def is_lora_parameter(name: str) -> bool:
+    """Whether a parameter name is that of a LoRA matrix."""
+    return _LORA.search(name) is not None
+
+
+def mhla_layers(model: nn.Module) -> list[int]:
+    """Indices of the layers whose self-attention is MHLA; empty for an ordinary model."""
+    return list(getattr(model, "mhla_layers", []))
+
+
+def trainable_names(model: nn.Module, mode: str, attention_layers: Sequence[int] | None = None) -> list[str]:
+    """Names of the parameters that train, in the model's own order.
+
+    Args:
+        model: The transformer, with LoRA already added in mode `lora`.
+        mode: `mhla`, `lora` or `full`.
+        attention_layers: If given, only the self-attention of these layers trains, as in the matching stage.
+
+    Raises:
+        ValueError: If the mode is unknown or nothing is left to train.
+    """
+    if mode not in TRAIN_MODES:
+        raise ValueError(f"train must be one of {', '.join(TRAIN_MODES)}, got {mode!r}")
+    names = [
+        name
+        for name, _ in model.named_parameters()
+        if mode == "full" or is_mhla_parameter(name) or (mode == "lora" and is_lora_parameter(name))
+    ]
+    if attention_layers is not None:
+        prefixes = tuple(f"blocks.{layer}.attn1." for layer in attention_layers)
+        names = [name for name in names if name.startswith(prefixes)]
+    if not names:
+        raise ValueError(f"train={mode!r} leaves nothing to train: the model has no MHLA layers")
+    return names
+
+
+def set_trainable(model: nn.Module, names: Iterable[str]) -> None:
+    """Lets exactly these parameters take gradients."""
+    names = set(names)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+
+
+def add_lora(model: nn.Module, rank: int, alpha: float | None, seed: int) -> None:
+    """Adds LoRA to the query, key, value and output projections through diffusers' `add_adapter`.
+
+    Args:
+        model: The transformer.
+        rank: Rank of the LoRA matrices.
+        alpha: LoRA scale times rank; None takes the rank, a scale of 1.
+        seed: Seed of the LoRA matrices; the global random state is left as it was.
+    """
+    from peft import LoraConfig
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(
+            LoraConfig(
+                r=rank,
+                lora_alpha=rank if alpha is None else alpha,
+                lora_dropout=0.0,
+                target_modules=list(LORA_TARGETS),
+            ),
+            adapter_name=ADAPTER_NAME,
+        )
+
+
+def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The LoRA matrices under the names that `pipeline.load_lora_weights` expects, without the component's prefix."""
+    from peft.utils import get_peft_model_state_dict
+
+    return {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME).items()
+    }
+
+
+def mhla_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The MHLA parameters of a model, on the CPU."""
+    return {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if is_mhla_parameter(name)
+    }
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Adds the LoRA matrices into the weights and removes them, in place."""
+    model.fuse_lora()
+    model.unload_lora()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `Accelerator` of a run, and its tracker."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
+
+from .config import TrainingConfig
+
+
+PROJECT = "mhla-wan"
+# Other processes wait while the main one makes validation videos or copies a pipeline.
+TIMEOUT = timedelta(hours=4)
+
+
+def make_accelerator(config: TrainingConfig) -> Accelerator:
+    """An `Accelerator` for the options; launched by `accelerate launch`, it joins the other processes.
+
+    Raises:
+        ValueError: If the tracker asked for is not installed.
+    """
+    if config.report_to != "none":
+        if find_spec(config.report_to) is None:
+            raise ValueError(f"report_to={config.report_to!r} needs that package: pip install {config.report_to}")
+        if config.output is None:
+            raise ValueError(f"report_to={config.report_to!r} needs output, the directory to log to")
+    project = None
+    if config.output is not None:
+        project = ProjectConfiguration(project_dir=config.output, logging_dir=str(Path(config.output) / "logs"))
+    return Accelerator(
+        cpu=config.device == "cpu",
+        mixed_precision=config.mixed_precision,
+        log_with=None if config.report_to == "none" else config.report_to,
+        project_config=project,
+        kwargs_handlers=[
+            # Buffers are constant tables, and gradients need no second copy.
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=TIMEOUT),
+        ],
+    )
+
+
+def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Opens the tracker, if there is one, with the options as its hyperparameters."""
+    if config.report_to == "none":
+        return
+    plain = {
+        name: value if isinstance(value, (int, float, str, bool)) else json.dumps(value)
+        for name, value in config.to_dict().items()
+        if value is not None
+    }
+    accelerator.init_trackers(PROJECT, config=plain)
