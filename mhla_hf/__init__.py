@@ -8,7 +8,7 @@ classes when it is imported itself, so that plain `DiffusionPipeline.from_pretra
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .integrations.diffusers_namespace import register_with_diffusers
 
@@ -30,16 +30,6 @@ _PUBLIC_NAMES = {
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC_NAMES)]
-
-if TYPE_CHECKING:
-    from .config import MHLAConfig
-    from .conversion import convert_pretrained, import_official
-    from .layers.mhla import MHLA
-    from .layout import BlockLayout, resample_mixing
-    from .models.registry import supported_models
-    from .models.wan import MHLAWanTransformer3DModel
-    from .ops import mhla_attention
-    from .pipelines import convert, load_pipeline
 
 
 def __getattr__(name: str) -> Any:

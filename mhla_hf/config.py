@@ -140,6 +140,10 @@ class MHLAConfig:
             too_many = [axis for axis, (b, g) in enumerate(zip(self.blocks, self.grid)) if b > g]
             if too_many:
                 raise ValueError(f"blocks={self.blocks} has more blocks than grid={self.grid} has tokens on an axis.")
+        if self.resize == "block_size" and self.blocks is not None and self.grid is None:
+            raise ValueError("resize='block_size' needs grid, the token grid that blocks was chosen for.")
+        if self.causal and self.block_size is None:
+            raise ValueError("causal=True needs block_size: block boundaries must not move with the length.")
         if self.causal and any(length != 1 for length in lengths.values()):
             raise ValueError("causal=True needs a 1-D layout: blocks, block_size and grid with a single entry.")
 
@@ -173,9 +177,9 @@ class MHLAConfig:
     @classmethod
     def coerce(cls, options: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
         """Returns `options` as an `MHLAConfig`: itself, built from a dict, or the defaults for `None`."""
-        if options is None:
-            return cls()
-        return options if isinstance(options, cls) else cls.from_dict(options)
+        if isinstance(options, MHLAConfig):
+            return options
+        return cls.from_dict({} if options is None else options)
 
     def replace(self, **changes: Any) -> MHLAConfig:
         """Returns a copy with some options changed; the copy is validated like a new configuration."""

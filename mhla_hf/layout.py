@@ -83,12 +83,13 @@ class BlockLayout:
     @property
     def max_block_tokens(self) -> int:
         """Number of tokens N of the largest block."""
+        # Lists, not generators: torch.compile traces through here.
         return math.prod([max(lengths) for lengths in self.tile_lengths])
 
     @property
     def is_uniform(self) -> bool:
         """Whether all blocks have the same shape."""
-        return all([min(lengths) == max(lengths) for lengths in self.tile_lengths])
+        return [min(lengths) for lengths in self.tile_lengths] == [max(lengths) for lengths in self.tile_lengths]
 
     @property
     def block_of_token(self) -> torch.Tensor:

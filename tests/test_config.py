@@ -74,7 +74,9 @@ def test_coerce_takes_what_users_write():
         ({"layers": [-1]}, "layers"),
         ({"layers": [1, 1]}, "twice"),
         ({"layers": "all"}, "layers"),
-        ({"causal": True, "blocks": (2, 2)}, "1-D"),
+        ({"causal": True, "blocks": (2,)}, "block_size"),
+        ({"causal": True, "block_size": (2, 2)}, "1-D"),
+        ({"resize": "block_size", "blocks": (2,)}, "grid"),
         ({"window": 3}, "Unknown mhla option.*window.*Known options: feature_map"),
     ],
 )

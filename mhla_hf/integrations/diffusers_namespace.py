@@ -18,7 +18,7 @@ from ..models.registry import MHLA_CLASSES
 
 
 def register_with_diffusers() -> None:
-    """Makes `diffusers.<MHLA class>` resolve, now or as soon as diffusers is imported. Calling it again does nothing."""
+    """Makes `diffusers.<MHLA class>` resolve, now or as soon as diffusers is imported; a second call does nothing."""
     module = sys.modules.get("diffusers")
     if module is not None:
         _extend_namespace(module)

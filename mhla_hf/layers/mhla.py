@@ -64,11 +64,9 @@ class MHLA(nn.Module):
         count = math.prod(self.blocks)
         shape = (count, count) if config.mixing_heads == "shared" else (num_heads, count, count)
         self.mixing = nn.Parameter(torch.empty(shape))
-        if config.feature_map == "hedgehog":
-            self.feature_map_query = HedgehogFeatureMap(num_heads, head_dim)
-            self.feature_map_key = HedgehogFeatureMap(num_heads, head_dim)
-        else:
-            self.feature_map_query = self.feature_map_key = None
+        learned = config.feature_map == "hedgehog"
+        self.feature_map_query = HedgehogFeatureMap(num_heads, head_dim) if learned else None
+        self.feature_map_key = HedgehogFeatureMap(num_heads, head_dim) if learned else None
         self.output_norm = nn.RMSNorm(value_head_dim, eps=1e-6) if config.output_norm else None
         self.gate = nn.Linear(hidden_size, num_heads * value_head_dim) if config.output_gate else None
         self.lepe = None
@@ -144,8 +142,8 @@ class MHLA(nn.Module):
                 f"grid={grid} has {len(grid)} axes, but this layer's blocks {self.blocks} have more or fewer."
             )
         if config.causal:
-            return BlockLayout(grid=grid, block_size=config.block_size or (-(-config.grid[0] // self.blocks[0]),))
-        if config.grid is not None and (grid == config.grid or self._resamples(grid)):
+            return BlockLayout(grid=grid, block_size=config.block_size)
+        if config.grid is not None and (grid == config.grid or self._keeps_block_size(grid, config.grid)):
             if config.block_size is not None:
                 return BlockLayout(grid=grid, block_size=config.block_size)
             # Balanced tiles of the reference's mean length; they need not be a whole number of tokens there.
@@ -153,10 +151,10 @@ class MHLA(nn.Module):
             return BlockLayout(grid=grid, blocks=[max(1, min(count, n)) for count, n in zip(counts, grid)])
         return BlockLayout(grid=grid, blocks=[min(count, n) for count, n in zip(self.blocks, grid)])
 
-    def _resamples(self, grid: tuple[int, ...]) -> bool:
+    def _keeps_block_size(self, grid: Sequence[int], reference_grid: Sequence[int]) -> bool:
         if self.config.resize != "auto":
             return self.config.resize == "block_size"
-        return any(n >= 2 * reference or 2 * n <= reference for n, reference in zip(grid, self.config.grid))
+        return any(n >= 2 * reference or 2 * n <= reference for n, reference in zip(grid, reference_grid))
 
     def mixing_matrix(self, layout: BlockLayout | None = None) -> torch.Tensor:
         """The effective mixing weights: constraint applied, resampled to `layout` where its blocks differ.
@@ -237,17 +235,17 @@ class MHLA(nn.Module):
                 raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
             output = output * F.silu(self.gate(hidden_states)).unflatten(-1, (self.num_heads, -1))
         if self.lepe is not None:
-            output = output + self._lepe(value, grid)
+            output = output + self._positional(self.lepe, value, grid)
         return output.to(value.dtype)
 
     def _features(self, tokens: torch.Tensor, learned: nn.Module | None) -> torch.Tensor:
-        features = learned(tokens) if learned is not None else fixed_feature_map(self.config.feature_map)(tokens)
+        features = fixed_feature_map(self.config.feature_map)(tokens) if learned is None else learned(tokens)
         return features + self.config.feature_map_eps if self.config.feature_map_eps else features
 
-    def _lepe(self, value: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    def _positional(self, lepe: nn.Module, value: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
         """Depthwise convolution of the values over the token grid: `[B, T, H, V]`."""
         image = value.flatten(2).transpose(1, 2).unflatten(2, tuple(grid))
-        return self.lepe(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
+        return lepe(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -19,7 +19,14 @@ from .registry import mhla_class_for
 logger = logging.getLogger(__name__)
 
 
-class MHLAModelMixin:
+if TYPE_CHECKING:
+    # To the type checker the mixin has whatever the diffusers class beside it has.
+    from typing import Any as _Upstream
+else:
+    _Upstream = object
+
+
+class MHLAModelMixin(_Upstream):
     """Goes before a diffusers model class in the bases of its MHLA version.
 
     Subclasses set `default_grid` and write `_self_attentions` and `_use_mhla`. The constructor is the upstream one
@@ -54,7 +61,7 @@ class MHLAModelMixin:
         """Makes the attention modules of `mhla_layers` compute with their new submodule `mhla`."""
         raise NotImplementedError
 
-    def _attention_widths(self, attention: nn.Module) -> dict[str, int]:
+    def _attention_widths(self, attention: nn.Module) -> dict[str, Any]:
         """`hidden_size`, `num_heads` and `head_dim` of a self-attention module."""
         return {
             "hidden_size": attention.to_q.in_features,
@@ -216,13 +223,11 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
     model.__class__ = target
     model._install_mhla(options)
     kept = set(target._keep_in_fp32_modules or [])
-    for module in model.mhla_modules().values():
+    attentions = model._self_attentions()
+    for layer, module in model.mhla_modules().items():
+        weight = attentions[layer].to_q.weight
         module.train(model.training)
-    for index, attention in enumerate(model._self_attentions()):
-        if not hasattr(attention, "mhla"):
-            continue
-        weight = attention.to_q.weight
-        for name, parameter in attention.mhla.named_parameters():
+        for name, parameter in module.named_parameters():
             dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
             parameter.data = parameter.data.to(weight.device, dtype)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class ModelFamily:
     pipelines: tuple[str, ...]
     layers: str
 
-    def load_class(self) -> type:
+    def load_class(self) -> Any:
         """Imports and returns the MHLA class."""
         return getattr(importlib.import_module(self.module), self.mhla_class)
 
@@ -67,6 +68,6 @@ def family_for(class_name: str) -> ModelFamily:
     return family
 
 
-def mhla_class_for(class_name: str) -> type:
+def mhla_class_for(class_name: str) -> Any:
     """Returns the MHLA class for an upstream or MHLA class name; errors as in [`family_for`]."""
     return family_for(class_name).load_class()

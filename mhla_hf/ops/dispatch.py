@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..config import NORMALIZERS
@@ -57,7 +59,7 @@ def mhla_attention(
     _check_arguments(
         query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, causal, eps, backend
     )
-    options = {"normalizer_query": normalizer_query, "normalizer_key": normalizer_key}
+    options: dict[str, Any] = {"normalizer_query": normalizer_query, "normalizer_key": normalizer_key}
     options.update(normalizer=normalizer, eps=eps)
     if backend == "naive":
         return naive_mhla_attention(query, key, value, mixing, layout, causal=causal, **options)

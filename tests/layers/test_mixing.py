@@ -45,7 +45,7 @@ def test_uniform_and_local():
 
 @pytest.mark.parametrize("kind", MIXING_INITS)
 def test_causal_rows_look_back_only(kind):
-    mixing = initial_mixing(MHLAConfig(mixing_init=kind, causal=True), (5,))
+    mixing = initial_mixing(MHLAConfig(mixing_init=kind, causal=True, block_size=4), (5,))
     assert torch.equal(mixing, mixing.tril())
     torch.testing.assert_close(mixing.sum(1), torch.ones(5))
     if kind == "uniform":
