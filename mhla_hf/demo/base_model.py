@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the demo's base model: a complete, small Wan text-to-video pipeline with softmax attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from mhla_hf.demo.digits import DIGIT_WORDS, DIRECTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModelConfig:
+    """Sizes of the pipeline. The defaults give 5x8x8 tokens for 17 frames of 64x64 pixels.
+
+    Args:
+        latent_channels: Channels of the VAE's latents.
+        vae_dim: Width of the VAE at full resolution.
+        num_heads: Attention heads of the transformer.
+        head_dim: Width of one head; must be even.
+        num_layers: Transformer blocks.
+        ffn_dim: Width of their feed-forward layers.
+        frequency_dim: Sinusoidal features of the timestep.
+        text_dim: Width of the text encoder.
+        text_layers: Its layers.
+        flow_shift: Timestep shift of the flow, the same in training and sampling.
+    """
+
+    latent_channels: int = 8
+    vae_dim: int = 8
+    num_heads: int = 4
+    head_dim: int = 32
+    num_layers: int = 5
+    ffn_dim: int = 384
+    frequency_dim: int = 128
+    text_dim: int = 64
+    text_layers: int = 2
+    flow_shift: float = 3.0
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Make the word-level tokenizer of the captions; words that no caption holds become `<unk>`."""
+    words = ["<pad>", "</s>", "<unk>", "a", "and", "moves", *DIGIT_WORDS, *DIRECTIONS]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
+
+
+def build_vae(config: BaseModelConfig) -> AutoencoderKLWan:
+    """Make an untrained VAE that compresses time and both sides four times each."""
+    channels = config.latent_channels
+    vae = AutoencoderKLWan(
+        base_dim=config.vae_dim,
+        z_dim=channels,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        # Placeholders until `measure_latents` has seen the data.
+        latents_mean=[0.0] * channels,
+        latents_std=[1.0] * channels,
+        scale_factor_spatial=4,
+        scale_factor_temporal=4,
+    )
+    # Nearly noiseless latents at first: with unit noise the decoder learns to ignore them (posterior collapse).
+    torch.nn.init.constant_(vae.quant_conv.bias[channels:], -6.0)
+    return vae
+
+
+def build_text_encoder(config: BaseModelConfig, vocabulary_size: int) -> UMT5EncoderModel:
+    """Make an untrained text encoder for `vocabulary_size` words."""
+    return UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=vocabulary_size,
+            d_model=config.text_dim,
+            d_kv=config.text_dim // 4,
+            d_ff=2 * config.text_dim,
+            num_layers=config.text_layers,
+            num_heads=4,
+            dropout_rate=0.0,
+            relative_attention_num_buckets=16,
+            relative_attention_max_distance=32,
+            is_encoder_decoder=False,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
+    )
+
+
+def build_transformer(config: BaseModelConfig) -> WanTransformer3DModel:
+    """Make an untrained softmax transformer whose first prediction is zero."""
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=config.num_heads,
+        attention_head_dim=config.head_dim,
+        in_channels=config.latent_channels,
+        out_channels=config.latent_channels,
+        text_dim=config.text_dim,
+        freq_dim=config.frequency_dim,
+        ffn_dim=config.ffn_dim,
+        num_layers=config.num_layers,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=256,
+    )
+    torch.nn.init.zeros_(transformer.proj_out.weight)
+    torch.nn.init.zeros_(transformer.proj_out.bias)
+    return transformer
+
+
+def build_scheduler(config: BaseModelConfig) -> UniPCMultistepScheduler:
+    """Make the scheduler that Wan pipelines ship with, at the training's flow shift."""
+    return UniPCMultistepScheduler(
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        num_train_timesteps=1000,
+        flow_shift=config.flow_shift,
+    )
+
+
+def assemble_pipeline(
+    config: BaseModelConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    text_encoder: UMT5EncoderModel,
+    vae: AutoencoderKLWan,
+    transformer: WanTransformer3DModel,
+) -> WanPipeline:
+    """Put the parts together."""
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder.eval(),
+        vae=vae.eval(),
+        scheduler=build_scheduler(config),
+        transformer=transformer.eval(),
+    )

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of one run of the demo. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+DEFAULT_PROMPTS = ("a three moves left", "a seven moves up and a two moves right")
+"""Captions of the videos that the demo generates."""
+
+NOT_COMPARED = ("output", "resume", "progress")
+"""Options that do not change what a run computes."""
+
+
+def base_pipeline_directory() -> Path:
+    """The pretrained softmax pipeline that the package ships.
+
+    Raises:
+        ValueError: If this installation does not have it.
+    """
+    directory = Path(__file__).resolve().parent.parent / "assets" / "digits_wan"
+    if not (directory / "model_index.json").is_file():
+        raise ValueError(f"{directory} does not hold the demo's base pipeline; make one: --from-scratch")
+    return directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Options of the demo.
+
+    Attributes:
+        output: Directory to write.
+        base: Pretrained softmax pipeline; None takes the one that the package ships.
+        from_scratch: Pretrain the base pipeline first. Takes over an hour on a CPU.
+        pretraining: With `from_scratch`, changes to `PretrainingConfig`; for tests.
+        seed: Seed of everything random.
+        resume: Go on from what an earlier, stopped run left in `output`.
+        blocks: Blocks of the MHLA copy along frames, rows and columns of the 5x8x8 token grid.
+        transfer_steps: Steps that match each layer's attention output to the softmax model's.
+        steps: Fine-tuning steps.
+        batch_size: Videos per step.
+        transfer_learning_rate: Peak learning rate of the matching stage.
+        learning_rate: Peak learning rate of fine-tuning.
+        train_videos: Videos to train on.
+        held_out_videos: Videos of held-out scans, for the losses that are reported.
+        draws: Noise draws of each held-out video.
+        prompts: Captions to generate.
+        inference_steps: Denoising steps.
+        guidance: Guidance scale.
+        progress: Show progress.
+
+    Raises:
+        ValueError: If a value is not allowed; the message names the option.
+    """
+
+    output: Path
+    base: Path | None = None
+    from_scratch: bool = False
+    pretraining: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    resume: bool = True
+    blocks: tuple[int, int, int] = (5, 4, 4)
+    transfer_steps: int = 40
+    steps: int = 120
+    batch_size: int = 8
+    transfer_learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
+    train_videos: int = 256
+    held_out_videos: int = 64
+    draws: int = 2
+    prompts: tuple[str, ...] = DEFAULT_PROMPTS
+    inference_steps: int = 20
+    guidance: float = 3.0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output", Path(self.output).expanduser())
+        if self.base is not None:
+            object.__setattr__(self, "base", Path(self.base).expanduser())
+        for name in ("blocks", "prompts"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("batch_size", "train_videos", "held_out_videos", "draws", "inference_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("seed", "transfer_steps", "steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
+            raise ValueError("prompts must hold at least one caption, and none may be empty")
+        if self.from_scratch and self.base is not None:
+            raise ValueError("from_scratch makes a base pipeline of its own; leave base out")
+
+    def identity(self) -> dict[str, Any]:
+        """The options that a resumed run must share with the one it goes on from, as plain JSON values."""
+        options = {name: value for name, value in dataclasses.asdict(self).items() if name not in NOT_COMPARED}
+        return json.loads(json.dumps(options, default=str))
+
+    def fingerprint(self, *names: str) -> str:
+        """A short hash of some options; all that `identity` has if none is named."""
+        identity = self.identity()
+        chosen = {name: identity[name] for name in names or sorted(identity)}
+        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]

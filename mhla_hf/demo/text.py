@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text conditioning for pretraining: what the Wan pipeline feeds, at a fraction of its cost.
+
+A Wan pipeline pads the embeddings of a prompt with zeros to `max_sequence_length` (512 by default) and lets the cross
+attention attend to the padding, unmasked. All padding keys of one layer are equal, so a softmax over `n` words and
+`p` paddings is the same as one over `n` words and one padding whose score is raised by `log(p)`. Pretraining uses that
+to see any padded length at the cost of a short one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from transformers import PreTrainedTokenizerBase, UMT5EncoderModel
+
+PRETRAINING_TEXT_LENGTH = 24
+"""Enough for the longest caption, four digits: 19 words and the end mark."""
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, captions: list[str], length: int = PRETRAINING_TEXT_LENGTH
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokenize captions.
+
+    Returns:
+        Token ids `[N, length]` int64, and the number of tokens of each caption `[N]` int64.
+    """
+    encoded = tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    return encoded.input_ids, encoded.attention_mask.sum(dim=1)
+
+
+def encode_text(encoder: UMT5EncoderModel, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Encode tokens as the Wan pipeline does, with zeros in place of the padding.
+
+    Args:
+        encoder: The text encoder; gradients flow through it.
+        token_ids: `[B, L]` int64.
+        lengths: `[B]` int64, tokens that are no padding.
+
+    Returns:
+        `[B, L, text_dim]`.
+    """
+    mask = torch.arange(token_ids.shape[1], device=token_ids.device)[None] < lengths[:, None]
+    embeddings = encoder(token_ids, mask.long()).last_hidden_state
+    return embeddings * mask[..., None].to(embeddings.dtype)
+
+
+def padding_bias(lengths: torch.Tensor, length: int, padded_length: int) -> torch.Tensor:
+    """Compute scores to add to the keys of a short text so that it acts like a longer one.
+
+    Args:
+        lengths: `[B]` int64, tokens that are no padding; all below `length`.
+        length: Positions that the keys have.
+        padded_length: Positions that they stand for.
+
+    Returns:
+        `[B, 1, 1, length]` float32: zero on words, `log` of how many paddings each padding stands for on the others.
+    """
+    positions = torch.arange(length, device=lengths.device)[None]
+    weight = (padded_length - lengths).clamp(min=1) / (length - lengths).clamp(min=1)
+    return torch.where(positions < lengths[:, None], 0.0, weight.log()[:, None].float())[:, None, None]
+
+
+class PaddedTextProcessor(WanAttnProcessor):
+    """Cross-attention processor that adds `bias` to the scores of the text keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias: torch.Tensor | None = None
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        return super().__call__(attn, hidden_states, encoder_hidden_states, self.bias, rotary_emb)
+
+
+def install_padded_text(transformer: WanTransformer3DModel) -> PaddedTextProcessor:
+    """Give all cross-attention layers one `PaddedTextProcessor`, and return it. It holds no weights."""
+    processor = PaddedTextProcessor()
+    for block in transformer.blocks:
+        block.attn2.set_processor(processor)
+    return processor
+
+
+def draw_padded_length(generator: torch.Generator) -> int:
+    """Draw the padded text length of one batch: short as in the demo's training, or 512 as in the pipeline."""
+    choices = (PRETRAINING_TEXT_LENGTH, 64, 226, 512)
+    weights = torch.tensor([0.45, 0.05, 0.05, 0.45])
+    return choices[int(torch.multinomial(weights, 1, generator=generator))]
+
+
+def normal_quantiles(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw `count` standard normal numbers, one from each of `count` equally likely intervals.
+
+    Stratified noise levels make the loss of a small batch much less noisy than independent ones.
+    """
+    uniform = (torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)) / count
+    return math.sqrt(2.0) * torch.erfinv((2.0 * uniform - 1.0).clamp(-1.0 + 1e-6, 1.0 - 1e-6))
