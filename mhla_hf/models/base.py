@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
+from accelerate.utils import offload_weight, save_offload_index
 
 from ..config import MHLAConfig
 from ..layers.mhla import MHLA, reference_blocks, resolve_blocks
@@ -145,7 +146,9 @@ class MHLAModelMixin(_Upstream):
                 raise
             raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {error}") from error
         if fresh:
-            _initialize_fresh(model, fresh, kwargs)
+            if _initialize_fresh(model, fresh, kwargs):
+                # The index is in the offload folder, as upstream leaves it.
+                result = (*result[:4], None, *result[5:])
             layers = len({key.split(".mhla.")[0] for key in fresh})
             logger.warning(
                 "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. Fine-tune the "
@@ -178,25 +181,32 @@ def _check_overrides(name: Any, model: Any) -> None:
         )
 
 
-def _initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[str, Any]) -> None:
+def _initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[str, Any]) -> bool:
+    """Gives parameters that the checkpoint lacks their initial values; returns whether some went to the disk."""
     dtype = load_options.get("dtype") or torch.get_default_dtype()
     kept = set(load_options.get("keep_in_fp32_modules") or [])
     device_map = load_options.get("device_map") or {}
+    offload_index: dict[str, Any] = {}
     for key in keys:
         prefix, _, name = key.partition(".mhla.")
-        module = model.get_submodule(f"{prefix}.mhla")
         owner = model.get_submodule(key.rpartition(".")[0])
-        value = module.initial_tensor(name)
         target = torch.float32 if kept & set(key.split(".")) else dtype
-        parameter = nn.Parameter(value.to(_mapped_device(key, device_map), target))
-        setattr(owner, key.rpartition(".")[2], parameter)
+        value = model.get_submodule(f"{prefix}.mhla").initial_tensor(name).to(target)
+        device = _mapped_device(key, device_map)
+        if device == "disk":
+            # Hooks read it from there; the parameter itself stays on the meta device like all offloaded ones.
+            offload_weight(value, key, load_options["offload_folder"], offload_index)
+        else:
+            setattr(owner, key.rpartition(".")[2], nn.Parameter(value.to(device)))
+    if offload_index:
+        save_offload_index(offload_index, load_options["offload_folder"])
+    return bool(offload_index)
 
 
 def _mapped_device(key: str, device_map: Mapping[str, Any]) -> Any:
-    """Device of the longest entry of `device_map` that `key` falls under; the CPU for disk, which hooks offload."""
+    """Device of the longest entry of `device_map` that `key` falls under."""
     matches = [prefix for prefix in device_map if prefix == "" or key == prefix or key.startswith(f"{prefix}.")]
-    device = device_map[max(matches, key=len)] if matches else "cpu"
-    return "cpu" if device == "disk" else device
+    return device_map[max(matches, key=len)] if matches else "cpu"
 
 
 def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the shared checks need to know of a model family, and small helpers for them.
+
+A family's test module subclasses `ModelCase` once and mixes it with each `*Checks` class of this folder.
+"""
+
+import contextlib
+import logging
+from typing import Any, ClassVar
+
+import torch
+
+
+# Kinds of MHLA layer, as changes to a case's own options.
+OPTION_SETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "authors": {"normalizer": "none", "feature_map_eps": 1e-6, "output_norm": True, "output_gate": True},
+    "everything": {
+        "feature_map": "hedgehog",
+        "mixing_heads": "per_head",
+        "mixing_constraint": "nonnegative",
+        "output_norm": True,
+        "output_gate": True,
+        "lepe_kernel": 3,
+    },
+    "rope_first": {"feature_map": "elu", "rope": "before_feature_map"},
+    "hybrid": {"layers": [1]},
+}
+
+
+class ModelCase:
+    """One supported model at tiny size.
+
+    Attributes:
+        upstream: The diffusers class.
+        mhla_class: Its MHLA class.
+        options: MHLA options that fit the tiny model's inputs.
+    """
+
+    upstream: ClassVar[type]
+    mhla_class: ClassVar[type]
+    options: ClassVar[dict[str, Any]]
+
+    def make(self, cls: type | None = None, **overrides: Any) -> torch.nn.Module:
+        """A tiny model of `cls` in evaluation mode; `overrides` go to its constructor."""
+        raise NotImplementedError
+
+    def inputs(self, size: int = 0, **options: Any) -> dict[str, torch.Tensor]:
+        """Arguments of `forward`. Sizes 0 and 1 have the same number of tokens on different grids; the blocks do not
+        divide the grid of size 2."""
+        raise NotImplementedError
+
+    def make_mhla(self, *, trained: bool = True, **options: Any) -> torch.nn.Module:
+        """A tiny MHLA model; `trained` moves the MHLA parameters off their initial values."""
+        model = self.make(self.mhla_class, mhla={**self.options, **options})
+        return perturb_mhla(model) if trained else model
+
+    def run(self, model: torch.nn.Module, size: int = 0, **options: Any) -> torch.Tensor:
+        """The model's output without gradients."""
+        with torch.no_grad():
+            return model(**self.inputs(size, **options)).sample
+
+
+def mhla_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters that only the MHLA version of a model has."""
+    return {name: parameter for name, parameter in model.named_parameters() if ".mhla." in name}
+
+
+@torch.no_grad()
+def perturb_mhla(model: torch.nn.Module, seed: int = 5) -> torch.nn.Module:
+    """Moves every MHLA parameter a little, as training would: a loader that initialises them anew is then caught."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in mhla_parameters(model).values():
+        noise = torch.rand(parameter.shape, generator=generator)
+        parameter.add_(0.2 * parameter.abs().mean().clamp(min=0.05) * noise.to(parameter.dtype))
+    return model
+
+
+def assert_same_parameters(actual: torch.nn.Module, expected: torch.nn.Module, only_common: bool = False) -> None:
+    """Fails unless the state dicts hold the same values; dtypes may differ."""
+    actual, expected = actual.state_dict(), expected.state_dict()
+    names = set(actual) & set(expected) if only_common else set(expected)
+    assert only_common or set(actual) == set(expected)
+    assert names
+    for name in names:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0, check_dtype=False, msg=name)
+
+
+def assert_fresh(model: torch.nn.Module) -> None:
+    """Fails unless every MHLA parameter has exactly its initial value, rounded to the parameter's dtype."""
+    modules = model.mhla_modules()
+    assert modules
+    for module in modules.values():
+        for name, parameter in module.named_parameters():
+            assert parameter.device.type != "meta", name
+            initial = module.initial_tensor(name).to(parameter.dtype)
+            torch.testing.assert_close(parameter.detach(), initial, rtol=0, atol=0, msg=name)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what was expected."""
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@contextlib.contextmanager
+def recorded_warnings():
+    """Yields a list that collects every warning logged by diffusers or this package (diffusers' do not propagate)."""
+    messages: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Collect(level=logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("diffusers", "mhla_hf")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
