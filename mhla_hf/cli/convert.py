@@ -2,7 +2,7 @@
 """`mhla-hf convert` and `mhla-hf import-official`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,19 +17,15 @@ _SOURCE = "Hub"
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DESTINATION if it is there.")]
 Dtype = Annotated[
-    Optional[str],
+    str | None,
     typer.Option(help="Cast the transformer to float32, bfloat16 or float16.", rich_help_panel=_WEIGHTS),
 ]
-MaxShardSize = Annotated[
-    Optional[str], typer.Option(help="Largest weight file, such as 5GB.", rich_help_panel=_WEIGHTS)
-]
-Revision = Annotated[Optional[str], typer.Option(help="Branch, tag or commit.", rich_help_panel=_SOURCE)]
-Token = Annotated[
-    Optional[str], typer.Option(help="Access token; by default the stored one.", rich_help_panel=_SOURCE)
-]
-CacheDir = Annotated[Optional[Path], typer.Option(help="Where downloads go.", rich_help_panel=_SOURCE)]
+MaxShardSize = Annotated[str | None, typer.Option(help="Largest weight file, such as 5GB.", rich_help_panel=_WEIGHTS)]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit.", rich_help_panel=_SOURCE)]
+Token = Annotated[str | None, typer.Option(help="Access token; by default the stored one.", rich_help_panel=_SOURCE)]
+CacheDir = Annotated[Path | None, typer.Option(help="Where downloads go.", rich_help_panel=_SOURCE)]
 Grid = Annotated[
-    Optional[str],
+    str | None,
     typer.Option(help="Token grid the weights are for: frames,height,width in tokens.", rich_help_panel=_LAYOUT),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")]
@@ -39,11 +35,11 @@ def convert_command(
     source: Annotated[str, typer.Argument(help="Pipeline or transformer directory, or Hub id owner/name.")],
     destination: Annotated[Path, typer.Argument(help="Directory to write.")],
     blocks: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Number of blocks: frames,height,width, such as 3,5,10.", rich_help_panel=_LAYOUT),
     ] = None,
     block_size: Annotated[
-        Optional[str], typer.Option(help="Tokens of a block instead, such as 7,6,5.", rich_help_panel=_LAYOUT)
+        str | None, typer.Option(help="Tokens of a block instead, such as 7,6,5.", rich_help_panel=_LAYOUT)
     ] = None,
     grid: Grid = None,
     layers: Annotated[
@@ -54,26 +50,24 @@ def convert_command(
         ),
     ] = "all",
     feature_map: Annotated[
-        Optional[str], typer.Option(help="relu, elu, exp, hedgehog or identity.", rich_help_panel=_OPERATOR)
+        str | None, typer.Option(help="relu, elu, exp, hedgehog or identity.", rich_help_panel=_OPERATOR)
     ] = None,
     rope: Annotated[
-        Optional[str], typer.Option(help="after_feature_map or before_feature_map.", rich_help_panel=_OPERATOR)
+        str | None, typer.Option(help="after_feature_map or before_feature_map.", rich_help_panel=_OPERATOR)
     ] = None,
     normalizer: Annotated[
-        Optional[str], typer.Option(help="query, block_query or none.", rich_help_panel=_OPERATOR)
+        str | None, typer.Option(help="query, block_query or none.", rich_help_panel=_OPERATOR)
     ] = None,
     mixing_init: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="linear, cos, exp, gaussian, local or uniform.", rich_help_panel=_OPERATOR),
     ] = None,
-    mixing_heads: Annotated[
-        Optional[str], typer.Option(help="shared or per_head.", rich_help_panel=_OPERATOR)
-    ] = None,
+    mixing_heads: Annotated[str | None, typer.Option(help="shared or per_head.", rich_help_panel=_OPERATOR)] = None,
     mixing_constraint: Annotated[
-        Optional[str], typer.Option(help="none or nonnegative.", rich_help_panel=_OPERATOR)
+        str | None, typer.Option(help="none or nonnegative.", rich_help_panel=_OPERATOR)
     ] = None,
     mixing_range: Annotated[
-        Optional[float],
+        float | None,
         typer.Option(help="Blocks at which the locality bias reaches its floor.", rich_help_panel=_OPERATOR),
     ] = None,
     output_norm: Annotated[
@@ -81,18 +75,16 @@ def convert_command(
     ] = False,
     gate: Annotated[bool, typer.Option("--gate", help="SiLU output gate.", rich_help_panel=_OPERATOR)] = False,
     lepe: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(help="Kernel size of a depthwise convolution of the values.", rich_help_panel=_OPERATOR),
     ] = None,
     dtype: Dtype = None,
     variant: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Only these weight files, such as fp16.", rich_help_panel=_WEIGHTS),
     ] = None,
     max_shard_size: MaxShardSize = None,
-    subfolder: Annotated[
-        Optional[str], typer.Option(help="Only this folder of SOURCE.", rich_help_panel=_SOURCE)
-    ] = None,
+    subfolder: Annotated[str | None, typer.Option(help="Only this folder of SOURCE.", rich_help_panel=_SOURCE)] = None,
     revision: Revision = None,
     token: Token = None,
     cache_dir: CacheDir = None,
@@ -142,7 +134,7 @@ def import_official_command(
     checkpoint: Annotated[Path, typer.Argument(help="Safetensors file, directory of shards, or torch file.")],
     destination: Annotated[Path, typer.Argument(help="Directory to write.")],
     blocks: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             help="Number of blocks: frames,height,width. By default 3,5,10 for 150 blocks.", rich_help_panel=_LAYOUT
         ),
@@ -152,11 +144,11 @@ def import_official_command(
         str, typer.Option(help="What the weights were trained with: none, block_query or query.")
     ] = "none",
     base: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Wan pipeline, directory or Hub id, to take the other components from."),
     ] = None,
     num_heads: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(help="Number of heads, where the weights do not tell and heads are not 128 wide."),
     ] = None,
     dtype: Dtype = None,
@@ -200,11 +192,11 @@ def _show(report: "ConversionReport") -> None:
 
     table = Table("component", "MHLA layers", "blocks", "copied", "new parameters", "types")
     for name, part in report.components.items():
-        blocks = part.mhla["blocks"] or part.mhla["block_size"]
+        counts, sizes = part.mhla["blocks"], part.mhla["block_size"]
         table.add_row(
             name,
             f"{len(part.mhla_layers)} of {part.num_layers}",
-            ("×" if part.mhla["blocks"] else " tokens × ").join(map(str, blocks)),
+            "×".join(map(str, counts)) if counts else f"of {'×'.join(map(str, sizes))} tokens",
             f"{part.copied_parameters:,}",
             f"{part.initialised_parameters:,}",
             ", ".join(f"{dtype} {count}" for dtype, count in part.dtypes.items()),

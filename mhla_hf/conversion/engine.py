@@ -131,7 +131,9 @@ def plan_component(
 ) -> ComponentPlan:
     """Decides everything about one transformer before anything is written; errors as in [`convert_pretrained`]."""
     if is_mhla_class(component.class_name):
-        raise ValueError(f"{component.folder} is a {component.class_name} already; convert the model it was made from.")
+        raise ValueError(
+            f"{component.folder} is a {component.class_name} already; convert the model it was made from."
+        )
     family = family_for(component.class_name)
     upstream = empty_model(getattr(diffusers, family.upstream), component.config)
     if layers is not None:
@@ -330,9 +332,7 @@ def write_result(
             folder = staging / plan.name if is_pipeline else staging
             describe(f"converting {plan.name}")
             for weights in plan.weights:
-                plan.report.weights += write_shards(
-                    folder, weights.shards, variant=weights.variant, on_bytes=advance
-                )
+                plan.report.weights += write_shards(folder, weights.shards, variant=weights.variant, on_bytes=advance)
             write_json(folder / "config.json", plan.config)
             describe(f"hashing {plan.name}")
             for path in (path for weights in plan.weights for path in weights.sources):

@@ -192,7 +192,11 @@ def _unnest(content: Any, path: Path) -> Mapping[str, Any]:
             break
         content = inner
     if not isinstance(content, Mapping) or not any(isinstance(value, torch.Tensor) for value in content.values()):
-        found = f"keys {shorten([str(key) for key in content])}" if isinstance(content, Mapping) else type(content).__name__
+        found = (
+            f"keys {shorten([str(key) for key in content])}"
+            if isinstance(content, Mapping)
+            else type(content).__name__
+        )
         raise ValueError(f"{path} holds no state dict, alone or under {' or '.join(_NESTED)}; it holds {found}.")
     return content
 
@@ -236,7 +240,7 @@ def _plan_import(
         {entry.name: entry.shape for entry in written.values()},
         target,
         where=f"checkpoint {checkpoint}",
-        called=lambda name: renamed[name] if name in renamed else authors_name(name, renamed),
+        called=lambda name: renamed.get(name) or authors_name(name),
     )
     kept = kept_in_fp32(model)
     shards = [[cast_entry(written[entry.name], dtype, kept) for entry in group] for group in groups]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
@@ -87,18 +88,28 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
-def authors_name(missing: str, renamed: Mapping[str, str]) -> str:
-    """What the authors call a diffusers name that a checkpoint lacks, read off another layer that has it."""
-    match = _BLOCK.match(missing)
-    if match:
-        for name, original in renamed.items():
-            if _BLOCK.sub("blocks.#.", name, count=1) == _BLOCK.sub("blocks.#.", missing, count=1):
-                return _BLOCK.sub(f"blocks.{match[1]}.", original, count=1)
-        head, _, rest = missing.partition(".attn1.mhla.")
-        for theirs, ours in MHLA_NAMES.items():
-            if rest == ours:
-                return f"{head}.self_attn.{theirs}"
-    return missing
+def authors_name(name: str) -> str:
+    """What the authors call a diffusers name; the name itself where they have none like it."""
+    match = _BLOCK.match(name)
+    if match is None:
+        return _catalogue().get(name, name)
+    known = _catalogue().get(_BLOCK.sub("blocks.0.", name, count=1))
+    return name if known is None else known.replace("blocks.0.", f"blocks.{match[1]}.", 1)
+
+
+@lru_cache
+def _catalogue() -> dict[str, str]:
+    """Every name of a Wan-MHLA model with one block: the authors' by the one in diffusers."""
+    layers = ["patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0", "time_embedding.2"]
+    layers += ["time_projection.1", "head.head", *(f"img_emb.proj.{index}" for index in (0, 1, 3, 4))]
+    block = ["norm3", "ffn.0", "ffn.2"]
+    for attention in ("self_attn", "cross_attn"):
+        block += [f"{attention}.{part}" for part in ("q", "k", "v", "o", "norm_q", "norm_k")]
+    block += [f"cross_attn.{part}" for part in ("k_img", "v_img", "norm_k_img")]
+    layers += [f"blocks.0.{part}" for part in block]
+    names = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+    names += ["head.modulation", "img_emb.emb_pos", "blocks.0.modulation"]
+    return diffusers_names([*names, *(f"blocks.0.self_attn.{part}" for part in MHLA_NAMES)])
 
 
 def mhla_layers(shapes: Mapping[str, Shape]) -> list[int]:
@@ -121,7 +132,9 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
 
     def shape(name: str, axes: int) -> Shape:
         if name not in shapes:
-            raise ValueError(f"the checkpoint lacks {name}; it has {len(shapes)} tensors, such as {_examples(shapes)}.")
+            raise ValueError(
+                f"the checkpoint lacks {name}; it has {len(shapes)} tensors, such as {_examples(shapes)}."
+            )
         if len(shapes[name]) != axes:
             raise ValueError(f"{name} has shape {shapes[name]}, but should have {axes} axes.")
         return shapes[name]
@@ -197,12 +210,14 @@ def mhla_options(shapes: Mapping[str, Shape], blocks: tuple[int, ...] | None) ->
     for index, size in sizes.items():
         if len(size) != 4 or size[0] != size[1] or size[2:] != (1, 1) or size != sizes[layers[0]]:
             raise ValueError(
-                f"blocks.{index}.self_attn.{MIXING} has shape {size}; expected (M, M, 1, 1) with the same M everywhere."
+                f"blocks.{index}.self_attn.{MIXING} has shape {size}; expected (M, M, 1, 1), M the same everywhere."
             )
     count = sizes[layers[0]][0]
     if blocks is None:
         if count != 150:
-            raise ValueError(f"the checkpoint has {count} blocks: give blocks, three numbers whose product is {count}.")
+            raise ValueError(
+                f"the checkpoint has {count} blocks: give blocks, three numbers whose product is {count}."
+            )
         blocks = (3, 5, 10)
     if len(blocks) != 3 or math.prod(blocks) != count:
         raise ValueError(

@@ -45,8 +45,8 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
     """Reads which layers become MHLA.
 
     Args:
-        layers: `None` or `"all"` for every layer; indices as `"1,2,4"` or as integers; or a fraction `"p/q"`: of each q
-            layers in a row the first q - p stay softmax, so `"2/3"` keeps 0, 3, 6, … as the authors' hybrid does.
+        layers: `None` or `"all"` for every layer; indices as `"1,2,4"` or as integers; or a fraction `"p/q"`: of each
+            q layers in a row the first q - p stay softmax, so `"2/3"` keeps 0, 3, 6, … as the authors' hybrid does.
         num_layers: How many layers the model has.
 
     Returns:
@@ -63,9 +63,7 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
             return _fraction_of_layers(int(fraction[1]), int(fraction[2]), num_layers)
         parts = [part.strip() for part in layers.split(",")]
         if not all(part.isdecimal() for part in parts):
-            raise ValueError(
-                f"layers={layers!r} must be all, layer indices such as 1,2,4, or a fraction such as 2/3."
-            )
+            raise ValueError(f"layers={layers!r} must be all, layer indices such as 1,2,4, or a fraction such as 2/3.")
         layers = [int(part) for part in parts]
     indices = sorted(layers)
     repeated = sorted({index for index in indices if indices.count(index) > 1})

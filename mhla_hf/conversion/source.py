@@ -236,7 +236,8 @@ def read_source(root: Path, location: str, origin: dict[str, Any], wanted: Mappi
         if not names:
             models = ", ".join(f"{name} ({class_name})" for name, class_name in sorted(classes.items()))
             raise ValueError(
-                f"{location} has no model that can be converted; it has {models}. Supported: {', '.join(sorted(wanted))}."
+                f"{location} has no model that can be converted; it has {models}. "
+                f"Supported: {', '.join(sorted(wanted))}."
             )
         components = tuple(_read_component(name, root / name, location) for name in names)
         for component in components:
@@ -251,7 +252,8 @@ def read_source(root: Path, location: str, origin: dict[str, Any], wanted: Mappi
     component = _read_component("transformer", root, location)
     if component.class_name not in wanted:
         raise ValueError(
-            f"{location} is a {component.class_name}, which cannot be converted. Supported: {', '.join(sorted(wanted))}."
+            f"{location} is a {component.class_name}, which cannot be converted. "
+            f"Supported: {', '.join(sorted(wanted))}."
         )
     return Source(location, root, None, (component,), origin)
 

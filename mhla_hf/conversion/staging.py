@@ -34,7 +34,9 @@ def check_destination(destination: Path, overwrite: bool, sources: Iterable[Path
     if destination.exists() and not destination.is_dir():
         raise ValueError(f"destination {destination} is a file; give a directory.")
     if destination.is_dir() and any(destination.iterdir()) and not overwrite:
-        raise ValueError(f"destination {destination} is not empty; choose another one or pass overwrite=True (--overwrite).")
+        raise ValueError(
+            f"destination {destination} is not empty; choose another one or pass overwrite=True (--overwrite)."
+        )
     target = destination.resolve()
     for source in sources:
         if source is None:
