@@ -18,6 +18,9 @@ from ..layout import block_centers
 
 # Under a finite `mixing_range` the bias bottoms out here instead of at 0, relative to the block's own weight.
 RANGE_FLOOR = 0.01
+# Blocks within reach under `local` (the own one and its neighbours, diagonal ones too) and of `exp`'s decay.
+LOCAL_RANGE = 1.5
+EXPONENTIAL_RANGE = 9.0
 # Smallest stored weight under the nonnegative constraint, relative to the equal weight 1/M.
 NONNEGATIVE_FLOOR = 0.01
 # Steepness of the softplus in units of 1/M: weights of 1/M then learn as fast as unconstrained ones, and the floor
@@ -28,9 +31,10 @@ NONNEGATIVE_SHARPNESS = 10.0
 def initial_mixing(config: MHLAConfig, blocks: Sequence[int]) -> torch.Tensor:
     """Initial mixing weights; rows sum to one.
 
-    `linear` is the paper's locality bias m_ij ∝ 1 - d_ij / max_k d_ik. The other kinds fall off over the same range
-    r (the row's farthest distance, or `mixing_range`): `cos` cos(π d / 2r), `exp` exp(-3 d / r), `gaussian`
-    exp(-(2 d / r)² / 2), `local` 1 for d ≤ 1 (or `mixing_range`) and 0 beyond, `uniform` 1.
+    `linear` is the paper's locality bias m_ij ∝ 1 - d_ij / max_k d_ik (section 3). The other kinds have the shapes of
+    the authors' code, over a range r that is the row's farthest distance or `mixing_range`: `cos` cos(π d / 4r),
+    `gaussian` exp(-(3 d / r)² / 2), `exp` exp(-3 d / r) with r = 9 blocks unless `mixing_range` is given, `local` 1 for
+    d ≤ 1.5 (or `mixing_range`) and 0 beyond, `uniform` 1.
 
     Args:
         config: Gives `mixing_init`, `mixing_range` and `causal`. For causal layouts only the lower triangle is kept
@@ -54,21 +58,24 @@ def _locality(config: MHLAConfig, distance: torch.Tensor) -> torch.Tensor:
     if config.mixing_init == "uniform":
         return torch.ones_like(distance)
     if config.mixing_init == "local":
-        return (distance <= (config.mixing_range or 1.0)).double()
-    if config.mixing_range is None:
-        # A single block is its own farthest one; any positive range will do.
-        reach = distance.amax(dim=1, keepdim=True).clamp(min=1.0)
-    else:
+        return (distance <= (config.mixing_range or LOCAL_RANGE)).double()
+    if config.mixing_range is not None:
         reach = torch.full_like(distance[:, :1], config.mixing_range)
+    elif config.mixing_init == "exp":
+        reach = torch.full_like(distance[:, :1], EXPONENTIAL_RANGE)
+    else:
+        # A single block is its own farthest one; any positive range will do.
+        reach = distance.amax(dim=1, keepdim=True)
+        reach = torch.where(reach > 0, reach, 1.0)
     relative = distance / reach
     if config.mixing_init == "linear":
         weights = 1 - relative
     elif config.mixing_init == "cos":
-        weights = torch.cos(relative.clamp(max=1) * (math.pi / 2))
+        weights = torch.cos(relative.clamp(max=2) * (math.pi / 4))
     elif config.mixing_init == "exp":
         weights = torch.exp(-3 * relative)
     else:
-        weights = torch.exp(-0.5 * (2 * relative).square())
+        weights = torch.exp(-0.5 * (3 * relative).square())
     floor = 0.0 if config.mixing_range is None else RANGE_FLOOR
     return weights.clamp(min=floor)
 

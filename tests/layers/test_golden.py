@@ -36,7 +36,7 @@ def test_image_layers(name, kernel):
     )
     projected = F.linear(hidden_states, weights["to_qkv.weight"], weights.get("to_qkv.bias"))
     query, key, value = (part.unflatten(-1, (config["heads"], -1)) for part in projected.chunk(3, dim=-1))
-    options = MHLAConfig(blocks=blocks, normalizer="block_query", lepe_kernel=kernel)
+    options = MHLAConfig(blocks=blocks, normalizer="block_query", feature_map_eps=1e-6, lepe_kernel=kernel)
     layer = MHLA(options, hidden_size=width, num_heads=config["heads"], head_dim=width // config["heads"])
     layer.load_state_dict(
         {

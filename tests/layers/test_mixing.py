@@ -39,6 +39,7 @@ def test_a_range_lets_the_bias_bottom_out():
 
 def test_uniform_and_local():
     assert torch.equal(initial_mixing(MHLAConfig(mixing_init="uniform"), (2, 2)), torch.full((4, 4), 0.25))
+    assert torch.equal(initial_mixing(MHLAConfig(mixing_init="local"), (2, 2)), torch.full((4, 4), 0.25))
     local = initial_mixing(MHLAConfig(mixing_init="local"), (4,))
     torch.testing.assert_close(local[0], torch.tensor([0.5, 0.5, 0.0, 0.0]))
 
