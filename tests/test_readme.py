@@ -12,7 +12,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
-from mhla_hf.demo import BASE_PIPELINE
+from mhla_hf.demo import base_pipeline_directory
 
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ def _commands() -> list[list[str]]:
 def test_python_blocks_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(
-        app, ["convert", str(BASE_PIPELINE), "demo-output/mhla", "--blocks", "5,4,4", "--quiet"]
+        app, ["convert", str(base_pipeline_directory()), "demo-output/mhla", "--blocks", "5,4,4", "--quiet"]
     )
     assert result.exit_code == 0, result.output
     blocks = [block for block in _blocks("python") if not block.startswith(NEEDS_A_GPU)]
