@@ -98,11 +98,13 @@ def wan_command(**options: Any) -> None:
         training_options["mhla"] = _mhla_options(training_options, shortcuts)
     config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
 
+    from ..training.launch import join_launched_processes
     from ..training.runtime import make_accelerator
     from ..training.trainer import WanTrainer
 
     if config.output is None and not (cache_only and config.cache is not None):
         raise ValueError("output must be given: the directory of the run")
+    join_launched_processes()
     accelerator = make_accelerator(config)
     if cache_config.data is not None:
         _make_cache(config, cache_config, accelerator)
@@ -114,6 +116,7 @@ def wan_command(**options: Any) -> None:
             if losses:
                 typer.echo(f"{stage}: loss {losses[0]:.6f} -> {losses[-1]:.6f} in {len(losses)} steps")
         typer.echo(f"pipeline: {result.pipeline}")
+    accelerator.end_training()
 
 
 @_with_options(
@@ -134,8 +137,10 @@ def cache_command(**options: Any) -> None:
     if cache_config.data is None:
         raise ValueError("data must be given: a folder of videos with captions, or 'digits'")
 
+    from ..training.launch import join_launched_processes
     from ..training.runtime import make_accelerator
 
+    join_launched_processes()
     _make_cache(config, cache_config, make_accelerator(config))
 
 

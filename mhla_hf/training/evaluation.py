@@ -110,20 +110,20 @@ def evaluate_batches(model: torch.nn.Module, batches: Sequence[FlowBatch]) -> Ev
         model: A Wan transformer, on any device.
         batches: See `evaluation_batches`.
     """
-    parameter = next(model.parameters())
+    device, dtype = model.device, model.dtype
     was_training = model.training
     model.eval()
     losses: list[float] = []
     sigmas: list[float] = []
     try:
         for batch in batches:
-            batch = batch.to(parameter.device)
+            batch = batch.to(device)
             prediction = predict_flow(
                 model,
-                batch.latents.to(parameter.dtype),
-                batch.noise.to(parameter.dtype),
+                batch.latents.to(dtype),
+                batch.noise.to(dtype),
                 batch.sigmas,
-                batch.prompt_embeds.to(parameter.dtype),
+                batch.prompt_embeds.to(dtype),
             )
             losses += flow_matching_losses(prediction, batch.latents, batch.noise).tolist()
             sigmas += batch.sigmas.tolist()

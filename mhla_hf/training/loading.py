@@ -109,21 +109,21 @@ def load_teacher(
 
 
 def default_teacher(directory: Path, component: str) -> Path:
-    """The softmax pipeline behind a pipeline directory: itself, or what `conversion.json` names.
+    """The softmax pipeline behind a pipeline directory: itself, or what `conversion.json` or `training.json` names.
 
     Raises:
         ValueError: If it is unknown or gone.
     """
     if not is_mhla_class(component_config(directory, component)["_class_name"]):
         return directory
-    record = directory / "conversion.json"
-    source = json.loads(record.read_text(encoding="utf-8")).get("source") if record.is_file() else None
-    if isinstance(source, dict):
-        source = source.get("location")
+    source = None
+    for record in (directory / "conversion.json", directory / "training.json"):
+        if source is None and record.is_file():
+            source = json.loads(record.read_text(encoding="utf-8")).get("source", {}).get("location")
     if not source:
         raise ValueError(f"teacher must be given: {directory} does not say which softmax pipeline it comes from")
     try:
-        return resolve_pipeline(str(source))
+        return default_teacher(resolve_pipeline(str(source)), component)
     except (OSError, ValueError) as error:
         raise ValueError(f"teacher must be given: {source}, which {directory} comes from, is not there") from error
 

@@ -7,40 +7,32 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from . import checkpoints, loading, parameters
 from .batches import DataOrder, FlowBatch, LatentSamples, NoiseOptions, make_batch, stable_seed
 from .cache import LatentDataset
 from .checkpoints import Position
-from .config import SOFTMAX, TrainingConfig
+from .config import TrainingConfig
 from .export import export_pipeline, save_adapter, unsharded
 from .files import remove_leftovers, write_json
 from .metrics import MetricsFile
 from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
+from .prefetch import Prefetcher
+from .resuming import find_start, run_state
 from .runtime import make_accelerator, open_trackers
 from .stages import FineTuning, Stage, Transfer
 from .validation import Validator, frame_strip
 
 
 logger = logging.getLogger(__name__)
-
-# A checkpoint made under one of these options cannot go on under another.
-IDENTITY = ("component", "train", "lora_rank", "lora_alpha")
-# Another value lets the run go on, but it will not end where an uninterrupted one would.
-TRAJECTORY = (
-    "adam_beta1", "adam_beta2", "adam_epsilon", "batch_size", "gradient_accumulation_steps", "learning_rate",
-    "logit_mean", "logit_std", "lr_schedule", "max_grad_norm", "max_steps", "mhla_learning_rate", "mixed_precision",
-    "seed", "text_dropout", "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
-)  # fmt: skip
 
 Callback = Callable[[str, int, float], None]
 
@@ -101,7 +93,9 @@ class WanTrainer:
             raise ValueError("cache must be given: the directory made by the cache step")
         self.config = config
         self.output = Path(config.output) if config.output is not None else None
+        self.owns_accelerator = accelerator is None
         self.accelerator = accelerator or make_accelerator(config)
+        self.metrics: MetricsFile | None = None
         self.callback = callback
         self.source: Path | None = None
         if config.model is not None:
@@ -124,6 +118,8 @@ class WanTrainer:
             dataset.check_model(self.model)
         self.teacher = teacher
         self.noise_options = self._noise_options()
+        if config.transfer_steps and self.accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError("transfer_steps must be 0 under FSDP: match the layers first in a run without sharding")
         if config.train == "lora" and not hasattr(self.model, "peft_config"):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
 
@@ -135,18 +131,20 @@ class WanTrainer:
             FloatingPointError: If the loss is no longer finite.
         """
         result = TrainingResult(self.model)
-        checkpoint, position = self._find_start()
-        result.resumed_from = checkpoint
         stages = self._stages()
-        self._prepare_output(position)
-        for stage in stages:
-            reached = checkpoint is not None and position is not None and position.stage == stage.name
-            if position is not None and position > Position.of(stage.name, stage.steps):
-                continue
-            start = position.step if reached and position is not None else 0
-            self._run_stage(stage, start, checkpoint if reached else None, result)
-            self.teacher = None if stage.name == "transfer" else self.teacher
-        self._finish(result)
+        position, lock = None, None
+        if self.output is not None:
+            result.resumed_from, position, lock = find_start(self.config, self.accelerator, self._state())
+        try:
+            self._prepare_output(position)
+            for stage in stages:
+                self._run_stage(stage, position, result)
+            self._finish(result)
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+            if lock is not None:
+                lock.close()
         return result
 
     def _load_student(self) -> nn.Module:
@@ -168,6 +166,9 @@ class WanTrainer:
             text_dropout=config.text_dropout,
         )
 
+    def _state(self) -> dict[str, Any]:
+        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.noise_options.flow_shift)
+
     def _stages(self) -> list[Stage]:
         config = self.config
         stages: list[Stage] = []
@@ -186,61 +187,7 @@ class WanTrainer:
             self.teacher = loading.load_teacher(self.source, self.config.component, self.config.teacher, dtype)
         return self.teacher.to(self.accelerator.device).requires_grad_(False).eval()
 
-    def _find_start(self) -> tuple[Path | None, Position | None]:
-        if self.output is None:
-            return None, None
-        from accelerate.utils import broadcast_object_list
-
-        # The main process decides, so that all agree even while files appear; an error must reach all, too.
-        found: list[Any] = [None, None]
-        if self.accelerator.is_main_process:
-            try:
-                path = checkpoints.find_checkpoint(self.config.resume, self.output / "checkpoints")
-                found = [None if path is None else str(path), None]
-                if path is not None:
-                    self._check_state(path, checkpoints.read_state(path))
-            except ValueError as error:
-                found = [None, str(error)]
-        broadcast_object_list(found)
-        if found[1] is not None:
-            raise ValueError(found[1])
-        if found[0] is None:
-            return None, None
-        path = Path(found[0])
-        return path, checkpoints.checkpoint_position(path)
-
-    def _check_state(self, path: Path, state: dict[str, Any]) -> None:
-        current = self._state()
-        saved, now = state.get("config", {}), current["config"]
-        broken = [name for name in IDENTITY if saved.get(name) != now[name]]
-        if saved.get("mhla") != now["mhla"]:
-            broken.append("mhla")
-        if broken:
-            changes = ", ".join(f"{name}={saved.get(name)!r}" for name in broken)
-            raise ValueError(f"resume: {path} was made with {changes}; go on with the same or choose another output")
-        changed = [name for name in TRAJECTORY if saved.get(name) != now[name]]
-        if state.get("world_size") != current["world_size"]:
-            changed.append("the number of processes")
-        if state.get("dataset_size") != current["dataset_size"]:
-            changed.append("the data set")
-        if changed:
-            logger.warning("resume: %s changed since %s was made: %s", "options", path.name, ", ".join(changed))
-
-    def _state(self) -> dict[str, Any]:
-        config = self.config.to_dict()
-        stored = getattr(self.model.config, "mhla", None)
-        config["mhla"] = dict(stored) if stored is not None else SOFTMAX
-        # What autocast really uses; None on the command line means what the launcher says.
-        config["mixed_precision"] = self.accelerator.mixed_precision
-        return {
-            "config": config,
-            "world_size": self.accelerator.num_processes,
-            "dataset_size": len(self.dataset),
-            "flow_shift": self.noise_options.flow_shift,
-        }
-
     def _prepare_output(self, position: Position | None) -> None:
-        self.metrics: MetricsFile | None = None
         if self.output is not None and self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
             for folder in (self.output, self.output / "checkpoints"):
@@ -263,7 +210,18 @@ class WanTrainer:
         size = (settings["num_frames"], settings["height"], settings["width"])
         return Validator(self.source, config, size, self.dataset.max_sequence_length, self.accelerator.device)
 
-    def _run_stage(self, stage: Stage, start: int, checkpoint: Path | None, result: TrainingResult) -> None:
+    def _run_stage(self, stage: Stage, position: Position | None, result: TrainingResult) -> None:
+        """Runs what is left of a stage after `position`."""
+        losses = [row["loss"] for row in (self.metrics.rows if self.metrics else []) if row["stage"] == stage.name]
+        result.losses[stage.name] = losses
+        result.seconds_per_step[stage.name] = 0.0
+        if position is not None and position >= Position.of(stage.name, stage.steps):
+            if position.stage == stage.name:
+                self._load_last(stage, result.resumed_from)
+            return
+        reached = position is not None and position.stage == stage.name
+        start = position.step if reached and position is not None else 0
+        checkpoint = result.resumed_from if reached else None
         config, accelerator = self.config, self.accelerator
         names = stage.trainable_names()
         parameters.set_trainable(self.model, names)
@@ -277,7 +235,6 @@ class WanTrainer:
         if checkpoint is not None:
             checkpoints.load_optimizer(checkpoint, self.model, optimizer.optimizer, names)
             self._load_scaler(checkpoints.read_state(checkpoint))
-        losses = [row["loss"] for row in (self.metrics.rows if self.metrics else []) if row["stage"] == stage.name]
         durations = []
         with self._progress(stage, start) as bar, self._batches(stage, start) as batches:
             for step in range(start, stage.steps):
@@ -288,10 +245,16 @@ class WanTrainer:
                 self._report(stage, step + 1, loss, logs, durations[-1], bar)
                 self._save_if_due(stage, step + 1, optimizer.optimizer, names)
                 self._validate_if_due(stage, step + 1, module)
-        result.losses[stage.name] = losses
-        result.seconds_per_step[stage.name] = math.fsum(durations) / len(durations) if durations else 0.0
+        result.seconds_per_step[stage.name] = math.fsum(durations) / len(durations)
+        if stage.name == "transfer":
+            self.teacher = None
         del module, optimizer
         accelerator.free_memory()
+
+    def _load_last(self, stage: Stage, checkpoint: Path | None) -> None:
+        """Loads the weights at the end of a stage, from where the next one, or the export, goes on."""
+        if checkpoint is not None:
+            checkpoints.load_weights(checkpoint, self.model, stage.trainable_names())
 
     def _step(
         self,
@@ -328,7 +291,7 @@ class WanTrainer:
             )
         return loss_value, logs
 
-    def _batches(self, stage: Stage, start: int) -> _Prefetcher:
+    def _batches(self, stage: Stage, start: int) -> Prefetcher:
         config = self.config
         order = DataOrder(
             dataset_size=len(self.dataset),
@@ -345,7 +308,7 @@ class WanTrainer:
 
         # On a CPU there is nothing to overlap with: the cores are busy training.
         ahead = self.accelerator.device.type != "cpu"
-        return _Prefetcher(make, config.gradient_accumulation_steps, stage.steps, ahead)
+        return Prefetcher(make, micro_steps=config.gradient_accumulation_steps, steps=stage.steps, ahead=ahead)
 
     def _progress(self, stage: Stage, start: int):
         from tqdm.auto import tqdm
@@ -406,8 +369,6 @@ class WanTrainer:
 
     def _finish(self, result: TrainingResult) -> None:
         config, main = self.config, self.accelerator.is_main_process
-        if self.metrics is not None:
-            self.metrics.close()
         model = unsharded(self.model)
         if main and config.train == "lora" and self.output is not None:
             save_adapter(self.output / "lora", model, config.component)
@@ -419,44 +380,14 @@ class WanTrainer:
             result.pipeline = self.output / "pipeline"
             if main:
                 record = self._state()
-                record["source"] = str(config.model)
+                is_directory = Path(str(config.model)).is_dir()
+                record["source"] = {"location": str(self.source.resolve()) if is_directory else str(config.model)}
                 record["final_losses"] = {name: values[-1] for name, values in result.losses.items() if values}
                 record["versions"] = _versions()
                 export_pipeline(self.source, result.pipeline, config.component, model, record)
-        if self.accelerator.trackers:
-            self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
-
-
-class _Prefetcher:
-    """Hands out micro-batches in order, the next one being built in a thread meanwhile if that is asked for."""
-
-    def __init__(self, make: Callable[[int, int], FlowBatch], micro_steps: int, steps: int, ahead: bool) -> None:
-        self.make = make
-        self.micro_steps = micro_steps
-        self.steps = steps
-        self.pool = ThreadPoolExecutor(max_workers=1) if ahead else None
-        self.pending: tuple[tuple[int, int], Future] | None = None
-
-    def __enter__(self) -> _Prefetcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(wait=True, cancel_futures=True)
-
-    def __call__(self, step: int, micro_step: int) -> FlowBatch:
-        if self.pool is None:
-            return self.make(step, micro_step)
-        if self.pending is not None and self.pending[0] == (step, micro_step):
-            batch = self.pending[1].result()
-        else:
-            batch = self.make(step, micro_step)
-        following = divmod(step * self.micro_steps + micro_step + 1, self.micro_steps)
-        self.pending = None
-        if following[0] < self.steps:
-            self.pending = (following, self.pool.submit(self.make, *following))
-        return batch
+        if self.owns_accelerator:
+            self.accelerator.end_training()
 
 
 def _image_options(tracker: Any) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def record_attention(
             handle = model.blocks[layer].attn1.register_forward_hook(keep, with_kwargs=True)
             hooks.callback(handle.remove)
         model(
-            hidden_states=noisy_latents.to(next(model.parameters()).dtype),
+            hidden_states=noisy_latents.to(model.dtype),
             timestep=timesteps_from_sigmas(sigmas),
-            encoder_hidden_states=prompt_embeds.to(next(model.parameters()).dtype),
+            encoder_hidden_states=prompt_embeds.to(model.dtype),
             return_dict=False,
         )
     return records

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What identifies a run, and where a resumed one goes on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import IO, Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from . import checkpoints
+from .checkpoints import Position
+from .config import SOFTMAX, TrainingConfig
+from .lock import lock_output
+
+
+logger = logging.getLogger(__name__)
+
+# A checkpoint made under one of these options cannot go on under another.
+IDENTITY = ("component", "train", "lora_rank", "lora_alpha", "mhla")
+# Another value lets the run go on, but it will not end where an uninterrupted one would.
+TRAJECTORY = (
+    "adam_beta1", "adam_beta2", "adam_epsilon", "batch_size", "gradient_accumulation_steps", "learning_rate",
+    "logit_mean", "logit_std", "lr_schedule", "max_grad_norm", "max_steps", "mhla_learning_rate", "mixed_precision",
+    "seed", "text_dropout", "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
+)  # fmt: skip
+
+
+def run_state(
+    config: TrainingConfig, model: nn.Module, accelerator: Accelerator, dataset_size: int, flow_shift: float
+) -> dict[str, Any]:
+    """What a checkpoint keeps of the run that made it, as plain JSON."""
+    options = config.to_dict()
+    stored = getattr(model.config, "mhla", None)
+    options["mhla"] = dict(stored) if stored is not None else SOFTMAX
+    # What autocast really uses; None on the command line means what the launcher says.
+    options["mixed_precision"] = accelerator.mixed_precision
+    return {
+        "config": options,
+        "world_size": accelerator.num_processes,
+        "dataset_size": dataset_size,
+        "flow_shift": flow_shift,
+    }
+
+
+def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
+    """Checks that a checkpoint belongs to this run, and warns of options that changed since.
+
+    Args:
+        checkpoint: The checkpoint.
+        current: See `run_state`.
+
+    Raises:
+        ValueError: If an option differs without which its weights do not fit.
+    """
+    state = checkpoints.read_state(checkpoint)
+    saved, now = state.get("config", {}), current["config"]
+    broken = [name for name in IDENTITY if saved.get(name) != now[name]]
+    if broken:
+        changes = ", ".join(f"{name}={saved.get(name)!r}" for name in broken)
+        raise ValueError(f"resume: {checkpoint} was made with {changes}; go on with the same or choose another output")
+    changed = [name for name in TRAJECTORY if saved.get(name) != now[name]]
+    changed += [name for name in ("world_size", "dataset_size", "flow_shift") if state.get(name) != current[name]]
+    if changed:
+        logger.warning(
+            "%s was made with other values of %s: the run will not end where an uninterrupted one would",
+            checkpoint.name,
+            ", ".join(changed),
+        )
+
+
+def find_start(
+    config: TrainingConfig, accelerator: Accelerator, current: dict[str, Any]
+) -> tuple[Path | None, Position | None, IO[str] | None]:
+    """Locks the output and finds where to go on.
+
+    The main process decides, so that all agree even while files appear; an error it meets is raised in all.
+
+    Args:
+        config: The options; `output` must be given.
+        accelerator: The processes.
+        current: See `run_state`.
+
+    Returns:
+        The checkpoint and its position, None to start anew; and the lock, to be closed when the run ends.
+
+    Raises:
+        ValueError: If the output is in use, or the checkpoint does not exist or fit.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    output = Path(str(config.output))
+    lock = None
+    found: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            lock = lock_output(output)
+            path = checkpoints.find_checkpoint(config.resume, output / "checkpoints")
+            if config.resume is None and (output / "pipeline").exists():
+                raise ValueError(f"output already holds the finished {output / 'pipeline'}; choose another output")
+            if path is not None:
+                check_state(path, current)
+                found[0] = str(path)
+        except ValueError as error:
+            found[1] = str(error)
+    broadcast_object_list(found)
+    if found[1] is not None:
+        if lock is not None:
+            lock.close()
+        raise ValueError(found[1])
+    if found[0] is None:
+        return None, None, lock
+    checkpoint = Path(found[0])
+    return checkpoint, checkpoints.checkpoint_position(checkpoint), lock
