@@ -13,6 +13,7 @@ from diffusers import AutoencoderKLWan
 from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
 from mhla_hf.demo.digits import MovingDigits, MovingDigitsConfig, stack_videos
 
+
 _CHECKPOINT_EVERY = 100
 
 
@@ -91,9 +92,7 @@ def train_vae(
         if step % 20 == 0 or step + 1 == steps:
             log(f"vae step {step + 1}/{steps} l1 {reconstruction.item():.4f} kl {divergence.item():.2f}")
         if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == steps:
-            save_checkpoint(
-                work / "vae_checkpoint", step + 1, vae.state_dict(), {"optimizer": optimizer.state_dict()}
-            )
+            save_checkpoint(work / "vae_checkpoint", step + 1, vae.state_dict(), {"optimizer": optimizer.state_dict()})
     return vae.eval()
 
 

@@ -26,7 +26,9 @@ def save_checkpoint(directory: Path, step: int, tensors: Mapping[str, torch.Tens
     old = directory.with_name(directory.name + ".old")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, fresh / "weights.safetensors")
+    save_file(
+        {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, fresh / "weights.safetensors"
+    )
     torch.save({"step": step, **state}, fresh / "state.pt")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
@@ -50,9 +52,7 @@ def load_checkpoint(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str,
     return load_file(directory / "weights.safetensors"), state
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
-) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors under a temporary name, then move the file into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")

@@ -31,9 +31,7 @@ class DigitLatents:
         null_prompt_embeds: `[L, D]`, of the empty caption.
     """
 
-    def __init__(
-        self, latents: torch.Tensor, prompt_embeds: torch.Tensor, null_prompt_embeds: torch.Tensor
-    ) -> None:
+    def __init__(self, latents: torch.Tensor, prompt_embeds: torch.Tensor, null_prompt_embeds: torch.Tensor) -> None:
         self.latents = latents
         self.prompt_embeds = prompt_embeds
         self.null_prompt_embeds = null_prompt_embeds

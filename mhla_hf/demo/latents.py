@@ -18,6 +18,7 @@ from mhla_hf.demo.checkpoints import write_safetensors
 from mhla_hf.demo.digits import MovingDigits, stack_videos
 from mhla_hf.demo.text import tokenize
 
+
 _ENCODE_BATCH = 8
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
+
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 

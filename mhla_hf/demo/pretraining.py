@@ -247,7 +247,9 @@ class BaseTrainer:
             "text_encoder": build_text_encoder(self.config.model, len(self.tokenizer)),
         }
         torch.nn.ModuleDict(parts).load_state_dict({name: value.cpu() for name, value in self.average.items()})
-        return assemble_pipeline(self.config.model, self.tokenizer, parts["text_encoder"], self.vae, parts["transformer"])
+        return assemble_pipeline(
+            self.config.model, self.tokenizer, parts["text_encoder"], self.vae, parts["transformer"]
+        )
 
     def facts(self) -> dict:
         """Describe the run: configuration, steps, seconds, held-out losses, versions."""

@@ -16,6 +16,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from transformers import PreTrainedTokenizerBase, UMT5EncoderModel
 
+
 PRETRAINING_TEXT_LENGTH = 24
 """Enough for the longest caption, four digits: 19 words and the end mark."""
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf demo`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+_TRAINING = "Training"
+_GENERATION = "Generation"
+
+
+def run_command(
+    output: Annotated[Path, typer.Argument(help="Directory to write.")] = Path("demo-output"),
+    base: Annotated[
+        Path | None, typer.Option(help="Pretrained softmax pipeline; by default the one in the package.")
+    ] = None,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Pretrain the base pipeline first; over an hour on a CPU.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on where a stopped demo was, or start again.")
+    ] = True,
+    transfer_steps: Annotated[
+        int | None, typer.Option(help="Steps that match attention outputs to softmax.", rich_help_panel=_TRAINING)
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Fine-tuning steps.", rich_help_panel=_TRAINING)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Videos per step.", rich_help_panel=_TRAINING)] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Caption to generate, such as 'a three moves left'; may be repeated.", rich_help_panel=_GENERATION
+        ),
+    ] = None,
+    inference_steps: Annotated[
+        int | None, typer.Option(help="Denoising steps.", rich_help_panel=_GENERATION)
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.", rich_help_panel=_GENERATION)] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
+) -> None:
+    """Convert a small Wan pipeline of moving digits to MHLA, fine-tune it, and compare it with softmax and linear."""
+    from ..demo.config import DemoConfig
+
+    given: dict[str, Any] = {
+        "transfer_steps": transfer_steps,
+        "steps": steps,
+        "batch_size": batch_size,
+        "prompts": tuple(prompt) if prompt else None,
+        "inference_steps": inference_steps,
+        "guidance": guidance,
+    }
+    config = DemoConfig(
+        output=output,
+        base=base,
+        from_scratch=from_scratch,
+        seed=seed,
+        resume=resume,
+        progress=not quiet,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    from ..demo.runner import run_demo
+
+    report = run_demo(config)
+    if not quiet:
+        _show(config.output, report)
+
+
+def _show(output: Path, report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..demo.figures import STAGE_TITLES, STAGES, TITLES
+
+    table = Table(title="Held-out loss, and how far above softmax")
+    table.add_column("model")
+    for stage in STAGES:
+        table.add_column(STAGE_TITLES[stage], justify="right")
+    table.add_row("softmax", *[""] * (len(STAGES) - 1), f"{report['softmax']['held_out_loss']:.4f}")
+    for name, entry in report["variants"].items():
+        cells = [entry["held_out"][stage] for stage in STAGES]
+        table.add_row(TITLES[name], *[f"{c['loss']:.4f} ({c['above_softmax_percent']:+.1f} %)" for c in cells])
+    console = Console()
+    console.print(table)
+    console.print(f"Report, videos and pictures: {output}", highlight=False)
+    console.print(f"The MHLA pipeline: {output / 'mhla'}", highlight=False)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of the demo: losses, mixing matrices on the token grid, and videos side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..layout import BlockLayout
+from ..training.files import atomic_file
+
+
+TITLES = {"softmax": "softmax", "mhla": "MHLA", "linear": "linear"}
+COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "linear": "#d95f02"}
+STAGES = ("converted", "transfer", "finetune")
+STAGE_TITLES = {"converted": "converted", "transfer": "after matching", "finetune": "after fine-tuning"}
+FRAMES_PER_SECOND = 8
+
+
+def _figure(width: float, height: float) -> Any:
+    # A figure without pyplot needs no display and leaves a notebook's backend alone.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png", facecolor="white")
+
+
+def smooth(values: Sequence[float], window: int = 9) -> np.ndarray:
+    """Running mean over up to `window` values, shorter at the ends; as many values as came in."""
+    series = np.asarray(values, dtype=float)
+    reach = window // 2
+    return np.array([series[max(0, i - reach) : i + reach + 1].mean() for i in range(len(series))])
+
+
+def plot_losses(
+    path: Path, losses: Mapping[str, Mapping[str, Sequence[float]]], held_out: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Plot training losses of both stages, and how far held-out losses are above softmax.
+
+    Args:
+        path: PNG file to write.
+        losses: For each variant and stage (`transfer`, `finetune`) the loss of every step.
+        held_out: For each variant and stage (`STAGES`) the per cent above the softmax model's held-out loss.
+    """
+    figure = _figure(13.5, 3.8)
+    axes = figure.subplots(1, 3)
+    titles = {"transfer": "Matching attention outputs", "finetune": "Fine-tuning"}
+    units = {"transfer": "squared error / variance", "finetune": "flow-matching loss"}
+    for axis, (stage, title) in zip(axes, titles.items()):
+        for variant, by_stage in losses.items():
+            values = by_stage.get(stage, [])
+            steps = np.arange(1, len(values) + 1)
+            axis.plot(steps, values, color=COLORS[variant], alpha=0.25, linewidth=0.8)
+            axis.plot(steps, smooth(values), color=COLORS[variant], label=TITLES[variant])
+        axis.set(title=title, xlabel="step", ylabel=units[stage])
+        if stage == "transfer":
+            axis.set_yscale("log")
+        if any(by_stage.get(stage) for by_stage in losses.values()):
+            axis.legend(frameon=False)
+    width = 0.38
+    for number, (variant, by_stage) in enumerate(held_out.items()):
+        places = np.arange(len(STAGES)) + (number - 0.5) * width
+        bars = axes[2].bar(
+            places, [by_stage[stage] for stage in STAGES], width, color=COLORS[variant], label=TITLES[variant]
+        )
+        axes[2].bar_label(bars, fmt="%.1f %%", fontsize=8)
+    axes[2].set_xticks(range(len(STAGES)), [STAGE_TITLES[stage] for stage in STAGES])
+    axes[2].set(title="Held-out loss above softmax", ylabel="%", yscale="symlog")
+    axes[2].margins(y=0.15)
+    axes[2].legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_mixing(path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockLayout) -> None:
+    """Plot each layer's mixing matrix, and one of its rows laid out on the token grid.
+
+    The row is that of the block in the middle, outlined: how much each block's summary weighs for its queries, drawn
+    on the tokens of every frame.
+
+    Args:
+        path: PNG file to write.
+        matrices: Effective mixing `[M, M]` by layer; of `[H, M, M]` the mean over heads is drawn.
+        layout: The layout of three axes that they belong to.
+    """
+    from matplotlib.patches import Rectangle
+
+    frames, rows, columns = layout.grid
+    place = tuple(count // 2 for count in layout.blocks)
+    block = int(np.ravel_multi_index(place, layout.blocks))
+    block_of_token = layout.block_of_token.numpy()
+    figure = _figure(2.6 + 1.5 * frames, 1.9 * len(matrices) + 0.6)
+    grid = figure.subplots(len(matrices), frames + 1, squeeze=False, width_ratios=[1.4] + [1.0] * frames)
+    for axes, (layer, matrix) in zip(grid, matrices.items()):
+        weights = matrix.detach().float().cpu()
+        weights = (weights.mean(dim=0) if weights.dim() == 3 else weights).numpy()
+        limit = float(np.abs(weights).max()) or 1.0
+        axes[0].imshow(weights, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
+        axes[0].set_ylabel(f"layer {layer}")
+        row_limit = float(np.abs(weights[block]).max()) or 1.0
+        on_tokens = weights[block][block_of_token].reshape(layout.grid)
+        for frame in range(frames):
+            axis = axes[frame + 1]
+            image = axis.imshow(
+                on_tokens[frame], cmap="RdBu_r", vmin=-row_limit, vmax=row_limit, interpolation="nearest"
+            )
+            tokens = (block_of_token.reshape(layout.grid)[frame] == block).nonzero()
+            if len(tokens[0]):
+                corner = (tokens[1].min() - 0.5, tokens[0].min() - 0.5)
+                size = (np.ptp(tokens[1]) + 1, np.ptp(tokens[0]) + 1)
+                axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor="black", linewidth=1.8))
+        figure.colorbar(image, ax=list(axes[1:]), fraction=0.02)
+        for axis in axes:
+            axis.set(xticks=[], yticks=[])
+    grid[0][0].set_title(f"mixing matrix, {layout.num_blocks} × {layout.num_blocks}", fontsize=9)
+    for frame in range(frames):
+        grid[0][frame + 1].set_title(f"latent frame {frame}", fontsize=9)
+    figure.suptitle(f"Weights of all blocks for the queries of one (outlined), on {rows} × {columns} tokens a frame")
+    _save(figure, path)
+
+
+def side_by_side(videos: Mapping[str, np.ndarray], prompts: Sequence[str], scale: int = 4) -> np.ndarray:
+    """Lay out videos with labels: a row for each caption, a column for each model.
+
+    Args:
+        videos: `[prompts, F, H, W, 3]` uint8 by model.
+        prompts: The captions.
+        scale: Enlargement.
+
+    Returns:
+        `[F, height, width, 3]` uint8; height and width are multiples of 16, which video codecs like.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    count, length, height, width, _ = next(iter(videos.values())).shape
+    cell, gap, bar = (width * scale, height * scale), 16, 32
+    font = ImageFont.load_default(size=18)
+    total = (len(videos) * (cell[0] + gap) + gap, count * (cell[1] + bar) + bar + gap)
+    total = tuple(-(-side // 16) * 16 for side in total)
+    frames = []
+    for frame in range(length):
+        canvas = Image.new("RGB", total, (38, 38, 42))
+        draw = ImageDraw.Draw(canvas)
+        for column, (name, video) in enumerate(videos.items()):
+            left = gap + column * (cell[0] + gap)
+            draw.text((left + cell[0] / 2, bar / 2), TITLES.get(name, name), "white", font, anchor="mm")
+            for row in range(count):
+                picture = Image.fromarray(video[row, frame]).resize(cell, Image.Resampling.BICUBIC)
+                canvas.paste(picture, (left, bar + row * (cell[1] + bar)))
+        for row, prompt in enumerate(prompts):
+            middle = bar + row * (cell[1] + bar) + cell[1] + bar / 2
+            draw.text((total[0] / 2, middle), prompt, (200, 200, 205), font, anchor="mm")
+        frames.append(np.asarray(canvas))
+    return np.stack(frames)
+
+
+def write_gif(path: Path, frames: np.ndarray) -> None:
+    """Write frames `[F, H, W, 3]` uint8 as an endless GIF."""
+    from PIL import Image
+
+    # One palette for all frames: one of its own for each makes the background flicker.
+    palette = Image.fromarray(frames[len(frames) // 2]).quantize(128)
+    pictures = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as temporary:
+        pictures[0].save(
+            temporary,
+            format="GIF",
+            save_all=True,
+            append_images=pictures[1:],
+            duration=1000 // FRAMES_PER_SECOND,
+            loop=0,
+        )
+
+
+def frame_strip(videos: Mapping[str, np.ndarray], every: int = 2) -> np.ndarray:
+    """Lay out every `every`-th frame of all videos: `[models x prompts x H, frames x W, 3]` uint8."""
+    rows = []
+    for prompt in range(len(next(iter(videos.values())))):
+        for video in videos.values():
+            rows.append(np.concatenate(list(video[prompt, ::every]), axis=1))
+    return np.concatenate(rows, axis=0)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generating the same captions from the same noise with every model of the demo."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+
+from ..training.files import atomic_file, write_json
+from .config import DemoConfig
+from .digits import MovingDigitsConfig
+from .progress import DemoProgress
+
+
+def generate_videos(
+    config: DemoConfig, pipelines: Mapping[str, Path], folder: Path, progress: DemoProgress
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Generate every caption with every pipeline; what is in `folder` already is not made again.
+
+    Args:
+        config: The options.
+        pipelines: Pipeline directories by name.
+        folder: Where results are kept.
+        progress: The display.
+
+    Returns:
+        For each pipeline the videos `[prompts, F, H, W, 3]` uint8, and the seconds that they took.
+    """
+    videos, seconds = {}, {}
+    with progress.stage("Generate videos", len(pipelines)) as stage:
+        for name, directory in pipelines.items():
+            path, record = folder / f"{name}.safetensors", folder / f"{name}.json"
+            if not record.is_file():
+                frames, took = _generate(config, directory)
+                folder.mkdir(parents=True, exist_ok=True)
+                with atomic_file(path) as temporary:
+                    save_file({"frames": frames}, temporary)
+                write_json(record, {"seconds": took})
+            videos[name] = load_file(path)["frames"]
+            seconds[name] = json.loads(record.read_text(encoding="utf-8"))["seconds"]
+            stage.advance(1)
+    return videos, seconds
+
+
+def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
+    # Plain diffusers, as a user of the converted pipeline would load it.
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(directory, use_safetensors=True)
+    pipeline.set_progress_bar_config(disable=True)
+    appearance = MovingDigitsConfig()
+    # One generator per caption: its noise does not depend on how many captions there are.
+    generators = [torch.Generator().manual_seed(config.seed * 1000 + number) for number in range(len(config.prompts))]
+    began = time.perf_counter()
+    frames = pipeline(
+        prompt=list(config.prompts),
+        height=appearance.size,
+        width=appearance.size,
+        num_frames=appearance.num_frames,
+        num_inference_steps=config.inference_steps,
+        guidance_scale=config.guidance,
+        generator=generators,
+        max_sequence_length=32,
+    ).frames
+    seconds = time.perf_counter() - began
+    return np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8), seconds
