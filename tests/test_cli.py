@@ -52,7 +52,7 @@ def mhla_of(folder):
 
 def test_help_lists_the_commands():
     output = run("--help").output
-    for command in ("convert", "import-official", "models", "train"):
+    for command in ("convert", "import-official", "models", "train", "demo"):
         assert command in output
 
 
@@ -64,6 +64,7 @@ def test_help_is_light():
 
 
 def test_module_and_version():
+    assert run("--version").output.strip() == f"mhla-hf {mhla_hf.__version__}"
     assert run_process("-m", "mhla_hf", "--version").stdout.strip() == f"mhla-hf {mhla_hf.__version__}"
 
 
@@ -165,13 +166,10 @@ def test_mistakes_are_one_line(arguments, message, pipeline_dir, tmp_path):
     assert not (tmp_path / "mhla").exists()
 
 
-def test_mistakes_in_a_process_of_its_own(tmp_path):
-    arguments = ("convert", tmp_path / "no/such/model", tmp_path / "mhla")
-    result = run_process("-m", "mhla_hf", *arguments, code=1)
-    assert (
-        result.stderr
-        == f"error: source {tmp_path / 'no/such/model'} is neither a directory nor a Hub id (owner/name).\n"
-    )
+def test_mistakes_in_a_process_of_its_own():
+    code = "def fail():\n    raise ValueError('no such model')\nfrom mhla_hf.cli.errors import run_script\nrun_script(fail)"
+    assert run_process("-c", code, code=1).stderr == "error: no such model\n"
+    assert "Traceback" in run_process("-c", code, code=1, MHLA_HF_DEBUG="1").stderr
     assert "Traceback" not in run_process("-m", "mhla_hf", "convert", code=2).stderr
 
 

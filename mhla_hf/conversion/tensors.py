@@ -144,12 +144,12 @@ def split_into_shards(groups: Iterable[Sequence[TensorEntry]], max_bytes: int | 
     Returns:
         The tensors of each file, none of them empty. A tensor larger than `max_bytes` gets a file of its own.
     """
-    groups = [list(group) for group in groups if group]
+    kept = [list(group) for group in groups if group]
     if max_bytes is None:
-        return groups
+        return kept
     shards: list[list[TensorEntry]] = []
     used = 0
-    for entry in (entry for group in groups for entry in group):
+    for entry in (entry for group in kept for entry in group):
         if not shards or used + entry.nbytes > max_bytes:
             shards.append([])
             used = 0
