@@ -32,9 +32,9 @@ def train_vae(
 ) -> AutoencoderKLWan:
     """Train a VAE on moving digits: first on short 32x32 crops, then on whole videos.
 
-    A convolutional VAE learns nearly everything it needs from crops of 5 frames, which cost a fiftieth of a whole video;
-    the last steps let it see borders and long runs of frames. The loss is L1 plus squared error plus a small KL term, which
-    keeps the latents smooth enough for the transformer.
+    A convolutional VAE learns nearly all it needs from crops of 5 frames, which cost a fraction of a whole video; the
+    last steps let it see borders and long runs of frames. The loss is L1 plus squared error plus a small KL term,
+    which keeps the latents smooth enough for the transformer.
 
     Args:
         vae: Trained in place.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon, the optimiser that pretraining uses for the transformer's matrices.
 
-Momentum whose matrices are orthogonalised by a Newton-Schulz iteration (Keller Jordan and others, 2024), scaled so that
-the size of an update is that of AdamW (Liu and others, "Muon is Scalable for LLM Training", 2025). `torch.optim.Muon`
+Momentum whose matrices are orthogonalised by a Newton-Schulz iteration (Keller Jordan and others, 2024), scaled so
+that an update has the size of AdamW's (Liu and others, "Muon is Scalable for LLM Training", 2025). `torch.optim.Muon`
 iterates in bfloat16, which most CPUs emulate; this one keeps the parameters' dtype and handles equal shapes together.
 """
 
