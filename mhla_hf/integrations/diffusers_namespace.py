@@ -22,7 +22,11 @@ def register_with_diffusers() -> None:
     module = sys.modules.get("diffusers")
     if module is not None:
         _extend_namespace(module)
-    elif not any(isinstance(finder, _DiffusersImportHook) for finder in sys.meta_path):
+    else:
+        # By name: a hook left by an earlier import of this package belongs to another class object.
+        stale = [finder for finder in sys.meta_path if type(finder).__name__ == _DiffusersImportHook.__name__]
+        for finder in stale:
+            sys.meta_path.remove(finder)
         sys.meta_path.insert(0, _DiffusersImportHook())
 
 
