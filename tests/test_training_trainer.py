@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop on tiny models: both stages, all modes, resuming."""
+
+import copy
+import json
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from mhla_hf import MHLAWanTransformer3DModel, convert
+from mhla_hf.training import LatentDataset, TrainingConfig, WanTrainer, evaluate, record_attention
+from mhla_hf.training.checkpoints import list_checkpoints
+from mhla_hf.training.loading import default_teacher, load_student, load_teacher, resolve_pipeline, sigma_range
+from mhla_hf.training.metrics import read_metrics
+from mhla_hf.training.parameters import (
+    add_lora,
+    is_lora_parameter,
+    is_mhla_parameter,
+    merge_lora,
+    set_trainable,
+    trainable_names,
+)
+from mhla_hf.training.prefetch import Prefetcher
+from mhla_hf.training.transfer import LayerMatching
+
+from . import tiny
+
+
+MHLA = {"blocks": (1, 2, 2), "output_gate": True}
+NULL = torch.zeros(6, tiny.TEXT_DIM)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate_state():
+    """Accelerate keeps precision and device of the first run in the process."""
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "latents": torch.randn(16, 3, 4, 8, generator=generator),
+            "prompt_embeds": torch.randn(6, tiny.TEXT_DIM, generator=generator),
+        }
+        for _ in range(5)
+    ]
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return tiny.wan_transformer(num_layers=3)
+
+
+@pytest.fixture
+def student(teacher):
+    return convert(copy.deepcopy(teacher), {**MHLA, "layers": [1, 2]})
+
+
+@pytest.fixture(scope="module")
+def pipeline_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wan")
+    tiny.wan_pipeline(num_layers=2).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cache_directory(tmp_path_factory, pipeline_directory):
+    """A cache with random latents: the encoders have tests of their own."""
+    from mhla_hf.training.cache import MANIFEST, NULL_PROMPT, _save, cache_settings
+    from mhla_hf.training.config import CacheConfig
+    from mhla_hf.training.files import write_json
+
+    directory = tmp_path_factory.mktemp("cache")
+    (directory / "samples").mkdir()
+    config = CacheConfig(data="digits", height=32, width=32, num_frames=5, max_sequence_length=8)
+    generator = torch.Generator().manual_seed(0)
+    names = [f"{number:06d}.safetensors" for number in range(4)]
+    for name in names:
+        tensors = {
+            "latents": torch.randn(16, 2, 4, 4, generator=generator),
+            "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
+        }
+        _save(directory / "samples" / name, tensors, torch.float32)
+    _save(directory / NULL_PROMPT, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
+    manifest = {"format_version": 1, "settings": cache_settings(pipeline_directory, config), "complete": True}
+    write_json(directory / MANIFEST, {**manifest, "samples": names, "latent_shape": [16, 2, 4, 4], "skipped": []})
+    return directory
+
+
+def options(**changes):
+    return TrainingConfig(
+        **{"batch_size": 2, "max_steps": 4, "learning_rate": 1e-2, "progress": False, "device": "cpu", **changes}
+    )
+
+
+class RecordingDataset:
+    """A data set that remembers what it was asked for."""
+
+    def __init__(self, samples):
+        self.samples = samples
+        self.order = []
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.order.append(index)
+        return self.samples[index]
+
+
+class TestParameters:
+    def test_names_by_mode(self, student):
+        assert all(is_mhla_parameter(name) for name in trainable_names(student, "mhla"))
+        assert len(trainable_names(student, "full")) == len(list(student.parameters()))
+        add_lora(student, 2, None, seed=0)
+        names = trainable_names(student, "lora")
+        assert all(is_mhla_parameter(name) or is_lora_parameter(name) for name in names)
+        lora = {name.split(".lora_")[0].split("blocks.0.")[1] for name in names if name.startswith("blocks.0.")}
+        assert lora == {
+            f"{kind}.{part}" for kind in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0")
+        }
+        assert all(name.startswith("blocks.2.attn1.") for name in trainable_names(student, "lora", [2]))
+        set_trainable(student, names)
+        assert [name for name, parameter in student.named_parameters() if parameter.requires_grad] == names
+        with pytest.raises(ValueError, match="mhla, lora, full"):
+            trainable_names(student, "some")
+
+    def test_a_softmax_model_has_nothing_of_mhla(self, teacher):
+        with pytest.raises(ValueError, match="leaves nothing to train"):
+            trainable_names(teacher, "mhla")
+
+    def test_lora_is_seeded_and_merges_exactly(self, student):
+        inputs = tiny.wan_inputs()
+        twins = [copy.deepcopy(student) for _ in range(2)]
+        for twin in twins:
+            torch.rand(1)
+            add_lora(twin, 2, 4.0, seed=3)
+        for (name, mine), theirs in zip(twins[0].named_parameters(), twins[1].parameters(), strict=True):
+            assert torch.equal(mine, theirs), name
+            if ".lora_B." in name:
+                torch.nn.init.normal_(mine, std=0.1)
+        with torch.no_grad():
+            expected = twins[0](**inputs).sample
+            merge_lora(twins[0])
+            assert torch.allclose(twins[0](**inputs).sample, expected, atol=1e-5)
+            assert not torch.allclose(student(**inputs).sample, expected, atol=1e-3)
+        assert twins[0].state_dict().keys() == student.state_dict().keys()
+
+
+class TestTransfer:
+    def test_records_are_what_the_layers_saw(self, teacher):
+        inputs = tiny.wan_inputs(batch=2)
+        sigmas = torch.tensor([0.5, 0.5])
+        records = record_attention(
+            teacher,
+            [0, 2],
+            noisy_latents=inputs["hidden_states"],
+            sigmas=sigmas,
+            prompt_embeds=inputs["encoder_hidden_states"],
+        )
+        assert sorted(records) == [0, 2]
+        rotary = teacher.rope(inputs["hidden_states"])
+        for layer, record in records.items():
+            output = teacher.blocks[layer].attn1(record.hidden_states, None, None, rotary)
+            assert torch.allclose(output, record.output, atol=1e-6)
+        assert not teacher.blocks[0].attn1._forward_hooks
+
+    def test_a_layer_that_computes_the_same_has_no_loss(self, teacher):
+        """One block for all tokens and softmax weights cannot agree; a softmax student does."""
+        inputs = tiny.wan_inputs()
+        arguments = {
+            "noisy_latents": inputs["hidden_states"],
+            "sigmas": torch.tensor([0.5]),
+            "prompt_embeds": inputs["encoder_hidden_states"],
+        }
+        records = record_attention(teacher, [1], **arguments)
+        assert LayerMatching(teacher, [1])(inputs["hidden_states"], records).item() < 1e-10
+        with pytest.raises(ValueError, match="at least one MHLA layer"):
+            LayerMatching(teacher, [])
+
+    def test_gradients_reach_only_the_layers_and_checkpointing_changes_nothing(self, teacher, student):
+        inputs = tiny.wan_inputs()
+        records = record_attention(
+            teacher,
+            [1, 2],
+            noisy_latents=inputs["hidden_states"],
+            sigmas=torch.tensor([0.5]),
+            prompt_embeds=inputs["encoder_hidden_states"],
+        )
+        gradients = []
+        for checkpointing in (False, True):
+            student.zero_grad()
+            LayerMatching(student, [1, 2], checkpointing)(inputs["hidden_states"], records).sum().backward()
+            gradients.append({n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None})
+        assert set(gradients[0]) == set(trainable_names(student, "full", [1, 2]))
+        for name, gradient in gradients[0].items():
+            assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
+
+
+class TestInProcess:
+    @pytest.mark.parametrize("mode", ["mhla", "lora", "full"])
+    def test_only_what_the_mode_says_changes(self, mode, teacher, student, dataset):
+        before = copy.deepcopy(student.state_dict())
+        seen = []
+        result = WanTrainer(
+            options(train=mode, transfer_steps=2, max_steps=2, lora_rank=2),
+            student,
+            dataset,
+            teacher=teacher,
+            null_prompt_embeds=NULL,
+            callback=lambda *step: seen.append(step[:2]),
+        ).run()
+        assert seen == [("transfer", 1), ("transfer", 2), ("finetune", 1), ("finetune", 2)]
+        assert {stage: len(losses) for stage, losses in result.losses.items()} == {"transfer": 2, "finetune": 2}
+        assert result.pipeline is None and result.resumed_from is None
+        after = result.model.state_dict()
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert after.keys() == before.keys()
+        projections = (".to_q.weight", ".to_k.weight", ".to_v.weight", ".to_out.0.weight")
+        if mode == "full":
+            assert len(changed) == len(before)
+        else:
+            expected = {name for name in before if is_mhla_parameter(name)}
+            if mode == "lora":
+                expected |= {name for name in before if name.endswith(projections)}
+            assert changed == expected
+        assert all(parameter.requires_grad for parameter in result.model.parameters())
+
+    def test_training_lowers_the_losses(self, teacher, student, dataset):
+        before = evaluate(student, dataset, draws_per_sample=4)
+        result = WanTrainer(
+            options(transfer_steps=25, max_steps=25, learning_rate=3e-3, warmup_steps=3, lr_schedule="cosine"),
+            student,
+            dataset,
+            teacher=teacher,
+            null_prompt_embeds=NULL,
+        ).run()
+        assert sum(result.losses["transfer"][-5:]) < 0.9 * sum(result.losses["transfer"][:5])
+        difference, error = evaluate(result.model, dataset, draws_per_sample=4).difference(before)
+        assert difference < -5 * error
+        assert result.seconds_per_step["finetune"] > 0
+
+    def test_two_models_see_the_same_data(self, teacher, student, dataset):
+        orders = []
+        for model in (copy.deepcopy(teacher), student):
+            recording = RecordingDataset(dataset)
+            WanTrainer(options(max_steps=3, text_dropout=0.0), model, recording).run()
+            orders.append(recording.order)
+        assert orders[0] == orders[1] and sorted(orders[0][:5]) == [0, 1, 2, 3, 4]
+
+    def test_accumulation_is_a_larger_batch(self, student, dataset):
+        losses = [
+            WanTrainer(options(text_dropout=0.0, weight_decay=0.0, **sizes), copy.deepcopy(student), dataset)
+            .run()
+            .losses["finetune"]
+            for sizes in ({"batch_size": 4}, {"batch_size": 1, "gradient_accumulation_steps": 4})
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+    def test_checkpointing_and_bf16_train_alike(self, teacher, student, dataset):
+        plain = WanTrainer(
+            options(transfer_steps=2), copy.deepcopy(student), dataset, teacher=teacher, null_prompt_embeds=NULL
+        ).run()
+        AcceleratorState._reset_state(True)
+        lean = WanTrainer(
+            options(transfer_steps=2, gradient_checkpointing=True, mixed_precision="bf16"),
+            student,
+            dataset,
+            teacher=teacher,
+            null_prompt_embeds=NULL,
+        ).run()
+        for stage in ("transfer", "finetune"):
+            assert lean.losses[stage] == pytest.approx(plain.losses[stage], rel=0.05)
+        assert {parameter.dtype for parameter in lean.model.parameters()} == {torch.float32}
+        with torch.no_grad():
+            lean.model(**tiny.wan_inputs())
+
+    def test_softmax_models_train_too(self, dataset):
+        model = tiny.wan_transformer(num_layers=1)
+        result = WanTrainer(options(text_dropout=0.0, max_grad_norm=0.0), model, dataset).run()
+        assert len(result.losses["finetune"]) == 4
+
+    def test_what_is_missing_is_named(self, teacher, student, dataset):
+        with pytest.raises(ValueError, match="model must be given"):
+            WanTrainer(options())
+        with pytest.raises(ValueError, match="cache must be given"):
+            WanTrainer(options(), student)
+        with pytest.raises(ValueError, match="data set is empty"):
+            WanTrainer(options(), student, [])
+        with pytest.raises(ValueError, match="null_prompt_embeds"):
+            WanTrainer(options(), student, dataset)
+        with pytest.raises(ValueError, match="needs a teacher"):
+            WanTrainer(options(transfer_steps=1, text_dropout=0.0), student, dataset).run()
+        with pytest.raises(ValueError, match="at least one MHLA layer"):
+            WanTrainer(options(transfer_steps=1, text_dropout=0.0), teacher, dataset).run()
+        with pytest.raises(ValueError, match="validation_prompts need"):
+            WanTrainer(options(validation_prompts="a", text_dropout=0.0), student, dataset).run()
+        with pytest.raises(ValueError, match="needs output"):
+            WanTrainer(options(report_to="tensorboard"), student, dataset)
+
+    def test_a_loss_that_is_no_number_stops_the_run(self, student, dataset):
+        broken = [{**sample, "latents": sample["latents"] * float("nan")} for sample in dataset]
+        with pytest.raises(FloatingPointError, match="finetune step 1"):
+            WanTrainer(options(text_dropout=0.0), student, broken).run()
+
+    def test_batches_can_be_built_ahead(self):
+        made = []
+
+        def make(step, micro_step):
+            made.append((step, micro_step))
+            return (step, micro_step)
+
+        wanted = [(step, micro_step) for step in range(1, 4) for micro_step in range(2)]
+        with Prefetcher(make, micro_steps=2, steps=4, ahead=True) as batches:
+            assert [batches(*item) for item in wanted] == wanted
+        assert made == wanted
+
+
+class Interrupted(Exception):
+    """Stands for a crash at a given step."""
+
+
+def crash_at(stage, step):
+    def callback(at_stage, at_step, loss):
+        if (at_stage, at_step) == (stage, step):
+            raise Interrupted
+
+    return callback
+
+
+class TestResuming:
+    @pytest.mark.parametrize("mode", ["mhla", "lora", "full"])
+    def test_interrupted_runs_end_where_uninterrupted_ones_do(self, mode, teacher, student, dataset, tmp_path):
+        shared = {
+            "train": mode,
+            "transfer_steps": 5,
+            "max_steps": 7,
+            "lora_rank": 2,
+            "checkpointing_steps": 2,
+            "checkpoints_total_limit": 2,
+            "lr_schedule": "cosine",
+            "warmup_steps": 2,
+        }
+
+        def run(output, callback=None):
+            config = options(output=output, resume="latest", **shared)
+            return WanTrainer(
+                config,
+                copy.deepcopy(student),
+                dataset,
+                teacher=teacher,
+                null_prompt_embeds=NULL,
+                callback=callback,
+            ).run()
+
+        whole = run(tmp_path / "whole")
+        # In the matching stage, at its very end, right after a checkpoint, and before the end.
+        for stage, step in (("transfer", 3), ("transfer", 5), ("finetune", 2), ("finetune", 7)):
+            with pytest.raises(Interrupted):
+                run(tmp_path / "cut", crash_at(stage, step))
+        cut = run(tmp_path / "cut")
+        assert cut.resumed_from.name == "finetune-00000006"
+        assert cut.losses == whole.losses
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, cut.model.state_dict()[name]), name
+        rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+        assert len(rows[0]) == 12
+        for mine, theirs in zip(*rows, strict=True):
+            assert {**mine, "seconds": 0} == {**theirs, "seconds": 0}
+        kept = [path.name for path in list_checkpoints(tmp_path / "cut" / "checkpoints")]
+        assert kept == ["finetune-00000006", "finetune-00000007"]
+        again = run(tmp_path / "cut")
+        assert again.losses == whole.losses and again.seconds_per_step == {"transfer": 0.0, "finetune": 0.0}
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, again.model.state_dict()[name]), name
+
+    def test_other_runs_are_refused_and_changes_are_named(self, student, dataset, tmp_path, caplog):
+        def trainer(**changes):
+            config = options(output=tmp_path, text_dropout=0.0, checkpointing_steps=2, **changes)
+            return WanTrainer(config, copy.deepcopy(student), dataset)
+
+        trainer().run()
+        with pytest.raises(ValueError, match="already holds the run"):
+            trainer().run()
+        with pytest.raises(ValueError, match="was made with train='full'"):
+            trainer(resume="latest", train="mhla").run()
+        result = trainer(resume="finetune-00000002", max_steps=6, seed=1).run()
+        assert "max_steps, seed" in caplog.text
+        assert len(result.losses["finetune"]) == 6
+
+
+class TestFiles:
+    def test_a_run_from_files_writes_a_pipeline(self, pipeline_directory, cache_directory, tmp_path):
+        config = options(
+            model=pipeline_directory,
+            cache=str(cache_directory),
+            output=tmp_path,
+            mhla=MHLA,
+            train="lora",
+            lora_rank=2,
+            transfer_steps=2,
+            max_steps=2,
+            report_to="tensorboard",
+            validation_prompts=("a three moves left",),
+            validation_inference_steps=1,
+            validation_guidance=1.0,
+        )
+        result = WanTrainer(config).run()
+        assert result.pipeline == tmp_path / "pipeline"
+
+        from diffusers import DiffusionPipeline
+
+        pipeline = DiffusionPipeline.from_pretrained(result.pipeline)
+        assert isinstance(pipeline.transformer, MHLAWanTransformer3DModel)
+        for name, value in result.model.state_dict().items():
+            assert torch.equal(value, pipeline.transformer.state_dict()[name]), name
+        record = json.loads((result.pipeline / "training.json").read_text())
+        assert record["final_losses"]["finetune"] == result.losses["finetune"][-1]
+        assert list((tmp_path / "validation").glob("step-00000002-prompt-0.*"))
+        assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
+        assert [row["stage"] for row in read_metrics(tmp_path / "metrics.jsonl")] == ["transfer"] * 2 + [
+            "finetune"
+        ] * 2
+
+        # The adapter and the MHLA parameters, on a fresh conversion, make the same model.
+        fresh = DiffusionPipeline.from_pretrained(pipeline_directory)
+        convert(fresh, MHLA)
+        fresh.transformer.load_state_dict(load_file(tmp_path / "lora" / "mhla.safetensors"), strict=False)
+        fresh.load_lora_weights(tmp_path / "lora")
+        inputs = tiny.wan_inputs()
+        with torch.no_grad():
+            expected = result.model(**inputs).sample
+            assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-5)
+
+        # The softmax model behind the result is still known.
+        assert default_teacher(result.pipeline, "transformer") == pipeline_directory
+        with pytest.raises(ValueError, match="teacher"):
+            load_teacher(pipeline_directory, "transformer", str(result.pipeline))
+        with pytest.raises(ValueError, match="MHLA already"):
+            load_student(result.pipeline, mhla=MHLA)
+        assert type(load_student(result.pipeline)) is MHLAWanTransformer3DModel
+
+    def test_the_second_transformer_of_a_pipeline(self, cache_directory, tmp_path):
+        source = tmp_path / "source"
+        tiny.wan_pipeline(num_layers=1, second_transformer=True).save_pretrained(source)
+        assert sigma_range(source, "transformer_2") == (0.0, 0.9)
+        config = options(
+            model=source,
+            cache=str(cache_directory),
+            output=tmp_path / "run",
+            component="transformer_2",
+            mhla="none",
+            max_steps=1,
+            checkpointing_steps=0,
+        )
+        trainer = WanTrainer(config)
+        assert trainer.noise_options.sigma_range == (0.0, 0.9) and trainer.noise_options.flow_shift == 3.0
+        result = trainer.run()
+        index = json.loads((result.pipeline / "model_index.json").read_text())
+        assert index["transformer_2"] == ["diffusers", "WanTransformer3DModel"] == index["transformer"]
+        with pytest.raises(ValueError, match="already holds the finished"):
+            WanTrainer(config).run()
+
+    def test_bad_sources_are_named(self, pipeline_directory, tmp_path):
+        with pytest.raises(ValueError, match=r"model_index\.json"):
+            resolve_pipeline(str(tmp_path))
+        with pytest.raises(ValueError, match="ordinary"):
+            load_student(pipeline_directory)
+        with pytest.raises(ValueError, match="has no transformer_2"):
+            load_student(pipeline_directory, "transformer_2")
+        with pytest.raises(ValueError, match="is a AutoencoderKLWan"):
+            load_student(pipeline_directory, "vae")
+        images = tmp_path / "images"
+        tiny.wan_transformer(image_to_video=True).save_pretrained(images / "transformer")
+        with pytest.raises(ValueError, match="image-to-video"):
+            load_student(images, mhla=MHLA)
+        converted = tmp_path / "converted"
+        tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA).save_pretrained(converted / "transformer")
+        with pytest.raises(ValueError, match="teacher must be given"):
+            default_teacher(converted, "transformer")
+        (converted / "conversion.json").write_text('{"source": {"location": "/nowhere/at/all"}}')
+        with pytest.raises(ValueError, match="is not there"):
+            default_teacher(converted, "transformer")
+
+    def test_the_cache_gives_what_training_needs(self, cache_directory):
+        dataset = LatentDataset(cache_directory)
+        assert dataset[3]["prompt_embeds"].shape == (8, tiny.TEXT_DIM) == dataset.null_prompt_embeds.shape
+        assert dataset[3]["prompt_embeds"][5:].abs().max() == 0
+        (cache_directory / "samples" / "000003.safetensors").rename(cache_directory / "moved")
+        with pytest.raises(ValueError, match="lacks 1 samples"):
+            LatentDataset(cache_directory)
+        (cache_directory / "moved").rename(cache_directory / "samples" / "000003.safetensors")
