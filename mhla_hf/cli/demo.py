@@ -28,15 +28,17 @@ def run_command(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Fine-tuning steps.", rich_help_panel=_TRAINING)] = None,
     batch_size: Annotated[int | None, typer.Option(help="Videos per step.", rich_help_panel=_TRAINING)] = None,
+    train_videos: Annotated[int | None, typer.Option(help="Videos to train on.", rich_help_panel=_TRAINING)] = None,
+    held_out_videos: Annotated[
+        int | None, typer.Option(help="Videos of held-out scans to compare on.", rich_help_panel=_TRAINING)
+    ] = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
             help="Caption to generate, such as 'a three moves left'; may be repeated.", rich_help_panel=_GENERATION
         ),
     ] = None,
-    inference_steps: Annotated[
-        int | None, typer.Option(help="Denoising steps.", rich_help_panel=_GENERATION)
-    ] = None,
+    inference_steps: Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=_GENERATION)] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale.", rich_help_panel=_GENERATION)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
 ) -> None:
@@ -47,6 +49,8 @@ def run_command(
         "transfer_steps": transfer_steps,
         "steps": steps,
         "batch_size": batch_size,
+        "train_videos": train_videos,
+        "held_out_videos": held_out_videos,
         "prompts": tuple(prompt) if prompt else None,
         "inference_steps": inference_steps,
         "guidance": guidance,

@@ -12,6 +12,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide the loading bars of diffusers and transformers, which would break up the demo's own display."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    shown = [library for library in (diffusers_logging, transformers_logging) if library.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
+
+
 class StageDisplay:
     """The line of one stage.
 

@@ -23,7 +23,7 @@ from ..training.files import write_json
 from ..training.loading import default_flow_shift, load_student, load_teacher
 from .config import DemoConfig, base_pipeline_directory
 from .data import DigitLatents, encode_digits
-from .progress import DemoProgress
+from .progress import DemoProgress, quiet_libraries
 
 
 VARIANTS = ("mhla", "linear")
@@ -70,7 +70,7 @@ class Demo:
         from .report import write_outputs
 
         began = time.perf_counter()
-        with self.progress:
+        with quiet_libraries(), self.progress:
             base = self._base_pipeline()
             train, held_out = self._data(base)
             softmax = self._evaluate(base, held_out, "softmax")

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo from nothing to its report, at the smallest size: real classes and digits, a model that learns nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mhla_hf.cli.demo import run_command
+from mhla_hf.demo import DemoConfig, base_pipeline_directory, run_demo
+from mhla_hf.demo.base_model import BaseModelConfig
+from mhla_hf.demo.figures import side_by_side, smooth
+from mhla_hf.demo.pretraining import PretrainingConfig, pretrain
+from mhla_hf.demo.runner import Demo, token_grid
+
+
+TINY_MODEL = BaseModelConfig(
+    latent_channels=4,
+    vae_dim=2,
+    num_heads=2,
+    head_dim=12,
+    num_layers=2,
+    ffn_dim=32,
+    frequency_dim=32,
+    text_dim=16,
+    text_layers=1,
+)
+TINY_PRETRAINING = {
+    "model": TINY_MODEL,
+    "vae_crop_steps": 1,
+    "vae_full_steps": 1,
+    "decoder_steps": 1,
+    "pool_size": 8,
+    "held_out_size": 4,
+    "workers": 1,
+    "steps": 2,
+    "batch_size": 2,
+    "device": "cpu",
+}
+TINY_DEMO = {
+    "transfer_steps": 2,
+    "steps": 3,
+    "batch_size": 2,
+    "train_videos": 4,
+    "held_out_videos": 4,
+    "draws": 1,
+    "inference_steps": 2,
+    "prompts": ("a three moves left",),
+    "progress": False,
+}
+FILES = ["report.json", "report.md", "loss.png", "mixing.png", "frames.png", "side_by_side.gif", "mhla/README.md"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Directory and report of one whole demo, base pipeline included."""
+    output = tmp_path_factory.mktemp("demo") / "output"
+    report = run_demo(DemoConfig(output=output, from_scratch=True, pretraining=TINY_PRETRAINING, **TINY_DEMO))
+    return output, report
+
+
+def test_everything_is_written(finished):
+    output, report = finished
+    for name in FILES:
+        assert (output / name).stat().st_size > 0, name
+    assert json.loads((output / "report.json").read_text()) == json.loads(json.dumps(report))
+    # Without imageio there is no mp4, and the report says so.
+    assert (output / "side_by_side.mp4").is_file() or report["notes"]
+    assert not list(output.rglob(".tmp-*"))
+
+
+def test_report_compares_on_the_same_draws(finished):
+    _, report = finished
+    softmax = report["softmax"]["held_out_loss"]
+    assert report["held_out_samples"] == 4
+    for entry in report["variants"].values():
+        for stage in ("converted", "transfer", "finetune"):
+            figures = entry["held_out"][stage]
+            assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
+        assert entry["seconds_per_step"]["transfer"] > 0 and entry["seconds_per_step"]["finetune"] > 0
+    # 80 x 80 mixing weights in each of two layers, against one.
+    counts = {name: entry["parameters"] for name, entry in report["variants"].items()}
+    assert counts["mhla"] - report["softmax"]["parameters"] == 2 * 80 * 80
+    assert counts["linear"] - report["softmax"]["parameters"] == 2
+
+
+def test_written_pipeline_generates_with_plain_diffusers(finished):
+    from diffusers import DiffusionPipeline
+
+    output, _ = finished
+    pipeline = DiffusionPipeline.from_pretrained(output / "mhla")
+    assert type(pipeline.transformer).__name__ == "MHLAWanTransformer3DModel"
+    assert tuple(pipeline.transformer.config.mhla["blocks"]) == (5, 4, 4)
+    video = pipeline("a two moves up", height=32, width=32, num_frames=5, num_inference_steps=1, output_type="np")
+    assert np.isfinite(video.frames).all()
+    record = json.loads((output / "mhla" / "conversion.json").read_text())
+    assert "transformer" in json.dumps(record)
+    card = (output / "mhla" / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0\n") and "{" not in card.split("```")[0]
+
+
+def test_pictures_show_what_they_should(finished):
+    output, _ = finished
+    with Image.open(output / "side_by_side.gif") as gif:
+        assert gif.n_frames == 17
+    with Image.open(output / "frames.png") as frames:
+        assert frames.size == (9 * 64, 3 * 64)
+
+
+def test_a_finished_demo_runs_again_in_no_time(finished):
+    output, report = finished
+    began = time.perf_counter()
+    again = run_demo(DemoConfig(output=output, from_scratch=True, pretraining=TINY_PRETRAINING, **TINY_DEMO))
+    assert time.perf_counter() - began < 60
+    assert again["variants"]["mhla"]["held_out"] == report["variants"]["mhla"]["held_out"]
+
+
+def test_a_stopped_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
+    output, report = finished
+    config = DemoConfig(output=tmp_path / "output", base=output / "base", **TINY_DEMO)
+    stopped = Demo(config)
+    train, held_out = stopped._data(config.base)
+    stopped._evaluate(config.base, held_out, "softmax")
+    stopped._variant("mhla", config.base, train, held_out)
+    resumed = run_demo(config)
+    for name, entry in report["variants"].items():
+        assert resumed["variants"][name]["held_out"]["finetune"]["loss"] == pytest.approx(
+            entry["held_out"]["finetune"]["loss"], rel=1e-5
+        )
+
+
+def test_other_options_are_not_mixed_into_old_work(finished):
+    output, _ = finished
+    options = {**TINY_DEMO, "steps": 4, "seed": 1}
+    with pytest.raises(ValueError, match="another seed, steps; start again with --no-resume"):
+        Demo(DemoConfig(output=output, from_scratch=True, pretraining=TINY_PRETRAINING, **options))
+
+
+def test_command(finished, tmp_path, capsys):
+    output, _ = finished
+    run_command(
+        tmp_path / "output",
+        base=output / "base",
+        transfer_steps=0,
+        steps=1,
+        batch_size=1,
+        train_videos=2,
+        held_out_videos=2,
+        prompt=["a one moves up"],
+        inference_steps=1,
+    )
+    shown = capsys.readouterr().out
+    assert "MHLA" in shown and "linear" in shown
+    assert "a one moves up" in (tmp_path / "output" / "mhla" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": -1}, "steps must be at least 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"prompts": ()}, "prompts must hold"),
+        ({"from_scratch": True, "base": "somewhere"}, "from_scratch"),
+    ],
+    ids=["steps", "batch_size", "prompts", "from_scratch"],
+)
+def test_mistakes_are_named(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        DemoConfig(output=tmp_path, **options)
+
+
+def test_the_package_ships_a_small_base_pipeline():
+    directory = base_pipeline_directory()
+    weights = [path.stat().st_size for path in directory.rglob("*.safetensors")]
+    assert len(weights) == 3 and sum(weights) <= 10e6
+    assert token_grid(directory) == (5, 8, 8)
+    config = json.loads((directory / "transformer" / "config.json").read_text())
+    assert config["_class_name"] == "WanTransformer3DModel"
+
+
+def test_pretraining_goes_on_where_it_stopped(tmp_path):
+    options = {**TINY_PRETRAINING, "steps": 4, "ema_decay": 0.5, "snapshot_minutes": 0.0}
+    whole = pretrain(PretrainingConfig(**options), tmp_path / "whole", tmp_path / "work", log=lambda line: None)
+    # A time limit of nothing stops after the first step; the rest of the work directory is shared.
+    (tmp_path / "work" / "transformer_checkpoint").rename(tmp_path / "done")
+    for minutes in (0.0, 0.0, None):
+        config = PretrainingConfig(**options, minutes=minutes)
+        lines: list[str] = []
+        parts = pretrain(config, tmp_path / "parts", tmp_path / "work", log=lines.append)
+    assert "resumed at step 2" in lines
+    expected = whole.transformer.state_dict()
+    for name, tensor in parts.transformer.state_dict().items():
+        assert torch.allclose(tensor, expected[name], atol=1e-6), name
+    assert (tmp_path / "work" / "snapshot" / "model_index.json").is_file()
+    facts = json.loads((tmp_path / "parts" / "pretraining.json").read_text())
+    assert facts["steps"] == 4 and facts["parameters"] > 0
+
+
+def test_smoothing_keeps_length_and_mean_of_a_line():
+    values = np.linspace(0, 1, 30)
+    assert np.allclose(smooth(values)[5:-5], values[5:-5]) and len(smooth(values)) == 30
+
+
+def test_side_by_side_has_sizes_for_codecs():
+    videos = {name: np.zeros((2, 3, 64, 64, 3), np.uint8) for name in ("softmax", "mhla")}
+    frames = side_by_side(videos, ["a one moves up", "a two moves down"])
+    assert frames.shape[0] == 3 and frames.shape[1] % 16 == 0 and frames.shape[2] % 16 == 0
+
+
+@pytest.mark.slow
+def test_a_killed_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
+    output, _ = finished
+    arguments = [
+        *(sys.executable, "-m", "mhla_hf", "demo", str(tmp_path / "killed"), "--base", str(output / "base")),
+        *("--transfer-steps", "2", "--steps", "40", "--batch-size", "2", "--inference-steps", "2"),
+        *("--train-videos", "4", "--held-out-videos", "4"),
+    ]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints = tmp_path / "killed" / "work" / "mhla" / "finetune" / "checkpoints"
+    deadline = time.monotonic() + 300
+    while not (checkpoints.is_dir() and list(checkpoints.glob("finetune-*"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "report.json").exists()
+    subprocess.run(arguments, check=True)
+    arguments[4] = str(tmp_path / "whole")
+    subprocess.run(arguments, check=True)
+    ends = []
+    for name in ("killed", "whole"):
+        report = json.loads((tmp_path / name / "report.json").read_text())
+        ends.append([entry["held_out"]["finetune"]["loss"] for entry in report["variants"].values()])
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
