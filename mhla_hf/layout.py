@@ -94,12 +94,15 @@ class BlockLayout:
     @property
     def block_of_token(self) -> torch.Tensor:
         """The block of each token, LongTensor `[T]`; blocks are numbered in row-major order of the block grid."""
-        return _combine_axes([_tile_of_position(lengths) for lengths in self.tile_lengths], self.blocks)
+        return _row_major([_tiles(lengths)[0] for lengths in self.tile_lengths], self.blocks)
 
     @property
     def block_tokens(self) -> torch.Tensor:
         """Number of tokens N_b of each block, LongTensor `[M]`."""
-        return torch.bincount(self.block_of_token, minlength=self.num_blocks)
+        counts = torch.ones(1, dtype=torch.long)
+        for lengths in self.tile_lengths:
+            counts = (counts[:, None] * torch.tensor(lengths)).reshape(-1)
+        return counts
 
     @property
     def centers(self) -> torch.Tensor:
@@ -261,15 +264,25 @@ def _full_tiles(length: int, size: int) -> tuple[int, ...]:
     return (size,) * full + ((rest,) if rest else ())
 
 
-def _tile_of_position(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+def _tiles(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each position on an axis: its tile, its offset inside the tile, and the tile's length. LongTensors.
+
+    Made without operators whose output size depends on data: torch.compile has to trace it.
+    """
+    tile = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])
+    offset = torch.cat([torch.arange(length) for length in lengths])
+    own_length = torch.cat([torch.full((length,), length) for length in lengths])
+    return tile, offset, own_length
 
 
-def _combine_axes(per_axis: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
-    """Row-major index from one index per axis: LongTensor `[product of the axes' lengths]`."""
+def _row_major(per_axis: Sequence[torch.Tensor], counts: Sequence[Any]) -> torch.Tensor:
+    """Row-major index from one index per axis: LongTensor `[product of the axes' lengths]`.
+
+    `counts` holds the size of each axis, an int or one for each position.
+    """
     combined = torch.zeros(1, dtype=torch.long)
     for index, count in zip(per_axis, counts):
-        combined = (combined[:, None] * count + index[None, :]).reshape(-1)
+        combined = (combined[:, None] * count + index).reshape(-1)
     return combined
 
 
@@ -279,13 +292,9 @@ def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
 
     Positions count in the block's own shape: a ragged block fills its first N_b slots.
     """
-    block = layout.block_of_token
-    # A stable sort by block keeps row-major order inside each block; the rank inside the block is the position.
-    order = torch.argsort(block, stable=True)
-    first = torch.cumsum(layout.block_tokens, 0) - layout.block_tokens
-    position = torch.empty_like(block)
-    position[order] = torch.arange(layout.num_tokens) - first[block[order]]
-    return (block * layout.max_block_tokens + position).to(device)
+    tiles, offsets, own_lengths = zip(*(_tiles(lengths) for lengths in layout.tile_lengths))
+    position = _row_major(offsets, own_lengths)
+    return (_row_major(tiles, layout.blocks) * layout.max_block_tokens + position).to(device)
 
 
 @lru_cache(maxsize=64)

@@ -26,6 +26,16 @@ GATE_IDENTITY_BIAS = 1.2784645427610738
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
+class OutputNorm(nn.RMSNorm):
+    """RMSNorm over a head's output in the dtype of the input, whatever the dtype of the weight.
+
+    Called like any module: offloading hooks bring the weight in only then.
+    """
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(tokens, self.normalized_shape, self.weight.to(tokens.dtype), self.eps)
+
+
 class MHLA(nn.Module):
     """Multi-Head Linear Attention between projections that the host model keeps.
 
@@ -67,7 +77,7 @@ class MHLA(nn.Module):
         learned = config.feature_map == "hedgehog"
         self.feature_map_query = HedgehogFeatureMap(num_heads, head_dim) if learned else None
         self.feature_map_key = HedgehogFeatureMap(num_heads, head_dim) if learned else None
-        self.output_norm = nn.RMSNorm(value_head_dim, eps=1e-6) if config.output_norm else None
+        self.output_norm = OutputNorm(value_head_dim, eps=1e-6) if config.output_norm else None
         self.gate = nn.Linear(hidden_size, num_heads * value_head_dim) if config.output_gate else None
         self.lepe = None
         if config.lepe_kernel is not None:
@@ -227,8 +237,7 @@ class MHLA(nn.Module):
                 eps=config.eps,
             )
             if self.output_norm is not None:
-                weight = self.output_norm.weight.to(dtype)
-                output = F.rms_norm(output, (self.value_head_dim,), weight, self.output_norm.eps)
+                output = self.output_norm(output)
         output = output.to(value.dtype)
         if self.gate is not None:
             if hidden_states is None:
