@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is particular to Wan: which layers are MHLA, every grid against the dense definition, and what is refused."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import ContextParallelConfig
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
+
+from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, mhla_attention
+from mhla_hf.models.wan import MHLAWanAttnProcessor
+from tests import tiny
+from tests.models.model_case import perturb_mhla, relative_error
+from tests.models.wan_case import WanCase, WanImageToVideoCase
+
+
+CASE = WanCase()
+# Frames, height and width of latents: one frame, odd sizes, sizes that the blocks do not divide, tall and wide ones.
+GRIDS = [(3, 4, 8), (1, 4, 8), (1, 2, 2), (5, 6, 14), (7, 10, 6), (2, 16, 4), (4, 2, 26), (1, 8, 12)]
+
+
+@contextlib.contextmanager
+def captured(module, name):
+    """Collects the keyword and positional arguments and the output of every call of `module`."""
+    calls = []
+
+    def record(_, arguments, keywords, output):
+        calls.append(SimpleNamespace(arguments=arguments, keywords=keywords, output=output))
+
+    handle = module.register_forward_hook(record, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+    assert calls, name
+
+
+def rotate(tokens, latents, model):
+    """Wan's rotary embedding as complex multiplication, from upstream's own tables: float64 `[B, T, H, K]`."""
+    embed = WanRotaryPosEmbed(model.config.attention_head_dim, model.config.patch_size, model.config.rope_max_seq_len)
+    cosine, sine = embed(latents)
+    frequency = torch.complex(cosine[..., 0::2].double(), sine[..., 0::2].double())
+    pairs = torch.view_as_complex(tokens.double().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * frequency).flatten(-2)
+
+
+def dense_attention(call, model, latents, layout, mixing):
+    """MHLA by its definition, in float64: every pair of tokens weighted by m_{b(t), b(j)} φ(q_t)·φ(k_j)."""
+    query, key, value = (tensor.double() for tensor in call.arguments)
+    config = model.mhla_config
+    if config.rope == "before_feature_map":
+        query, key = rotate(query, latents, model), rotate(key, latents, model)
+    features = {"relu": torch.relu, "elu": lambda x: torch.nn.functional.elu(x) + 1}[config.feature_map]
+    query, key = features(query) + config.feature_map_eps, features(key) + config.feature_map_eps
+    plain = (query, key)
+    if config.rope == "after_feature_map":
+        query, key = rotate(query, latents, model), rotate(key, latents, model)
+    block = layout.block_of_token
+    weights = mixing.double()[block][:, block]
+    numerator = weights * torch.einsum("bthk,bjhk->bhtj", query, key)
+    output = torch.einsum("bhtj,bjhv->bthv", numerator, value)
+    if config.normalizer == "query":
+        denominator = (weights * torch.einsum("bthk,bjhk->bhtj", *plain)).sum(-1) + config.eps
+        output = output / denominator.transpose(1, 2).unsqueeze(-1)
+    return output
+
+
+# Which layers are MHLA
+
+
+@pytest.mark.parametrize("layers", [None, [0], [1], [2, 0]], ids=str)
+def test_layers_choose_what_is_mhla(layers):
+    model = CASE.make(MHLAWanTransformer3DModel, mhla={**CASE.options, "layers": layers}, num_layers=3)
+    chosen = sorted(layers) if layers is not None else [0, 1, 2]
+    assert model.mhla_layers == chosen and sorted(model.mhla_modules()) == chosen
+    for index, block in enumerate(model.blocks):
+        assert hasattr(block.attn1, "mhla") == (index in chosen)
+        assert isinstance(block.attn1.processor, MHLAWanAttnProcessor if index in chosen else WanAttnProcessor)
+        assert isinstance(block.attn2.processor, WanAttnProcessor) and not hasattr(block.attn2, "mhla")
+
+
+def test_hybrid_keeps_softmax_layers_exactly():
+    stock = CASE.make(num_layers=3)
+    model = CASE.make(MHLAWanTransformer3DModel, mhla={**CASE.options, "layers": [2]}, num_layers=3)
+    model.load_state_dict(stock.state_dict(), strict=False)
+    for size in range(3):
+        with captured(model.blocks[1], "mhla") as ours, captured(stock.blocks[1], "stock") as theirs:
+            outputs = CASE.run(model, size), CASE.run(stock, size)
+        assert torch.equal(ours[0].output, theirs[0].output)
+        assert relative_error(*outputs) > 1e-3
+
+
+def test_options_need_not_fit_the_grid_of_the_inputs():
+    model = CASE.make(MHLAWanTransformer3DModel)
+    assert model.mhla_config.blocks is not None and model.mhla_config.grid == (21, 30, 52)
+    assert CASE.run(model).isfinite().all()
+
+
+def test_bad_layers_are_named():
+    with pytest.raises(ValueError, match=r"layers names \[2\]"):
+        CASE.make(MHLAWanTransformer3DModel, mhla={"layers": [0, 2]})
+
+
+# Every grid, against the dense definition
+
+
+@pytest.mark.parametrize("size", GRIDS, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalizer": "none", "feature_map_eps": 1e-6}, {"feature_map": "elu", "rope": "before_feature_map"}],
+    ids=["default", "authors", "rope_first"],
+)
+def test_every_grid_matches_the_dense_definition(options, size):
+    model = CASE.make_mhla(**options, resize="blocks")
+    inputs = CASE.inputs(size, batch=2)
+    with captured(model.blocks[1].attn1.mhla, "mhla") as calls, torch.no_grad():
+        output = model(**inputs).sample
+    assert output.shape == inputs["hidden_states"].shape
+    (call,) = calls
+    grid = (size[0], size[1] // 2, size[2] // 2)
+    assert tuple(call.keywords["grid"]) == grid
+    # The block counts of the options, fewer where an axis has fewer tokens.
+    layout = BlockLayout(grid=grid, blocks=[min(pair) for pair in zip(model.mhla_config.blocks, grid)])
+    mixing = model.blocks[1].attn1.mhla.mixing_matrix(layout)
+    expected = dense_attention(call, model, inputs["hidden_states"], layout, mixing)
+    assert relative_error(call.output, expected) < 1e-5
+    # The package's own oracle agrees, from the same inputs.
+    query, key, value = call.arguments
+    features = {"relu": torch.relu, "elu": lambda x: torch.nn.functional.elu(x) + 1}[model.mhla_config.feature_map]
+    if model.mhla_config.rope == "after_feature_map":
+        query, key = (features(tokens) + model.mhla_config.feature_map_eps for tokens in (query, key))
+        oracle = mhla_attention(
+            rotate(query, inputs["hidden_states"], model),
+            rotate(key, inputs["hidden_states"], model),
+            value.double(),
+            mixing,
+            layout,
+            normalizer_query=query.double(),
+            normalizer_key=key.double(),
+            normalizer=model.mhla_config.normalizer,
+            backend="naive",
+        )
+        assert relative_error(call.output, oracle) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "resize, size, blocks",
+    [
+        ("block_size", (3, 4, 8), (3, 1, 2)),
+        ("block_size", (6, 4, 12), (6, 1, 3)),
+        ("block_size", (3, 8, 4), (3, 2, 1)),
+        ("block_size", (1, 4, 8), (1, 1, 2)),
+        ("blocks", (6, 8, 16), (3, 1, 2)),
+        ("auto", (4, 4, 12), (3, 1, 2)),
+        ("auto", (6, 4, 8), (6, 1, 2)),
+    ],
+    ids=str,
+)
+def test_resize(resize, size, blocks):
+    model = CASE.make_mhla(resize=resize)
+    inputs = CASE.inputs(size)
+    module = model.blocks[0].attn1.mhla
+    with captured(module, "mhla") as calls, torch.no_grad():
+        model(**inputs)
+    layout = module.layout_for(calls[0].keywords["grid"])
+    assert layout.blocks == blocks
+    mixing = module.mixing_matrix(layout)
+    assert mixing.shape == (layout.num_blocks, layout.num_blocks)
+    torch.testing.assert_close(mixing.sum(-1).mean(), module.mixing_matrix().sum(-1).mean(), rtol=0.1, atol=0)
+    expected = dense_attention(calls[0], model, inputs["hidden_states"], layout, mixing)
+    assert relative_error(calls[0].output, expected) < 1e-5
+
+
+def test_block_size_at_other_grids():
+    model = CASE.make_mhla(blocks=None, block_size=[1, 2, 3])
+    module = model.blocks[0].attn1.mhla
+    assert module.mixing.shape == (6, 6)
+    for size in GRIDS:
+        inputs = CASE.inputs(size)
+        with captured(module, "mhla") as calls, torch.no_grad():
+            model(**inputs)
+        layout = module.layout_for(calls[0].keywords["grid"])
+        expected = dense_attention(calls[0], model, inputs["hidden_states"], layout, module.mixing_matrix(layout))
+        assert relative_error(calls[0].output, expected) < 1e-5
+
+
+def test_one_block_is_vanilla_linear_attention():
+    model = CASE.make_mhla(trained=False, blocks=[1, 1, 1])
+    inputs = CASE.inputs(2)
+    with captured(model.blocks[0].attn1.mhla, "mhla") as calls, torch.no_grad():
+        model(**inputs)
+    query, key, value = calls[0].arguments
+    query, key = torch.relu(query), torch.relu(key)
+    turned_query, turned_key = (rotate(tokens, inputs["hidden_states"], model).float() for tokens in (query, key))
+    summary = torch.einsum("bjhk,bjhv->bhkv", turned_key, value)
+    denominator = torch.einsum("bthk,bhk->bth", query, key.sum(1)).unsqueeze(-1) + 1e-6
+    expected = torch.einsum("bthk,bhkv->bthv", turned_query, summary) / denominator
+    assert relative_error(calls[0].output, expected) < 1e-5
+
+
+def test_rotary_tables_keep_upstream_values():
+    model, latents = CASE.make_mhla(), CASE.inputs(2)["hidden_states"]
+    stock = WanRotaryPosEmbed(12, (1, 2, 2), 64)
+    for ours, theirs in zip(model.rope(latents), stock(latents)):
+        assert ours.shape == (1, 5, 3, 7, 1, 12)
+        assert torch.equal(ours.flatten(1, 3), theirs)
+
+
+# Variants of Wan
+
+
+@pytest.mark.parametrize("size", GRIDS[:5], ids=lambda size: "x".join(map(str, size)))
+def test_image_to_video_attends_to_the_image(size):
+    case = WanImageToVideoCase()
+    model = case.make_mhla()
+    inputs = case.inputs(size)
+    with torch.no_grad():
+        output = model(**inputs).sample
+        inputs["encoder_hidden_states_image"] = inputs["encoder_hidden_states_image"].flip(-1)
+        other = model(**inputs).sample
+    assert output.shape == (1, 16, *size)
+    assert relative_error(other, output) > 1e-3
+    assert model.blocks[0].attn2.add_k_proj is not None and not hasattr(model.blocks[0].attn1, "norm_added_k")
+
+
+def test_image_to_video_cross_attention_is_upstreams():
+    case = WanImageToVideoCase()
+    model, stock = case.make_mhla(layers=[1]), case.make()
+    stock.load_state_dict({name: value for name, value in model.state_dict().items() if ".mhla." not in name})
+    with captured(model.blocks[0].attn2, "mhla") as ours, captured(stock.blocks[0].attn2, "stock") as theirs:
+        case.run(model, 2), case.run(stock, 2)
+    assert torch.equal(ours[0].output, theirs[0].output)
+
+
+def test_a_timestep_for_each_token():
+    """Wan 2.2's small model gives every token its own timestep."""
+    model, inputs = CASE.make_mhla(), CASE.inputs()
+    with torch.no_grad():
+        expected = model(**inputs).sample
+        same = model(**{**inputs, "timestep": torch.full((1, 24), 500.0)}).sample
+        varied = model(**{**inputs, "timestep": torch.linspace(0, 900, 24)[None]}).sample
+    torch.testing.assert_close(same, expected)
+    assert relative_error(varied, expected) > 1e-3
+
+
+def test_rows_of_a_batch_do_not_mix():
+    model = CASE.make_mhla()
+    inputs = CASE.inputs(2, batch=3)
+    with torch.no_grad():
+        together = model(**inputs).sample
+        apart = [model(**{name: value[i : i + 1] for name, value in inputs.items()}).sample for i in range(3)]
+    torch.testing.assert_close(together, torch.cat(apart))
+
+
+def test_without_query_key_norm():
+    model = perturb_mhla(tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=CASE.options, cross_attn_norm=False))
+    assert CASE.run(model).isfinite().all()
+
+
+# What is refused
+
+
+def test_softmax_processor_is_refused():
+    model = CASE.make_mhla(layers=[1])
+    with pytest.raises(ValueError, match="weights are MHLA"):
+        model.blocks[1].attn1.set_processor(WanAttnProcessor())
+    with pytest.raises(ValueError, match="WanAttnProcessor would ignore"):
+        model.set_attn_processor(WanAttnProcessor())
+    assert isinstance(model.blocks[1].attn1.processor, MHLAWanAttnProcessor)
+    # What is not MHLA stays free, and what there is can be set again.
+    model.blocks[0].attn1.set_processor(WanAttnProcessor())
+    expected = CASE.run(model)
+    model.set_attn_processor(model.attn_processors)
+    assert torch.equal(CASE.run(model), expected)
+
+
+def test_attention_backend_of_the_softmax_layers():
+    model = CASE.make_mhla(layers=[1])
+    expected = CASE.run(model)
+    model.set_attention_backend("_native_math")
+    torch.testing.assert_close(CASE.run(model), expected)
+    assert not hasattr(model.blocks[1].attn1.processor, "_attention_backend")
+
+
+def test_attention_refuses_what_it_cannot_serve():
+    model = CASE.make_mhla()
+    attention = model.blocks[0].attn1
+    latents = CASE.inputs()["hidden_states"]
+    tokens, rotary = torch.randn(1, 24, 24), model.rope(latents)
+    assert attention(tokens, None, None, rotary).shape == (1, 24, 24)
+    with pytest.raises(ValueError, match="attention_mask"):
+        attention(tokens, None, torch.ones(1, 24, dtype=torch.bool), rotary)
+    with pytest.raises(ValueError, match="encoder_hidden_states"):
+        attention(tokens, tokens, None, rotary)
+    with pytest.raises(ValueError, match="rotary embeddings"):
+        attention(tokens, None, None, None)
+    with pytest.raises(ValueError, match="rotary embeddings"):
+        attention(tokens, None, None, tuple(table.flatten(1, 3) for table in rotary))
+    # A part of the sequence, as context parallelism would pass it.
+    with pytest.raises(ValueError, match="24 tokens"):
+        attention(tokens[:, :12], None, None, rotary)
+
+
+def test_parallelism_is_refused():
+    model = CASE.make_mhla()
+    for plan in (None, CASE.upstream._cp_plan):
+        with pytest.raises(ValueError, match="context"):
+            model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2), cp_plan=plan)
+    assert model._cp_plan is None and CASE.upstream._cp_plan is not None
+    assert CASE.run(model).isfinite().all()
+
+
+def test_bad_options_are_refused():
+    for options, message in (
+        ({"blocks": [4]}, "axes"),
+        ({"causal": True, "block_size": [4]}, "causal|axes"),
+        ({"unknown": 1}, "unknown"),
+        ("linear", "mhla options must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CASE.make(MHLAWanTransformer3DModel, mhla=options)
+
+
+def test_options_as_a_config_object():
+    config = MHLAConfig(blocks=(3, 1, 2), output_norm=True)
+    model = CASE.make(MHLAWanTransformer3DModel, mhla=config)
+    assert model.mhla_config == config and model.config.mhla == config.to_dict()
