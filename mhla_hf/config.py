@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -53,8 +54,9 @@ class MHLAConfig:
         mixing_heads: One mixing matrix a layer (`"shared"`) or one a feature head (`"per_head"`).
         mixing_constraint: `"none"` stores the weights as they are; `"nonnegative"` stores them through a softplus
             so that they stay positive and none of them ever stops learning.
-        mixing_range: Distance in blocks at which the locality bias reaches its floor. `None` is the paper's: the
-            farthest block of each row.
+        mixing_range: Distance in blocks over which the locality bias falls off; under `"linear"` the bias reaches its
+            floor (a hundredth of the own block's weight) there. `None` is the paper's: the farthest block of each
+            row, and no floor.
         feature_map_eps: Added to φ(q) and φ(k). The authors' Wan checkpoints need 1e-6.
         eps: Added to the normaliser before dividing.
         blocks: Number of blocks along each axis of the token grid.
@@ -142,6 +144,10 @@ class MHLAConfig:
                 raise ValueError(f"blocks={self.blocks} has more blocks than grid={self.grid} has tokens on an axis.")
         if self.resize == "block_size" and self.blocks is not None and self.grid is None:
             raise ValueError("resize='block_size' needs grid, the token grid that blocks was chosen for.")
+        if self.causal and self.lepe_kernel is not None:
+            raise ValueError("lepe_kernel must be None with causal=True: its convolution looks at later tokens too.")
+        if self.mixing_range is not None and self.mixing_init == "uniform":
+            warnings.warn("mixing_range has no effect with mixing_init='uniform'.", stacklevel=3)
         if self.causal and self.block_size is None:
             raise ValueError("causal=True needs block_size: block boundaries must not move with the length.")
         if self.causal and any(length != 1 for length in lengths.values()):

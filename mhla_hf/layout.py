@@ -7,7 +7,7 @@ Shape letters: B batch, T tokens, M blocks, N tokens of the largest block; `...`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -137,7 +137,7 @@ class BlockLayout:
         # Row T is a row of zeros for the empty slots. Zeros are gathered, not multiplied in, so that a NaN or Inf
         # elsewhere stays where it is.
         padded = F.pad(tokens, [0, 0] * (tokens.dim() - 2) + [0, 1])
-        index = _slot_tokens(self, tokens.device)
+        index = _cached(_slot_tokens, self, tokens.device)
         return padded.index_select(1, index).unflatten(1, (self.num_blocks, self.max_block_tokens))
 
     def from_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ class BlockLayout:
             order += range(2 * axes + 1, 2 * axes + 1 + len(tail))
             spread = grouped.reshape(grouped.shape[0], *self.blocks, *lengths, *tail).permute(order)
             return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
-        return grouped.flatten(1, 2).index_select(1, _token_slots(self, grouped.device))
+        return grouped.flatten(1, 2).index_select(1, _cached(_token_slots, self, grouped.device))
 
     def check_length(self, length: int, name: str) -> None:
         """Raises `ValueError` unless `length` is the number of tokens of the grid; `name` names the tensor."""
@@ -207,10 +207,10 @@ def interpolation_matrix(source_blocks: Sequence[int], target_blocks: Sequence[i
     Returns:
         float32 `[M_target, M_source]`; rows sum to one.
     """
-    result = torch.ones(1, 1)
+    result = torch.ones(1, 1, device="cpu")
     for source, target in zip(source_blocks, target_blocks, strict=True):
-        position = ((torch.arange(target) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
-        distance = (position[:, None] - torch.arange(source)[None, :]).abs()
+        position = ((torch.arange(target, device="cpu") + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
+        distance = (position[:, None] - torch.arange(source, device="cpu")[None, :]).abs()
         weight = (1 - distance / max(1.0, source / target)).clamp(min=0)
         result = torch.kron(result, weight / weight.sum(dim=1, keepdim=True))
     return result
@@ -220,7 +220,8 @@ def resample_mixing(mixing: torch.Tensor, source_blocks: Sequence[int], target_b
     """Carries a mixing matrix over to another grid of blocks.
 
     m' = (M / M') R m Rᵀ with R of [`interpolation_matrix`]: both the mixing and the mixed block are interpolated at
-    their relative coordinates. The factor keeps row sums, so equal weights 1/M become equal weights 1/M'.
+    their relative coordinates. The factor turns equal weights 1/M into equal weights 1/M' and keeps other row sums
+    to within a few per cent.
 
     Args:
         mixing: `[M, M]` or `[H, M, M]`.
@@ -229,18 +230,43 @@ def resample_mixing(mixing: torch.Tensor, source_blocks: Sequence[int], target_b
 
     Returns:
         `[M', M']` or `[H, M', M']`, the dtype of `mixing`.
+
+    Raises:
+        ValueError: If `mixing` is not for `source_blocks`, or the two have another number of axes.
     """
+    count = math.prod(source_blocks)
+    if mixing.dim() not in (2, 3) or mixing.shape[-1] != count or mixing.shape[-2] != count:
+        raise ValueError(
+            f"mixing has shape {tuple(mixing.shape)}, but source_blocks={tuple(source_blocks)} are {count}."
+        )
+    if len(target_blocks) != len(source_blocks):
+        raise ValueError(f"target_blocks={tuple(target_blocks)} has other axes than {tuple(source_blocks)}.")
     if tuple(source_blocks) == tuple(target_blocks):
         return mixing
-    matrix = _interpolation_on(tuple(source_blocks), tuple(target_blocks), mixing.device, mixing.dtype)
+    matrix = _cached(_interpolation_on, tuple(source_blocks), tuple(target_blocks), mixing.device, mixing.dtype)
     return (matrix @ mixing @ matrix.transpose(0, 1)) * (matrix.shape[1] / matrix.shape[0])
 
 
-@lru_cache(maxsize=64)
 def _interpolation_on(
     source_blocks: tuple[int, ...], target_blocks: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     return interpolation_matrix(source_blocks, target_blocks).to(device, dtype)
+
+
+@lru_cache(maxsize=256)
+def _remembered(function: Callable[..., torch.Tensor], in_inference_mode: bool, *arguments: Any) -> torch.Tensor:
+    return function(*arguments)
+
+
+def _cached(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """`function(*arguments)`, remembered: index tables are made once per layout and device, not once per layer.
+
+    Tensors made in inference mode cannot take part in training later, so the mode is part of the key. torch.compile
+    traces the function itself and folds the table into its graph.
+    """
+    if torch.compiler.is_compiling():
+        return function(*arguments)
+    return _remembered(function, torch.is_inference_mode_enabled(), *arguments)
 
 
 def _positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
@@ -249,7 +275,7 @@ def _positive_axes(name: str, value: Any, length: int | None = None) -> tuple[in
         raise ValueError(f"{name}={value!r} must have one to three entries, one for each axis.")
     if length is not None and len(axes) != length:
         raise ValueError(f"{name}={axes} has {len(axes)} axes, but the grid has {length}.")
-    if any(isinstance(entry, (bool, float, str)) or entry < 1 for entry in axes):
+    if any(entry is None or isinstance(entry, (bool, float, str)) or entry < 1 for entry in axes):
         raise ValueError(f"{name}={axes} must hold positive integers only.")
     return axes
 
@@ -269,9 +295,9 @@ def _tiles(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
     Made without operators whose output size depends on data: torch.compile has to trace it.
     """
-    tile = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])
-    offset = torch.cat([torch.arange(length) for length in lengths])
-    own_length = torch.cat([torch.full((length,), length) for length in lengths])
+    tile = torch.cat([torch.full((length,), index, device="cpu") for index, length in enumerate(lengths)])
+    offset = torch.cat([torch.arange(length, device="cpu") for length in lengths])
+    own_length = torch.cat([torch.full((length,), length, device="cpu") for length in lengths])
     return tile, offset, own_length
 
 
@@ -280,13 +306,12 @@ def _row_major(per_axis: Sequence[torch.Tensor], counts: Sequence[Any]) -> torch
 
     `counts` holds the size of each axis, an int or one for each position.
     """
-    combined = torch.zeros(1, dtype=torch.long)
+    combined = torch.zeros(1, dtype=torch.long, device="cpu")
     for index, count in zip(per_axis, counts):
         combined = (combined[:, None] * count + index).reshape(-1)
     return combined
 
 
-@lru_cache(maxsize=64)
 def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     """Slot b·N + w of each token, LongTensor `[T]`: block b, row-major position w inside it.
 
@@ -297,9 +322,8 @@ def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     return (_row_major(tiles, layout.blocks) * layout.max_block_tokens + position).to(device)
 
 
-@lru_cache(maxsize=64)
 def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     """Token of each slot, LongTensor `[M·N]`; T (one past the last token) where a slot is empty."""
-    tokens = torch.full((layout.num_blocks * layout.max_block_tokens,), layout.num_tokens)
-    tokens[_token_slots(layout, torch.device("cpu"))] = torch.arange(layout.num_tokens)
+    tokens = torch.full((layout.num_blocks * layout.max_block_tokens,), layout.num_tokens, device="cpu")
+    tokens[_token_slots(layout, torch.device("cpu"))] = torch.arange(layout.num_tokens, device="cpu")
     return tokens.to(device)

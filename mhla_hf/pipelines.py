@@ -81,6 +81,7 @@ def load_pipeline(
     components = {}
     for name, component_class in found.items():
         if name in kwargs:
+            _check_given_component(name, kwargs[name], attn_implementation, mhla)
             continue
         if attn_implementation == "softmax" and is_mhla_class(component_class):
             raise ValueError(
@@ -141,6 +142,18 @@ def _local_folder(repo_or_dir: str | os.PathLike[str], kwargs: Mapping[str, Any]
 
     options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}
     return DiffusionPipeline.download(path, **options)
+
+
+def _check_given_component(name: str, component: Any, attn_implementation: str | None, mhla: Any) -> None:
+    """Refuses a component passed in that contradicts the other arguments."""
+    if component is None or attn_implementation is None:
+        return
+    if mhla is not None:
+        raise ValueError(f"mhla options have no effect on {name}, which is passed in; convert it before.")
+    if is_mhla_class(type(component).__name__) != (attn_implementation == "mhla"):
+        raise ValueError(
+            f"{name} is passed in as a {type(component).__name__}, but attn_implementation={attn_implementation!r}."
+        )
 
 
 def _denoisers(index: Mapping[str, Any]) -> dict[str, str]:

@@ -77,12 +77,18 @@ def test_coerce_takes_what_users_write():
         ({"causal": True, "blocks": (2,)}, "block_size"),
         ({"causal": True, "block_size": (2, 2)}, "1-D"),
         ({"resize": "block_size", "blocks": (2,)}, "grid"),
+        ({"causal": True, "block_size": (2,), "lepe_kernel": 3}, "lepe_kernel"),
         ({"window": 3}, "Unknown mhla option.*window.*Known options: feature_map"),
     ],
 )
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         MHLAConfig.from_dict(options)
+
+
+def test_an_option_without_effect_warns():
+    with pytest.warns(UserWarning, match="mixing_range has no effect"):
+        MHLAConfig(mixing_init="uniform", mixing_range=2.0)
 
 
 def test_layers_beyond_the_model_are_refused():

@@ -65,6 +65,7 @@ def test_layouts_are_values():
         ({"grid": (4, 4, 4, 4), "blocks": (2,)}, "grid"),
         ({"grid": (0,), "blocks": (1,)}, "grid"),
         ({"grid": (4.0,), "blocks": (1,)}, "grid"),
+        ({"grid": (None,), "blocks": (1,)}, "grid"),
         ({"grid": 4, "blocks": (1,)}, "grid"),
         ({"grid": (4,), "block_size": (0,)}, "block_size"),
     ],
@@ -113,6 +114,23 @@ def test_resampling_keeps_locality_and_has_gradients():
     assert resampled[0, 7] == 0
     resampled.sum().backward()
     assert mixing.grad.gt(0).all()
+
+
+@pytest.mark.parametrize("source, target", [((2,), (4,)), ((3, 1), (4,)), ((3,), (2, 2))])
+def test_resampling_names_what_does_not_fit(source, target):
+    with pytest.raises(ValueError, match="source_blocks|target_blocks"):
+        resample_mixing(torch.eye(3), source, target)
+
+
+def test_training_goes_on_after_inference_mode():
+    layout = BlockLayout((5, 13), blocks=(2, 3))
+    with torch.inference_mode():
+        layout.from_blocks(layout.to_blocks(torch.ones(1, 65, 1)))
+        resample_mixing(torch.ones(7, 7), (7,), (9,))
+    tokens = torch.ones(1, 65, 1, requires_grad=True)
+    mixing = torch.ones(7, 7, requires_grad=True)
+    (layout.from_blocks(layout.to_blocks(tokens)).sum() + resample_mixing(mixing, (7,), (9,)).sum()).backward()
+    assert torch.equal(tokens.grad, torch.ones_like(tokens))
 
 
 def test_interpolation_is_exact_for_linear_functions_inside():

@@ -31,10 +31,10 @@ NONNEGATIVE_SHARPNESS = 10.0
 def initial_mixing(config: MHLAConfig, blocks: Sequence[int]) -> torch.Tensor:
     """Initial mixing weights; rows sum to one.
 
-    `linear` is the paper's locality bias m_ij ∝ 1 - d_ij / max_k d_ik (section 3). The other kinds have the shapes of
+    `linear` is the paper's locality bias m_ij ∝ 1 - d_ij / max_k d_ik (section 3). The others have the shapes of
     the authors' code, over a range r that is the row's farthest distance or `mixing_range`: `cos` cos(π d / 4r),
-    `gaussian` exp(-(3 d / r)² / 2), `exp` exp(-3 d / r) with r = 9 blocks unless `mixing_range` is given, `local` 1 for
-    d ≤ 1.5 (or `mixing_range`) and 0 beyond, `uniform` 1.
+    `gaussian` exp(-(3 d / r)² / 2), `exp` exp(-3 d / r) with r = 9 blocks unless `mixing_range` is given, `local`
+    1 for d ≤ 1.5 (or `mixing_range`) and 0 beyond, `uniform` 1.
 
     Args:
         config: Gives `mixing_init`, `mixing_range` and `causal`. For causal layouts only the lower triangle is kept
@@ -96,7 +96,9 @@ def mixing_parameter_value(config: MHLAConfig, weights: torch.Tensor) -> torch.T
     count = weights.shape[-1]
     floored = weights.double().clamp(min=NONNEGATIVE_FLOOR / count)
     sharpness = NONNEGATIVE_SHARPNESS * count
-    return (torch.log(torch.expm1(sharpness * floored)) / sharpness).to(weights.dtype)
+    # log(expm1(x)) without the overflow of expm1 for weights far above 1/M.
+    scaled = sharpness * floored
+    return ((scaled + torch.log(-torch.expm1(-scaled))) / sharpness).to(weights.dtype)
 
 
 def effective_mixing(config: MHLAConfig, parameter: torch.Tensor) -> torch.Tensor:

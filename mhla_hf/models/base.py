@@ -19,6 +19,9 @@ from .registry import mhla_class_for
 
 logger = logging.getLogger(__name__)
 
+# Options that leave the shapes of the weights alone and change what they compute.
+_TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
+
 
 if TYPE_CHECKING:
     # To the type checker the mixin has whatever the diffusers class beside it has.
@@ -107,6 +110,18 @@ class MHLAModelMixin(_Upstream):
         (result[0] if return_unused_kwargs else result)._mhla_options_of_checkpoint = stored
         return result
 
+    @classmethod
+    def from_single_file(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refused: single files hold original weights under other names.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{cls.__name__} does not load single files. Load the file with the softmax class and convert the model, "
+            "or import the MHLA authors' checkpoints with `mhla-hf import-official`."
+        )
+
     def enable_parallelism(self, *args: Any, **kwargs: Any) -> None:
         """Refused: block summaries would need a reduction across ranks, and silently lack it.
 
@@ -179,6 +194,10 @@ def _check_overrides(name: Any, model: Any) -> None:
             f"The MHLA weights of {name} are stored under mixing_constraint={stored.mixing_constraint!r}, but the "
             f"mhla options ask for {wanted.mixing_constraint!r}."
         )
+    changed = [field for field in _TRAINED_WITH if getattr(stored, field) != getattr(wanted, field)]
+    if changed:
+        changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)
+        logger.warning("The MHLA weights of %s were made with %s; the mhla options change that.", name, changes)
 
 
 def _initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[str, Any]) -> bool:

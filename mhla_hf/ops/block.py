@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..config import NORMALIZERS
 from ..layout import BlockLayout
 
 
@@ -36,7 +37,12 @@ def block_mhla_attention(
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`.
+
+    Raises:
+        ValueError: If `normalizer` is unknown.
     """
+    if normalizer not in NORMALIZERS:
+        raise ValueError(f"normalizer={normalizer!r} is not one of {', '.join(map(repr, NORMALIZERS))}.")
     dtype = accumulation_dtype(value.dtype)
     mixing = mixing.to(dtype)
     plain_query = query if normalizer_query is None else normalizer_query
@@ -60,13 +66,21 @@ def block_mhla_attention(
                 # [B, H, M, N]: each block's own queries against its own key sum, then mixed over blocks.
                 own = (plain_query_blocks @ key_sum.unsqueeze(-1)).squeeze(-1)
                 denominator = (mixing @ own).unsqueeze(-1)
-            output = output / (denominator + eps)
-        return layout.from_blocks(output.permute(0, 2, 3, 1, 4)).to(value.dtype)
+            # Divided token by token: the empty slots of ragged blocks have no denominator.
+            output = _from_head_blocks(output, layout) / (_from_head_blocks(denominator, layout) + eps)
+        else:
+            output = _from_head_blocks(output, layout)
+        return output.to(value.dtype)
 
 
 def _head_blocks(tokens: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """`[B, T, H, D]` to `[B, H, M, N, D]`."""
     return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
+
+
+def _from_head_blocks(blocks: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """`[B, H, M, N, D]` to `[B, T, H, D]`."""
+    return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))
 
 
 def _mix(mixing: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..config import NORMALIZERS
 from .block import accumulation_dtype
 
 
@@ -37,6 +38,15 @@ def extend_causal_mixing(mixing: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return mixing[..., row, column].tril()
 
 
+def causal_mixing_row(mixing: torch.Tensor, index: int) -> torch.Tensor:
+    """Row `index` of [`extend_causal_mixing`] up to its diagonal, `[index + 1]` or `[H, index + 1]`, alone."""
+    known = mixing.shape[-1]
+    if index < known:
+        return mixing[..., index, : index + 1]
+    distance = index - torch.arange(index + 1, device=mixing.device)
+    return mixing[..., known - 1, (known - 1 - distance).clamp(min=0)]
+
+
 def causal_mhla_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -52,11 +62,17 @@ def causal_mhla_attention(
     """Causal MHLA in chunks of `block_size` tokens; other arguments as in [`mhla_hf.ops.mhla_attention`].
 
     o_t = φ(q_t)ᵀ (Σ_{b<i} m_ib S_b + m_ii Σ_{j≤t, j in i} φ(k_j) v_jᵀ), divided by the same expression with z.
-    T need not be a multiple of `block_size`.
+    T need not be a multiple of `block_size`. A NaN or Inf in a key or value makes the outputs of its head NaN from
+    that token on, and leaves the tokens before it alone.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`.
+
+    Raises:
+        ValueError: If `normalizer` is unknown.
     """
+    if normalizer not in NORMALIZERS:
+        raise ValueError(f"normalizer={normalizer!r} is not one of {', '.join(map(repr, NORMALIZERS))}.")
     length, dtype = query.shape[1], accumulation_dtype(value.dtype)
     num_blocks = -(-length // block_size)
     mixing = extend_causal_mixing(mixing.to(dtype), num_blocks)
@@ -64,8 +80,11 @@ def causal_mhla_attention(
     plain_key = key if normalizer_key is None else normalizer_key
 
     with torch.autocast(query.device.type, enabled=False):
-        query, key, value_chunks = (_chunks(x.to(dtype), num_blocks, block_size) for x in (query, key, value))
-        output = _prefix_and_own(query, key, value_chunks, mixing)
+        # The products below multiply what a token must not see by zero, which does not stop a NaN.
+        bad = ~(key.isfinite().all(-1) & plain_key.isfinite().all(-1) & value.isfinite().all(-1))
+        key, plain_key, clean_value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, plain_key, value))
+        query, key, clean_value = (_chunks(x.to(dtype), num_blocks, block_size) for x in (query, key, clean_value))
+        output = _prefix_and_own(query, key, clean_value, mixing)
         if normalizer != "none":
             plain_query = _chunks(plain_query.to(dtype), num_blocks, block_size)
             plain_key = _chunks(plain_key.to(dtype), num_blocks, block_size)
@@ -74,14 +93,23 @@ def causal_mhla_attention(
                 denominator = _prefix_and_own(plain_query, plain_key, ones, mixing)
             else:
                 denominator = _block_query_denominator(plain_query, plain_key, mixing)
-            output = output / (denominator + eps)
-    return output.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :length].to(value.dtype)
+            # Without the padding after the last token, whose denominator may be zero.
+            output = _tokens(output, length) / (_tokens(denominator, length) + eps)
+        else:
+            output = _tokens(output, length)
+        output = output.masked_fill(bad.cumsum(dim=1).unsqueeze(-1) > 0, float("nan"))
+    return output.to(value.dtype)
 
 
 def _chunks(tokens: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
     """`[B, T, H, D]` to `[B, H, M, C, D]`, zeros after the last token."""
     missing = num_blocks * block_size - tokens.shape[1]
     return F.pad(tokens, (0, 0, 0, 0, 0, missing)).unflatten(1, (num_blocks, block_size)).permute(0, 3, 1, 2, 4)
+
+
+def _tokens(chunks: torch.Tensor, length: int) -> torch.Tensor:
+    """Undoes `_chunks`: `[B, T, H, D]`."""
+    return chunks.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :length]
 
 
 def _diagonal(mixing: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -77,13 +78,15 @@ def _check_arguments(
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
     if not isinstance(layout, BlockLayout):
         raise ValueError(f"layout must be a BlockLayout, got {type(layout).__name__}.")
-    if not eps >= 0:
+    if not isinstance(eps, Real) or not eps >= 0:
         raise ValueError(f"eps={eps!r} must be at least 0.")
     tensors = {"query": query, "key": key, "value": value}
-    tensors.update(normalizer_query=normalizer_query, normalizer_key=normalizer_key)
     for name, tensor in tensors.items():
-        if tensor is not None:
-            _check_tokens(name, tensor, query)
+        _check_tokens(name, tensor, query)
+    tensors.update(normalizer_query=normalizer_query, normalizer_key=normalizer_key)
+    for name in ("normalizer_query", "normalizer_key"):
+        if tensors[name] is not None:
+            _check_tokens(name, tensors[name], query)
     for name in ("key", "normalizer_query", "normalizer_key"):
         tensor = tensors[name]
         # The denominator's pair may be as wide as it likes, as long as the two agree.
@@ -91,11 +94,13 @@ def _check_arguments(
         if tensor is not None and tensor.shape[-1] != partner.shape[-1]:
             raise ValueError(f"{name} has width {tensor.shape[-1]}, but its counterpart has {partner.shape[-1]}.")
     layout.check_length(query.shape[1], "query")
-    _check_mixing(mixing, layout, query.shape[2], causal)
+    _check_mixing(mixing, layout, query, causal)
     _check_layout(layout, normalizer, causal)
 
 
 def _check_tokens(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
     if tensor.dim() != 4:
         raise ValueError(f"{name} must be [batch, tokens, heads, width], got shape {tuple(tensor.shape)}.")
     if tensor.shape[:3] != query.shape[:3]:
@@ -108,8 +113,14 @@ def _check_tokens(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device}, but query is on {query.device}.")
 
 
-def _check_mixing(mixing: torch.Tensor, layout: BlockLayout, num_heads: int, causal: bool) -> None:
-    shape = tuple(mixing.shape)
+def _check_mixing(mixing: torch.Tensor, layout: BlockLayout, query: torch.Tensor, causal: bool) -> None:
+    if not isinstance(mixing, torch.Tensor) or not mixing.is_floating_point():
+        raise ValueError(
+            f"mixing must be a floating-point tensor, got {getattr(mixing, 'dtype', type(mixing).__name__)}."
+        )
+    if mixing.device != query.device:
+        raise ValueError(f"mixing is on {mixing.device}, but query is on {query.device}.")
+    shape, num_heads = tuple(mixing.shape), query.shape[2]
     if mixing.dim() not in (2, 3) or shape[-1] != shape[-2]:
         raise ValueError(f"mixing must be [blocks, blocks] or [heads, blocks, blocks], got shape {shape}.")
     if mixing.dim() == 3 and shape[0] not in (1, num_heads):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .block import accumulation_dtype
-from .causal import causal_mhla_attention, extend_causal_mixing
+from .causal import causal_mhla_attention, causal_mixing_row
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,14 @@ def mhla_prefill(
         The output `[B, T, H, V]` and the [`MHLAState`] after token T.
 
     Raises:
-        ValueError: If `normalizer` is `"block_query"`, whose state would grow with every token.
+        ValueError: If `normalizer` is `"block_query"`, whose state would grow with every token, there is no token, or
+            `block_size` is not positive.
     """
     _check_normalizer(normalizer)
+    if query.shape[1] < 1:
+        raise ValueError("query has no tokens; start decoding without a prompt from empty_state.")
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size} must be a positive integer.")
     output = causal_mhla_attention(
         query, key, value, mixing, block_size,
         normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
@@ -150,7 +155,8 @@ def mhla_step(
     with torch.autocast(query.device.type, enabled=False):
         plain_key = key if normalizer_key is None else normalizer_key
         current = current + _summary(key, plain_key, value, dtype)
-        own = extend_causal_mixing(mixing.to(dtype), index + 1)[..., index, index]
+        diagonal = min(index, mixing.shape[-1] - 1)
+        own = mixing[..., diagonal, diagonal].to(dtype)
         mixed = prefix + own.reshape(-1, 1, 1) * current
         # [B, H, 1, K] rows against the value columns and the normaliser column.
         output = query.to(dtype).transpose(1, 2) @ mixed[..., :-1]
@@ -175,7 +181,7 @@ def _summary(key: torch.Tensor, plain_key: torch.Tensor, value: torch.Tensor, dt
 def _prefix(summaries: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
     """Σ_{b<i} m_ib S_b for block i = n: `[B, H, K, V + 1]`; zeros before the first finished block."""
     count = summaries.shape[2]
-    row = extend_causal_mixing(mixing.to(summaries.dtype), count + 1)[..., count, :count]
+    row = causal_mixing_row(mixing, count)[..., :count].to(summaries.dtype)
     with torch.autocast(summaries.device.type, enabled=False):
         mixed = row.unsqueeze(-2) @ summaries.flatten(-2)
     return mixed.squeeze(-2).unflatten(-1, summaries.shape[-2:])

@@ -68,6 +68,20 @@ def test_nonnegative_weights_start_the_same_and_none_is_dead(blocks):
     assert (far_below >= 0).all()
 
 
+@pytest.mark.parametrize(
+    "options, blocks",
+    [
+        ({"causal": True, "block_size": 4, "mixing_init": "uniform"}, (200,)),
+        ({"mixing_init": "local", "mixing_range": 0.5}, (3, 5, 10)),
+    ],
+)
+def test_nonnegative_weights_far_above_the_mean_stay_finite(options, blocks):
+    config = MHLAConfig(mixing_constraint="nonnegative", **options)
+    weights = initial_mixing(config, blocks)
+    effective = effective_mixing(config, mixing_parameter_value(config, weights))
+    torch.testing.assert_close(effective, weights.clamp(min=0.01 / weights.shape[0]), rtol=1e-4, atol=1e-6)
+
+
 def test_without_a_constraint_the_parameter_is_the_matrix():
     config, weights = MHLAConfig(), torch.randn(3, 3)
     assert mixing_parameter_value(config, weights) is weights

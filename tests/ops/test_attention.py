@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_hf import BlockLayout, mhla_attention
+from mhla_hf.ops import block_mhla_attention, causal_mhla_attention
 
 from .reference import assert_same, make_inputs, output_and_gradients
 
@@ -89,6 +90,14 @@ def test_gradcheck(normalizer):
     assert torch.autograd.gradcheck(attend, tuple(inputs.values()))
 
 
+def test_gradients_are_finite_without_eps_on_ragged_blocks():
+    layout = BlockLayout((7,), blocks=(3,))
+    inputs = make_inputs(layout)
+    gradients = output_and_gradients(inputs, layout, eps=0.0)
+    assert all(tensor.isfinite().all() for tensor in gradients.values())
+    assert_same(gradients, output_and_gradients(inputs, layout, eps=0.0, backend="naive"), 1e-10)
+
+
 def test_one_block_is_vanilla_linear_attention():
     layout = BlockLayout((5, 7), blocks=(1, 1))
     inputs = make_inputs(layout, rotated=False)
@@ -161,6 +170,15 @@ def test_autocast_does_not_reach_the_products():
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("function", [block_mhla_attention, causal_mhla_attention])
+def test_the_forms_themselves_name_an_unknown_normalizer(function):
+    arguments = _arguments()
+    if function is causal_mhla_attention:
+        arguments["block_size"] = arguments.pop("layout").num_tokens
+    with pytest.raises(ValueError, match="normalizer='row'"):
+        function(**arguments, normalizer="row")
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("layout", [BlockLayout((64,), blocks=(8,)), BlockLayout((7, 11), blocks=(4, 4))], ids=str)
 def test_a_bad_query_spoils_its_own_row_only(layout, bad):
@@ -209,6 +227,11 @@ def _arguments(**changes: object) -> dict[str, object]:
         ("value", {"value": torch.rand(2, 24, 3, 4, device="meta")}),
         ("normalizer_query", {"normalizer_query": torch.rand(2, 24, 3, 4)}),
         ("normalizer_key", {"normalizer_key": torch.rand(1, 24, 3, 5)}),
+        ("eps", {"eps": "small"}),
+        ("query", {"query": None}),
+        ("key", {"key": [1.0]}),
+        ("mixing", {"mixing": None}),
+        ("mixing", {"mixing": torch.rand(6, 6, device="meta")}),
         ("mixing", {"mixing": torch.rand(6)}),
         ("mixing", {"mixing": torch.rand(6, 5)}),
         ("mixing", {"mixing": torch.rand(5, 5)}),

@@ -131,12 +131,37 @@ def test_decoding_keeps_float32_state_for_half_inputs():
     assert state.current.dtype == state.prefix.dtype == state.summaries.dtype == torch.float32
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["key", "value", "normalizer_key"])
+def test_a_bad_token_spoils_its_head_from_there_on(name, bad):
+    layout = BlockLayout((14,), block_size=(4,))
+    inputs = {key: tensor.detach() for key, tensor in make_inputs(layout).items()}
+    clean = mhla_attention(**inputs, layout=layout, causal=True)
+    inputs[name] = inputs[name].clone()
+    inputs[name][0, 9, 1, 2] = bad
+    output = mhla_attention(**inputs, layout=layout, causal=True)
+    spoiled = torch.zeros(output.shape[:3], dtype=torch.bool)
+    spoiled[0, 9:, 1] = True
+    assert not output[spoiled].isfinite().any()
+    assert torch.equal(output[~spoiled], clean[~spoiled])
+
+
+def test_gradients_are_finite_without_eps_in_a_last_chunk_that_is_not_full():
+    layout = BlockLayout((7,), block_size=(3,))
+    gradients = output_and_gradients(make_inputs(layout), layout, causal=True, eps=0.0)
+    assert all(tensor.isfinite().all() for tensor in gradients.values())
+
+
 def test_what_cannot_be_decoded_is_refused():
     layout = BlockLayout((4,), block_size=(4,))
     inputs = {name: t.detach() for name, t in make_inputs(layout, rotated=False).items()}
     mixing = inputs.pop("mixing")
     with pytest.raises(ValueError, match="block_query"):
         mhla_prefill(**inputs, mixing=mixing, block_size=4, normalizer="block_query")
+    with pytest.raises(ValueError, match="query has no tokens"):
+        mhla_prefill(**{name: t[:, :0] for name, t in inputs.items()}, mixing=mixing, block_size=4)
+    with pytest.raises(ValueError, match="block_size=0"):
+        mhla_prefill(**inputs, mixing=mixing, block_size=0)
     _, state = mhla_prefill(**inputs, mixing=mixing, block_size=4)
     with pytest.raises(ValueError, match="one token"):
         mhla_step(**inputs, mixing=mixing, state=state)
