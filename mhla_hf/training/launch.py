@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _PARENT = "MHLA_HF_PARENT_PROCESS"
 _LAUNCHER_MARKS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# `accelerate launch`, `accelerate-launch` and `python -m accelerate.commands.launch`.
+_LAUNCH_NAMES = ("launch", "accelerate-launch", "launch.py", "accelerate.commands.launch")
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -63,7 +65,7 @@ def _asked_for() -> tuple[int, int | None]:
 
     command = psutil.Process(os.getppid()).cmdline()
     names = [Path(part).name for part in command]
-    marks = [index for index, name in enumerate(names) if name in ("launch", "accelerate-launch", "launch.py")]
+    marks = [index for index, name in enumerate(names) if name in _LAUNCH_NAMES]
     if not marks:
         logger.warning(
             "accelerate started one process of several; on CPUs, `torchrun --nproc_per_node N` starts N of them"
