@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import torch
@@ -78,7 +77,7 @@ def _check_arguments(
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
     if not isinstance(layout, BlockLayout):
         raise ValueError(f"layout must be a BlockLayout, got {type(layout).__name__}.")
-    if not isinstance(eps, Real) or not eps >= 0:
+    if not isinstance(eps, (int, float)) or not eps >= 0:
         raise ValueError(f"eps={eps!r} must be at least 0.")
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
