@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from mhla_hf import MHLAWanTransformer3DModel, convert
 from mhla_hf.training import LatentDataset, TrainingConfig, WanTrainer, evaluate, record_attention
 from mhla_hf.training.checkpoints import list_checkpoints
+from mhla_hf.training.export import unsharded
 from mhla_hf.training.loading import default_teacher, load_student, load_teacher, resolve_pipeline, sigma_range
 from mhla_hf.training.metrics import read_metrics
 from mhla_hf.training.parameters import (
@@ -394,6 +395,23 @@ class TestResuming:
         assert len(result.losses["finetune"]) == 6
 
 
+def test_a_sharded_model_is_exported_whole(teacher):
+    import torch.distributed as distributed
+    from torch.distributed.fsdp import fully_shard
+
+    assert unsharded(teacher) is teacher
+    model = copy.deepcopy(teacher)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        whole = unsharded(model)
+    finally:
+        distributed.destroy_process_group()
+    assert type(whole) is type(teacher)
+    assert all(torch.equal(value, expected[name]) for name, value in whole.state_dict().items())
+
+
 class TestFiles:
     def test_a_run_from_files_writes_a_pipeline(self, pipeline_directory, cache_directory, tmp_path):
         config = options(
@@ -465,6 +483,8 @@ class TestFiles:
         assert index["transformer_2"] == ["diffusers", "WanTransformer3DModel"] == index["transformer"]
         with pytest.raises(ValueError, match="already holds the finished"):
             WanTrainer(config).run()
+        with pytest.raises(ValueError, match="pipeline with two"):
+            WanTrainer(config.replace(output=str(tmp_path / "other"), validation_prompts=("a",))).run()
 
     def test_bad_sources_are_named(self, pipeline_directory, tmp_path):
         with pytest.raises(ValueError, match=r"model_index\.json"):

@@ -221,7 +221,8 @@ def _samples(config: CacheConfig) -> "list[VideoSample]":
         num_frames=config.num_frames, size=config.height, digit_size=max(8, round(config.height * 28 / 64))
     )
     videos = MovingDigits("train", config.num_samples or 256, config=appearance)
-    return [
-        VideoSample(f"digits:{index}", videos[index].caption, lambda index=index: videos[index].tensor())
-        for index in range(len(videos))
-    ]
+
+    def sample(index: int) -> VideoSample:
+        return VideoSample(f"digits:{index}", videos[index].caption, lambda: videos[index].tensor())
+
+    return [sample(index) for index in range(len(videos))]

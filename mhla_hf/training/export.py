@@ -44,7 +44,7 @@ def unsharded(model: torch.nn.Module) -> torch.nn.Module:
         return model
     state = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     # fully_shard gives the model a class of its own; the one to save as is the first of its bases with a config.
-    cls = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
+    cls: Any = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
     copy = cls.from_config(model.config)
     copy.load_state_dict(state)
     return copy

@@ -206,6 +206,8 @@ class WanTrainer:
             raise ValueError(
                 "validation_prompts need model, output and cache: a pipeline, its data and where to write"
             )
+        if loading.read_index(self.source).get("boundary_ratio") is not None:
+            raise ValueError("validation_prompts cannot be used for one transformer of a pipeline with two")
         settings = self.dataset.manifest["settings"]
         size = (settings["num_frames"], settings["height"], settings["width"])
         return Validator(self.source, config, size, self.dataset.max_sequence_length, self.accelerator.device)
