@@ -39,8 +39,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         log_with=None if config.report_to == "none" else config.report_to,
         project_config=project,
         kwargs_handlers=[
-            # Buffers are constant tables, and gradients need no second copy.
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            # Gradients need no second copy.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=TIMEOUT),
         ],
     )
