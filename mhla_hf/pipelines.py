@@ -127,6 +127,9 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     for name, component in found.items():
+        if is_mhla_class(type(component).__name__):
+            raise ValueError(f"The {name} of this pipeline is MHLA already; load its softmax original to convert it.")
+    for name, component in found.items():
         # Registered anew, or a saved index would go on naming the softmax class.
         model_or_pipeline.register_modules(**{name: convert_model(component, mhla)})
     return model_or_pipeline
@@ -138,6 +141,8 @@ def _local_folder(repo_or_dir: str | os.PathLike[str], kwargs: Mapping[str, Any]
         if not os.path.isfile(os.path.join(path, "model_index.json")):
             raise OSError(f"{path} has no model_index.json: it is not a pipeline directory.")
         return path
+    if path.startswith((".", "~")) or os.path.isabs(path) or path.count("/") > 1:
+        raise OSError(f"{path} is not a directory, and not the id of a Hub repository either.")
     from diffusers import DiffusionPipeline
 
     options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}

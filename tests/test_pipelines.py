@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines: `load_pipeline`, conversion in place, plain diffusers loading, text- and image-to-video."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from peft import LoraConfig, get_peft_model_state_dict
+from PIL import Image
+
+from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, load_pipeline, supported_models
+from tests import tiny
+from tests.models.adapter_checks import randomize_lora
+from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
+
+
+MHLA = {"blocks": [2, 1, 2]}
+REPOSITORY = Path(__file__).parent.parent
+
+
+def generate(pipeline, height=16, width=32, num_frames=5, **options):
+    """A seeded video of the tiny pipeline as an array `[frames, height, width, 3]`."""
+    pipeline.set_progress_bar_config(disable=True)
+    options.setdefault("max_sequence_length", 512 if "image" in options else 16)
+    video = pipeline(
+        prompt="a three moves left",
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+        **options,
+    ).frames[0]
+    assert np.isfinite(video).all()
+    return video
+
+
+def picture(height=16, width=32):
+    values = np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+@pytest.fixture(scope="module")
+def softmax_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("softmax")
+    tiny.wan_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mhla_dir(tmp_path_factory):
+    """A trained MHLA pipeline."""
+    folder = tmp_path_factory.mktemp("mhla")
+    pipeline = tiny.wan_pipeline(MHLAWanTransformer3DModel, mhla=MHLA)
+    perturb_mhla(pipeline.transformer)
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+# Values of attn_implementation
+
+
+def test_mhla_from_an_ordinary_pipeline(softmax_dir):
+    with recorded_warnings() as warnings:
+        pipeline = load_pipeline(softmax_dir, mhla=MHLA)
+    assert type(pipeline) is WanPipeline and type(pipeline.transformer) is MHLAWanTransformer3DModel
+    assert pipeline.transformer.mhla_config == MHLAConfig(**MHLA)
+    assert len(warnings) == 1 and "Fine-tune" in warnings[0]
+    stock = WanPipeline.from_pretrained(softmax_dir)
+    assert_same_parameters(pipeline.transformer, stock.transformer, only_common=True)
+    assert np.abs(generate(pipeline) - generate(stock)).max() > 1e-4
+
+
+def test_options_as_a_config_object(softmax_dir):
+    pipeline = load_pipeline(softmax_dir, "mhla", MHLAConfig(blocks=(1, 1, 2), layers=(1,)))
+    assert pipeline.transformer.mhla_layers == [1]
+
+
+@pytest.mark.parametrize("attn_implementation", [None, "mhla"])
+def test_mhla_checkpoint_loads_as_saved(attn_implementation, mhla_dir):
+    with recorded_warnings() as warnings:
+        pipeline = load_pipeline(mhla_dir, attn_implementation)
+    assert warnings == []
+    assert type(pipeline.transformer) is MHLAWanTransformer3DModel
+    assert_same_parameters(pipeline.transformer, MHLAWanTransformer3DModel.from_pretrained(mhla_dir / "transformer"))
+
+
+@pytest.mark.parametrize("attn_implementation", [None, "softmax"])
+def test_ordinary_checkpoint_stays_softmax(attn_implementation, softmax_dir):
+    pipeline = load_pipeline(softmax_dir, attn_implementation)
+    assert type(pipeline.transformer) is WanTransformer3DModel
+    np.testing.assert_allclose(generate(pipeline), generate(tiny.wan_pipeline()), atol=1e-5)
+
+
+def test_options_override_those_of_an_mhla_checkpoint(mhla_dir):
+    pipeline = load_pipeline(mhla_dir, mhla={"normalizer": "none"})
+    assert pipeline.transformer.mhla_config == MHLAConfig(**MHLA, normalizer="none")
+    assert_same_parameters(pipeline.transformer, load_pipeline(mhla_dir).transformer)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"attn_implementation": "flash"}, "attn_implementation='flash' is not one of 'mhla', 'softmax', None"),
+        ({"attn_implementation": "softmax"}, "transformer of .* is an MHLA checkpoint"),
+        ({"attn_implementation": None, "mhla": MHLA}, "mhla options have no effect"),
+        ({"attn_implementation": "softmax", "mhla": MHLA}, "mhla options have no effect"),
+        ({"mhla": {"blocks": [1, 1, 1]}}, "blocks"),
+        ({"mhla": {"no_such": 1}}, "no_such"),
+        ({"device_map": "balanced"}, "device_map='balanced'"),
+        ({"quantization_config": object()}, "quantization_config"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_load_pipeline_refuses(arguments, message, mhla_dir):
+    with pytest.raises(ValueError, match=message):
+        load_pipeline(mhla_dir, **arguments)
+
+
+def test_missing_directories_are_named(tmp_path):
+    with pytest.raises(OSError, match="no model_index.json"):
+        load_pipeline(tmp_path)
+    with pytest.raises(OSError, match="nowhere is not a directory"):
+        load_pipeline(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    "class_name, message",
+    [
+        ("StableDiffusionPipeline", "No component of StableDiffusionPipeline"),
+        ("NoSuchPipeline", "NoSuchPipeline, which this version of diffusers does not have"),
+        (["pipeline_file", "NoSuchPipeline"], "NoSuchPipeline, which this version of diffusers does not have"),
+    ],
+    ids=str,
+)
+def test_unsupported_pipelines_are_refused(class_name, message, tmp_path):
+    assert "unet" in StableDiffusionPipeline.__init__.__annotations__
+    index = {"_class_name": class_name, "_diffusers_version": "0.38.0", "unet": ["diffusers", "UNet2DConditionModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        load_pipeline(tmp_path)
+
+
+def test_supported_models_names_the_class():
+    assert supported_models()["WanTransformer3DModel"].mhla_class == "MHLAWanTransformer3DModel"
+
+
+# Arguments that are passed on
+
+
+@pytest.mark.parametrize("argument", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("source", ["softmax_dir", "mhla_dir"])
+def test_dtype(argument, source, request):
+    pipeline = load_pipeline(request.getfixturevalue(source), **{argument: torch.bfloat16})
+    assert pipeline.transformer.dtype == pipeline.text_encoder.dtype == pipeline.vae.dtype == torch.bfloat16
+    assert pipeline.transformer.blocks[0].attn1.mhla.mixing.dtype == torch.float32
+    assert generate(pipeline).shape == (5, 16, 32, 3)
+
+
+def test_dtype_by_component(mhla_dir):
+    pipeline = load_pipeline(mhla_dir, torch_dtype={"transformer": torch.bfloat16, "default": torch.float16})
+    assert pipeline.transformer.dtype == torch.bfloat16 and pipeline.vae.dtype == torch.float16
+    pipeline = load_pipeline(mhla_dir, torch_dtype={"vae": torch.bfloat16})
+    assert pipeline.transformer.dtype == torch.float32 and pipeline.vae.dtype == torch.bfloat16
+
+
+def test_variant(mhla_dir, softmax_dir, tmp_path):
+    load_pipeline(mhla_dir).save_pretrained(tmp_path / "all", variant="fp16")
+    assert (tmp_path / "all/transformer/diffusion_pytorch_model.fp16.safetensors").is_file()
+    pipeline = load_pipeline(tmp_path / "all", variant="fp16")
+    assert_same_parameters(pipeline.transformer, load_pipeline(mhla_dir).transformer)
+    # A variant of some components only: the others are loaded from their ordinary files.
+    load_pipeline(softmax_dir, None).save_pretrained(tmp_path / "some")
+    load_pipeline(softmax_dir, None).vae.save_pretrained(tmp_path / "some/vae", variant="fp16")
+    assert type(load_pipeline(tmp_path / "some", variant="fp16").transformer) is MHLAWanTransformer3DModel
+    with pytest.raises(ValueError, match="variant"):
+        load_pipeline(mhla_dir, variant="no_such_variant")
+
+
+def test_device_map(softmax_dir):
+    pipeline = load_pipeline(softmax_dir, mhla=MHLA, device_map="cpu")
+    assert not any(parameter.is_meta for parameter in pipeline.transformer.parameters())
+    np.testing.assert_allclose(generate(pipeline), generate(load_pipeline(softmax_dir, mhla=MHLA)), atol=1e-5)
+
+
+def test_components_of_the_caller(mhla_dir):
+    transformer = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla={"blocks": [1, 1, 1]})
+    scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0)
+    pipeline = load_pipeline(mhla_dir, transformer=transformer, scheduler=scheduler, tokenizer=None)
+    assert pipeline.transformer is transformer and pipeline.scheduler is scheduler and pipeline.tokenizer is None
+
+
+# Shapes of video
+
+
+@pytest.mark.parametrize(
+    "height, width, num_frames", [(16, 16, 1), (32, 48, 9), (48, 16, 13)], ids=lambda value: str(value)
+)
+def test_text_to_video_at_any_size(height, width, num_frames, mhla_dir):
+    video = generate(load_pipeline(mhla_dir), height, width, num_frames)
+    assert video.shape == (num_frames, height, width, 3)
+
+
+def test_guidance_and_batches(mhla_dir):
+    pipeline = load_pipeline(mhla_dir)
+    frames = generate(pipeline, num_videos_per_prompt=2, guidance_scale=3.0, negative_prompt="blurred")
+    assert frames.shape == (5, 16, 32, 3)
+
+
+@pytest.mark.parametrize("with_image_encoder", [True, False], ids=["wan2.1", "wan2.2"])
+def test_image_to_video(with_image_encoder, tmp_path):
+    if with_image_encoder:
+        softmax = tiny.wan_pipeline(image_to_video=True)
+    else:
+        # Wan 2.2: the image reaches the model through its latents alone.
+        parts = {name: part for name, part in tiny.wan_pipeline().components.items() if name != "transformer_2"}
+        parts["transformer"] = tiny.wan_transformer(in_channels=36)
+        softmax = WanImageToVideoPipeline(**parts, image_encoder=None, image_processor=None)
+    softmax.save_pretrained(tmp_path / "softmax")
+    pipeline = load_pipeline(tmp_path / "softmax", mhla=MHLA)
+    assert type(pipeline) is WanImageToVideoPipeline
+    assert (pipeline.image_encoder is not None) == with_image_encoder
+    perturb_mhla(pipeline.transformer)
+    video = generate(pipeline, image=picture())
+    assert video.shape == (5, 16, 32, 3)
+    mirrored = generate(pipeline, image=picture().transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    assert np.abs(video - mirrored).max() > 1e-5
+    pipeline.save_pretrained(tmp_path / "mhla")
+    again = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+    assert type(again) is WanImageToVideoPipeline and type(again.transformer) is MHLAWanTransformer3DModel
+    np.testing.assert_allclose(generate(again, image=picture()), video, atol=1e-5)
+
+
+def test_two_transformers(tmp_path):
+    """Wan 2.2 has a second transformer for the low noise levels."""
+    tiny.wan_pipeline(second_transformer=True).save_pretrained(tmp_path / "softmax")
+    pipeline = load_pipeline(tmp_path / "softmax", mhla=MHLA)
+    for name in ("transformer", "transformer_2"):
+        component = getattr(pipeline, name)
+        assert type(component) is MHLAWanTransformer3DModel
+        stock = WanTransformer3DModel.from_pretrained(tmp_path / "softmax", subfolder=name)
+        assert_same_parameters(component, stock, only_common=True)
+    video = generate(pipeline)
+    pipeline.save_pretrained(tmp_path / "mhla")
+    again = load_pipeline(tmp_path / "mhla", None)
+    assert type(again.transformer_2) is MHLAWanTransformer3DModel and again.config.boundary_ratio == 0.9
+    np.testing.assert_allclose(generate(again), video, atol=1e-5)
+    own = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA)
+    assert load_pipeline(tmp_path / "mhla", transformer_2=own).transformer_2 is own
+    stock = tiny.wan_transformer()
+    with pytest.raises(ValueError, match="transformer_2 of .* is an MHLA checkpoint"):
+        load_pipeline(tmp_path / "mhla", "softmax", transformer=stock)
+    with pytest.raises(ValueError, match="transformer is passed in as"):
+        load_pipeline(tmp_path / "mhla", "softmax", transformer=own)
+
+
+# Conversion in place
+
+
+@pytest.mark.parametrize("second_transformer", [False, True], ids=["one", "two"])
+def test_convert_in_place_then_save_and_reload(second_transformer, tmp_path):
+    pipeline = tiny.wan_pipeline(second_transformer=second_transformer)
+    transformer = pipeline.transformer
+    assert convert(pipeline, MHLA) is pipeline and pipeline.transformer is transformer
+    perturb_mhla(transformer)
+    video = generate(pipeline)
+    pipeline.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert (index["transformer_2"] == index["transformer"]) == second_transformer
+    again = DiffusionPipeline.from_pretrained(tmp_path)
+    assert_same_parameters(again.transformer, transformer)
+    np.testing.assert_allclose(generate(again), video, atol=1e-5)
+    with pytest.raises(ValueError, match="MHLA already"):
+        convert(pipeline, MHLA)
+
+
+def test_convert_of_a_half_converted_pipeline_touches_nothing():
+    pipeline = tiny.wan_pipeline(second_transformer=True)
+    convert(pipeline.transformer_2, MHLA)
+    with pytest.raises(ValueError, match="transformer_2 .* MHLA already"):
+        convert(pipeline, MHLA)
+    assert type(pipeline.transformer) is WanTransformer3DModel
+
+
+def test_convert_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="no MHLA version"):
+        convert(tiny.wan_vae(), MHLA)
+    pipeline = tiny.wan_pipeline()
+    pipeline.register_modules(transformer=None)
+    with pytest.raises(ValueError, match="No component of this WanPipeline"):
+        convert(pipeline, MHLA)
+
+
+# LoRA through the pipeline
+
+
+def test_lora_weights_of_a_pipeline(mhla_dir, tmp_path):
+    trained = load_pipeline(mhla_dir)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    trained.transformer.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets))
+    randomize_lora(trained.transformer)
+    WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(trained.transformer))
+    expected = generate(trained)
+    pipeline = load_pipeline(mhla_dir)
+    plain = generate(pipeline)
+    assert np.abs(plain - expected).max() > 1e-4
+    with recorded_warnings() as warnings:
+        pipeline.load_lora_weights(tmp_path)
+    assert not [message for message in warnings if "key" in message.lower()]
+    np.testing.assert_allclose(generate(pipeline), expected, atol=1e-5)
+    pipeline.fuse_lora()
+    np.testing.assert_allclose(generate(pipeline), expected, atol=1e-4)
+    pipeline.unfuse_lora()
+    pipeline.unload_lora_weights()
+    np.testing.assert_allclose(generate(pipeline), plain, atol=1e-4)
+
+
+# Plain diffusers in another process
+
+
+def test_plain_diffusers_generates_the_same_in_a_fresh_process(mhla_dir, tmp_path):
+    # The other order of imports is that of the Hub's tests.
+    program = f"""
+        import mhla_hf, diffusers
+        import numpy, torch
+        from diffusers import DiffusionPipeline
+        pipeline = DiffusionPipeline.from_pretrained({str(mhla_dir)!r})
+        assert type(pipeline.transformer).__name__ == "MHLAWanTransformer3DModel"
+        assert pipeline.transformer.mhla_layers == [0, 1]
+        video = pipeline(
+            prompt="a three moves left", height=16, width=32, num_frames=5, num_inference_steps=2,
+            generator=torch.Generator().manual_seed(0), output_type="np", max_sequence_length=16,
+        ).frames[0]
+        numpy.save({str(tmp_path / "video.npy")!r}, video)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(np.load(tmp_path / "video.npy"), generate(load_pipeline(mhla_dir)), atol=1e-5)
