@@ -20,7 +20,7 @@ DEBUG_VARIABLE = "MHLA_HF_DEBUG"
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Shows `ValueError`, `OSError` and missing optional packages as one red line on standard error.
+    """Shows `ValueError`, `OSError`, a diverged loss and missing optional packages as one red line on standard error.
 
     Raises:
         typer.Exit: With code 1, in place of such an error.
@@ -29,7 +29,7 @@ def friendly_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
         if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             raise
         message = " ".join(str(error).split()) or type(error).__name__

@@ -101,7 +101,7 @@ def import_official(
     groups, files = open_checkpoint(checkpoint)
     plan = _plan_import(groups, files, checkpoint, blocks, normalizer, grid, num_heads, dtype, max_bytes)
     source = None
-    origin: dict[str, Any] = {"location": str(checkpoint)}
+    origin: dict[str, Any] = {"location": str(checkpoint.resolve())}
     if base is not None:
         source = _read_base(base, plan.config, revision, token, cache_dir)
         origin["base"] = source.origin

@@ -169,7 +169,10 @@ def download_or_find(
             f"source {location} is a file; give a diffusers directory or a Hub id "
             "(for the authors' checkpoints: mhla-hf import-official)."
         )
-    if not path.is_dir():
+    if path.is_dir():
+        # Absolute: a relative path means something else, or even a Hub id, wherever the record is read.
+        origin["location"] = str(path.resolve())
+    else:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(location)):
             raise ValueError(f"source {location} is neither a directory nor a Hub id (owner/name).")
         path = _download(str(location), revision, token, cache_dir, subfolder, local_files_only)

@@ -42,8 +42,10 @@ class MHLAModelMixin(_Upstream):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        upstream = next(base for base in cls.__mro__[1:] if not issubclass(base, MHLAModelMixin))
-        if "__init__" not in cls.__dict__:
+        # Only classes that name the mixin themselves: FSDP2 subclasses a model's class again.
+        if MHLAModelMixin in cls.__bases__ and "__init__" not in cls.__dict__:
+            upstream = next(base for base in cls.__mro__[1:] if not issubclass(base, MHLAModelMixin))
+
             # diffusers reads the constructor's signature to tell config entries from unknown ones.
             def __init__(self: Any, *args: Any, mhla: Any = None, **init_kwargs: Any) -> None:
                 upstream.__init__(self, *args, **init_kwargs)
