@@ -220,7 +220,7 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
     output, _ = finished
     arguments = [
         *(sys.executable, "-m", "mhla_hf", "demo", str(tmp_path / "killed"), "--base", str(output / "base")),
-        *("--transfer-steps", "2", "--steps", "40", "--batch-size", "2", "--inference-steps", "2"),
+        *("--transfer-steps", "2", "--steps", "60", "--batch-size", "2", "--inference-steps", "2"),
         *("--train-videos", "4", "--held-out-videos", "4"),
     ]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

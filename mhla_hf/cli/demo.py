@@ -27,7 +27,9 @@ def run_command(
         int | None, typer.Option(help="Steps that match attention outputs to softmax.", rich_help_panel=_TRAINING)
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Fine-tuning steps.", rich_help_panel=_TRAINING)] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Videos per step.", rich_help_panel=_TRAINING)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Videos per fine-tuning step.", rich_help_panel=_TRAINING)
+    ] = None,
     train_videos: Annotated[int | None, typer.Option(help="Videos to train on.", rich_help_panel=_TRAINING)] = None,
     held_out_videos: Annotated[
         int | None, typer.Option(help="Videos of held-out scans to compare on.", rich_help_panel=_TRAINING)

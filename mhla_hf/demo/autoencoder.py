@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLWan
 
-from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
-from mhla_hf.demo.digits import MovingDigits, MovingDigitsConfig, stack_videos
+from .checkpoints import load_checkpoint, save_checkpoint
+from .digits import MovingDigits, MovingDigitsConfig, stack_videos
 
 
 _CHECKPOINT_EVERY = 100

@@ -44,7 +44,9 @@ class DemoConfig:
         blocks: Blocks of the MHLA copy along frames, rows and columns of the 5x8x8 token grid.
         transfer_steps: Steps that match each layer's attention output to the softmax model's.
         steps: Fine-tuning steps.
-        batch_size: Videos per step.
+        transfer_batch_size: Videos per matching step. One is enough: every token of every layer has a target of its
+            own, and many small steps get further than few large ones.
+        batch_size: Videos per fine-tuning step.
         transfer_learning_rate: Peak learning rate of the matching stage.
         learning_rate: Peak learning rate of fine-tuning.
         train_videos: Videos to train on.
@@ -66,13 +68,14 @@ class DemoConfig:
     seed: int = 0
     resume: bool = True
     blocks: tuple[int, int, int] = (5, 4, 4)
-    transfer_steps: int = 40
-    steps: int = 120
-    batch_size: int = 8
-    transfer_learning_rate: float = 2e-3
+    transfer_steps: int = 300
+    steps: int = 200
+    transfer_batch_size: int = 1
+    batch_size: int = 4
+    transfer_learning_rate: float = 5e-3
     learning_rate: float = 1e-3
-    train_videos: int = 256
-    held_out_videos: int = 64
+    train_videos: int = 160
+    held_out_videos: int = 48
     draws: int = 2
     prompts: tuple[str, ...] = DEFAULT_PROMPTS
     inference_steps: int = 20
@@ -85,7 +88,14 @@ class DemoConfig:
             object.__setattr__(self, "base", Path(self.base).expanduser())
         for name in ("blocks", "prompts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("batch_size", "train_videos", "held_out_videos", "draws", "inference_steps"):
+        for name in (
+            "transfer_batch_size",
+            "batch_size",
+            "train_videos",
+            "held_out_videos",
+            "draws",
+            "inference_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("seed", "transfer_steps", "steps"):

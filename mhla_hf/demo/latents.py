@@ -13,10 +13,10 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from mhla_hf.demo.autoencoder import encode_videos
-from mhla_hf.demo.checkpoints import write_safetensors
-from mhla_hf.demo.digits import MovingDigits, stack_videos
-from mhla_hf.demo.text import tokenize
+from .autoencoder import encode_videos
+from .checkpoints import write_safetensors
+from .digits import MovingDigits, stack_videos
+from .text import tokenize
 
 
 _ENCODE_BATCH = 8

@@ -51,9 +51,9 @@ Captions are "a *digit* moves *direction*", up to four of them joined by "and"; 
 ## Training
 
 The softmax pipeline was trained on videos made from the scans in scikit-learn's `load_digits`. It was converted to
-MHLA with blocks of {blocks} on the token grid, then had {transfer_steps} steps that match each layer's attention
-output to the softmax model's and {steps} steps of fine-tuning, at batch {batch_size} (seed {seed}). `conversion.json`
-says what was copied and what initialised; `training.json` holds the options.
+MHLA with {blocks} blocks on a grid of 5×8×8 tokens, then had {transfer_steps} steps that match each layer's attention
+output to the softmax model's (batch {transfer_batch_size}) and {steps} steps of fine-tuning (batch {batch_size}), with
+seed {seed}. `conversion.json` says what was copied and what initialised, `training.json` how it was fine-tuned.
 
 ## Evaluation
 
@@ -88,6 +88,7 @@ def model_card(report: dict[str, Any]) -> str:
         blocks="×".join(str(count) for count in options["blocks"]),
         transfer_steps=options["transfer_steps"],
         steps=options["steps"],
+        transfer_batch_size=options["transfer_batch_size"],
         batch_size=options["batch_size"],
         seed=report["seed"],
         softmax=report["softmax"]["held_out_loss"],

@@ -162,15 +162,15 @@ def machine() -> dict[str, Any]:
 
 def render_report(report: dict[str, Any]) -> str:
     """Write the report as Markdown."""
-    softmax = report["softmax"]["held_out_loss"]
+    softmax, options = report["softmax"]["held_out_loss"], report["options"]
     lines = [
         "# MHLA on moving digits",
         "",
         f"A small Wan pipeline with softmax attention ({report['softmax']['parameters']:,} parameters) was converted",
         "twice: to MHLA and to vanilla linear attention, which is MHLA with a single block. Both copies had the same",
-        f"training: {report['options']['transfer_steps']} steps of matching attention outputs, then "
-        f"{report['options']['steps']} of fine-tuning, at batch {report['options']['batch_size']} on the same",
-        "videos, noise and noise levels.",
+        f"training: {options['transfer_steps']} steps of matching attention outputs at batch "
+        f"{options['transfer_batch_size']}, then {options['steps']} of",
+        f"fine-tuning at batch {options['batch_size']}, on the same videos, noise and noise levels.",
         "",
         "## Held-out loss",
         "",

@@ -30,7 +30,7 @@ VARIANTS = ("mhla", "linear")
 """The two copies that are trained: MHLA, and vanilla linear attention, which is MHLA with one block."""
 
 TRANSFER, FINETUNE = "transfer", "finetune"
-_CHECKPOINT_EVERY = 20
+_CHECKPOINT_EVERY = 50
 
 
 def run_demo(config: DemoConfig) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Demo:
             train="full",
             transfer_steps=steps if stage == TRANSFER else 0,
             max_steps=steps if stage == FINETUNE else 0,
-            batch_size=config.batch_size,
+            batch_size=config.transfer_batch_size if stage == TRANSFER else config.batch_size,
             learning_rate=config.learning_rate,
             transfer_learning_rate=config.transfer_learning_rate,
             lr_schedule="cosine",
