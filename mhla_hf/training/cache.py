@@ -147,16 +147,19 @@ def component_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def start_cache(directory: Path, settings: dict[str, Any], *, main_process: bool = True) -> bool:
+def start_cache(
+    directory: Path, settings: dict[str, Any], samples: Sequence[VideoSample] = (), *, main_process: bool = True
+) -> bool:
     """Opens a cache for writing.
 
     Args:
         directory: The cache.
         settings: See `cache_settings`.
+        samples: The videos; a finished cache of other ones is opened again, and keeps what has not changed.
         main_process: Whether to write; other processes only check.
 
     Returns:
-        Whether there is work to do: False if a finished cache of the same settings is there.
+        Whether there is work to do: False if a finished cache of the same settings and videos is there.
 
     Raises:
         ValueError: If a cache made with other settings is there; the error names them.
@@ -171,7 +174,11 @@ def start_cache(directory: Path, settings: dict[str, Any], *, main_process: bool
             changes = ", ".join(f"{name} {old.get(name)!r} not {settings.get(name)!r}" for name in different)
             raise ValueError(f"cache {directory} was made with {changes}; remove it or choose another cache")
         if manifest.get("complete"):
-            return False
+            if not samples or manifest.get("samples_digest") == samples_digest(samples):
+                return False
+            logger.info("cache: the videos or captions of %s have changed; encoding what is new", directory)
+            if main_process:
+                write_json(directory / MANIFEST, {**manifest, "complete": False})
     elif main_process:
         write_json(directory / MANIFEST, {"format_version": FORMAT_VERSION, "settings": settings, "complete": False})
     return True
@@ -291,9 +298,15 @@ def finish_cache(directory: Path, samples: Sequence[VideoSample]) -> None:
             "samples": present,
             "skipped": [sample.key for sample, name in zip(samples, names) if name not in present],
             "latent_shape": shape,
+            "samples_digest": samples_digest(samples),
             "complete": True,
         },
     )
+
+
+def samples_digest(samples: Sequence[VideoSample]) -> str:
+    """A hash over the identities of all videos, in order."""
+    return hashlib.sha256("".join(_identity(sample) for sample in samples).encode()).hexdigest()
 
 
 def _identity(sample: VideoSample) -> str:

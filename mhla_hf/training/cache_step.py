@@ -41,13 +41,16 @@ def make_cache(
         source = loading.resolve_pipeline(config.model)
     patch_size = loading.component_config(source, config.component)["patch_size"]
     settings = cache.cache_settings(source, cache_config)
-    work = cache.start_cache(directory, settings, main_process=accelerator.is_main_process)
+    work = cache.start_cache(directory, settings, samples, main_process=accelerator.is_main_process)
     # Nobody writes before all have looked: the main process may already be done when another one starts.
     accelerator.wait_for_everyone()
     if not work:
         return directory
     pipeline = load_encoders(source)
     cache.check_video_size(pipeline, cache_config, patch_size)
+    if accelerator.device.type != "cpu":
+        # Wan's text encoder is made for bfloat16, and takes 22 GB in float32; the VAE needs float32.
+        pipeline.text_encoder.to(torch.bfloat16)
     pipeline.to(accelerator.device)
     cache.build_cache(
         directory,

@@ -37,7 +37,11 @@ def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_s
 
 
 def make_optimizer(
-    model: nn.Module, names: Sequence[str], config: TrainingConfig, learning_rate: float
+    model: nn.Module,
+    names: Sequence[str],
+    config: TrainingConfig,
+    learning_rate: float,
+    mhla_learning_rate: float,
 ) -> torch.optim.AdamW:
     """AdamW over some parameters of a model.
 
@@ -49,6 +53,7 @@ def make_optimizer(
         names: Parameters to train.
         config: The options.
         learning_rate: Peak learning rate of the stage.
+        mhla_learning_rate: That of the MHLA parameters.
     """
     parameters = dict(model.named_parameters())
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -56,13 +61,12 @@ def make_optimizer(
         parameter, ours = parameters[name], is_mhla_parameter(name)
         decayed = not ours and parameter.ndim >= 2 and not name.endswith("scale_shift_table")
         groups.setdefault((ours, decayed), []).append(parameter)
-    mhla_rate = config.mhla_learning_rate or learning_rate
     return torch.optim.AdamW(
         [
             {
                 "params": members,
-                "lr": mhla_rate if ours else learning_rate,
-                "peak_lr": mhla_rate if ours else learning_rate,
+                "lr": mhla_learning_rate if ours else learning_rate,
+                "peak_lr": mhla_learning_rate if ours else learning_rate,
                 "weight_decay": config.weight_decay if decayed else 0.0,
             }
             for (ours, decayed), members in groups.items()

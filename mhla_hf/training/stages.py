@@ -23,6 +23,7 @@ class Stage(Protocol):
     name: str
     steps: int
     learning_rate: float
+    mhla_learning_rate: float
 
     def trainable_names(self) -> list[str]:
         """Names of the parameters that train."""
@@ -64,6 +65,7 @@ class FineTuning:
         self.model = model
         self.steps = config.max_steps
         self.learning_rate = config.learning_rate
+        self.mhla_learning_rate = config.mhla_learning_rate or config.learning_rate
 
     def trainable_names(self) -> list[str]:
         """What `train` says."""
@@ -89,6 +91,8 @@ class Transfer:
         self.get_teacher = get_teacher
         self.steps = config.transfer_steps
         self.learning_rate = config.transfer_learning_rate or config.learning_rate
+        # The more particular option wins: a rate for this stage over one for these parameters in every stage.
+        self.mhla_learning_rate = config.transfer_learning_rate or config.mhla_learning_rate or config.learning_rate
         self.layers = mhla_layers(model)
         if not self.layers:
             raise ValueError("transfer_steps needs at least one MHLA layer, but the model has none")

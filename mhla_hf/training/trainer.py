@@ -95,6 +95,7 @@ class WanTrainer:
         self.output = Path(config.output) if config.output is not None else None
         self.owns_accelerator = accelerator is None
         self.accelerator = accelerator or make_accelerator(config)
+        check_distribution(self.accelerator, config)
         self.metrics: MetricsFile | None = None
         self.callback = callback
         self.source: Path | None = None
@@ -118,8 +119,6 @@ class WanTrainer:
             dataset.check_model(self.model)
         self.teacher = teacher
         self.noise_options = self._noise_options()
-        if config.transfer_steps and self.accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError("transfer_steps must be 0 under FSDP: match the layers first in a run without sharding")
         if config.train == "lora" and not hasattr(self.model, "peft_config"):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
 
@@ -232,7 +231,7 @@ class WanTrainer:
             self.model.enable_gradient_checkpointing()
         if checkpoint is not None:
             checkpoints.load_weights(checkpoint, self.model, names)
-        optimizer = make_optimizer(self.model, names, config, stage.learning_rate)
+        optimizer = make_optimizer(self.model, names, config, stage.learning_rate, stage.mhla_learning_rate)
         module, optimizer = accelerator.prepare(stage.module(), optimizer)
         if checkpoint is not None:
             checkpoints.load_optimizer(checkpoint, self.model, optimizer.optimizer, names)
@@ -248,8 +247,9 @@ class WanTrainer:
                 self._save_if_due(stage, step + 1, optimizer.optimizer, names)
                 self._validate_if_due(stage, step + 1, module)
         result.seconds_per_step[stage.name] = math.fsum(durations) / len(durations)
-        if stage.name == "transfer":
-            self.teacher = None
+        if isinstance(stage, Transfer):
+            # Fine-tuning does not need it, and it is as large as the model.
+            self.teacher = stage.teacher = None
         del module, optimizer
         accelerator.free_memory()
 
@@ -376,6 +376,8 @@ class WanTrainer:
             save_adapter(self.output / "lora", model, config.component)
         if config.train == "lora":
             parameters.merge_lora(model)
+        if model is self.model:
+            model.to(self.accelerator.device)
         model.requires_grad_(True).eval()
         result.model = model
         if self.output is not None and self.source is not None:
@@ -390,6 +392,27 @@ class WanTrainer:
         self.accelerator.wait_for_everyone()
         if self.owns_accelerator:
             self.accelerator.end_training()
+
+
+def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Refuses ways of running that would fail hours later.
+
+    Raises:
+        ValueError: For DeepSpeed and others, FSDP 1, and what FSDP cannot do here; the message names the option.
+    """
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        return
+    if kind != DistributedType.FSDP:
+        raise ValueError(f"training under {kind.value} is not supported; use one process, DDP or FSDP 2")
+    if not getattr(accelerator, "is_fsdp2", False):
+        raise ValueError("training under FSDP 1 is not supported; set fsdp_version: 2 in accelerate's configuration")
+    if config.transfer_steps:
+        raise ValueError("transfer_steps must be 0 under FSDP: match the layers first in a run without sharding")
+    if config.train == "lora":
+        raise ValueError("train='lora' does not run under FSDP; use DDP, or train full")
+    if config.validation_prompts:
+        raise ValueError("validation_prompts do not run under FSDP: generate from a checkpoint's pipeline instead")
 
 
 def _image_options(tracker: Any) -> dict[str, Any]:
