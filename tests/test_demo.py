@@ -46,6 +46,7 @@ TINY_PRETRAINING = {
     "device": "cpu",
 }
 TINY_DEMO = {
+    "layers": None,
     "transfer_steps": 2,
     "steps": 3,
     "batch_size": 2,
@@ -86,10 +87,11 @@ def test_report_compares_on_the_same_draws(finished):
             figures = entry["held_out"][stage]
             assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
         assert entry["seconds_per_step"]["transfer"] > 0 and entry["seconds_per_step"]["finetune"] > 0
-    # 80 x 80 mixing weights in each of two layers, against one.
+    # In each of two layers 80 x 80 mixing weights, against one, and the same convolution of 24 channels.
+    convolution = 24 * 3**3 + 24
     counts = {name: entry["parameters"] for name, entry in report["variants"].items()}
-    assert counts["mhla"] - report["softmax"]["parameters"] == 2 * 80 * 80
-    assert counts["linear"] - report["softmax"]["parameters"] == 2
+    assert counts["mhla"] - report["softmax"]["parameters"] == 2 * (80 * 80 + convolution)
+    assert counts["linear"] - report["softmax"]["parameters"] == 2 * (1 + convolution)
 
 
 def test_written_pipeline_generates_with_plain_diffusers(finished):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-DEFAULT_PROMPTS = ("a three moves left", "a seven moves up and a two moves right")
+DEFAULT_PROMPTS = ("a zero moves down", "a seven moves up")
 """Captions of the videos that the demo generates."""
 
 NOT_COMPARED = ("output", "resume", "progress")
@@ -42,6 +42,10 @@ class DemoConfig:
         seed: Seed of everything random.
         resume: Go on from what an earlier, stopped run left in `output`.
         blocks: Blocks of the MHLA copy along frames, rows and columns of the 5x8x8 token grid.
+        layers: Layers of both copies that stop being softmax; None for all. The default keeps every third one, as the
+            paper's hybrid Wan does.
+        lepe_kernel: Kernel width of the depthwise convolution of the values in both copies; None for none. It takes
+            over what softmax attention did close by, and most of a short training's way is that.
         transfer_steps: Steps that match each layer's attention output to the softmax model's.
         steps: Fine-tuning steps.
         transfer_batch_size: Videos per matching step. One is enough: every token of every layer has a target of its
@@ -68,12 +72,14 @@ class DemoConfig:
     seed: int = 0
     resume: bool = True
     blocks: tuple[int, int, int] = (5, 4, 4)
-    transfer_steps: int = 300
-    steps: int = 200
+    layers: tuple[int, ...] | None = (1, 2, 4)
+    lepe_kernel: int | None = 3
+    transfer_steps: int = 600
+    steps: int = 120
     transfer_batch_size: int = 1
     batch_size: int = 4
     transfer_learning_rate: float = 5e-3
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     train_videos: int = 160
     held_out_videos: int = 48
     draws: int = 2
@@ -86,8 +92,9 @@ class DemoConfig:
         object.__setattr__(self, "output", Path(self.output).expanduser())
         if self.base is not None:
             object.__setattr__(self, "base", Path(self.base).expanduser())
-        for name in ("blocks", "prompts"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("blocks", "layers", "prompts"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in (
             "transfer_batch_size",
             "batch_size",

@@ -51,9 +51,10 @@ Captions are "a *digit* moves *direction*", up to four of them joined by "and"; 
 ## Training
 
 The softmax pipeline was trained on videos made from the scans in scikit-learn's `load_digits`. It was converted to
-MHLA with {blocks} blocks on a grid of 5×8×8 tokens, then had {transfer_steps} steps that match each layer's attention
-output to the softmax model's (batch {transfer_batch_size}) and {steps} steps of fine-tuning (batch {batch_size}), with
-seed {seed}. `conversion.json` says what was copied and what initialised, `training.json` how it was fine-tuned.
+MHLA with {blocks} blocks on a grid of 5×8×8 tokens ({what}).
+Then it had {transfer_steps} steps that match each layer's attention output to the softmax model's (batch
+{transfer_batch_size}) and {steps} steps of fine-tuning (batch {batch_size}), with seed {seed}. `conversion.json` says
+what was copied and what initialised, `training.json` how it was fine-tuned.
 
 ## Evaluation
 
@@ -65,6 +66,13 @@ Flow-matching loss on held-out scans, the same noise for all models:
 | this one | {mhla:.4f} | {mhla_above:+.2f} % |
 | the same with vanilla linear attention | {linear:.4f} | {linear_above:+.2f} % |
 """
+
+
+def converted_layers(options: dict[str, Any]) -> str:
+    """Which layers were converted and with what convolution, in words; `options` as in `report.json`."""
+    layers, kernel = options["layers"], options["lepe_kernel"]
+    which = "every layer" if layers is None else f"layers {', '.join(map(str, layers))}; the others stay softmax"
+    return which if kernel is None else f"{which}; depthwise convolution of the values, kernel {kernel}"
 
 
 def model_card(report: dict[str, Any]) -> str:
@@ -86,6 +94,7 @@ def model_card(report: dict[str, Any]) -> str:
         inference_steps=options["inference_steps"],
         guidance=options["guidance"],
         blocks="×".join(str(count) for count in options["blocks"]),
+        what=converted_layers(options),
         transfer_steps=options["transfer_steps"],
         steps=options["steps"],
         transfer_batch_size=options["transfer_batch_size"],

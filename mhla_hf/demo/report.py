@@ -29,7 +29,7 @@ from .figures import (
     side_by_side,
     write_gif,
 )
-from .model_card import model_card
+from .model_card import converted_layers, model_card
 from .progress import DemoProgress
 
 
@@ -167,7 +167,8 @@ def render_report(report: dict[str, Any]) -> str:
         "# MHLA on moving digits",
         "",
         f"A small Wan pipeline with softmax attention ({report['softmax']['parameters']:,} parameters) was converted",
-        "twice: to MHLA and to vanilla linear attention, which is MHLA with a single block. Both copies had the same",
+        "twice: to MHLA and to vanilla linear attention, which is MHLA with a single block. Both copies are alike in",
+        f"everything else ({converted_layers(options)}) and had the same",
         f"training: {options['transfer_steps']} steps of matching attention outputs at batch "
         f"{options['transfer_batch_size']}, then {options['steps']} of",
         f"fine-tuning at batch {options['batch_size']}, on the same videos, noise and noise levels.",

@@ -164,6 +164,8 @@ class Demo:
                 "normalizer": "query",
                 "feature_map": "relu",
                 "rope": "after_feature_map",
+                "layers": self.config.layers,
+                "lepe_kernel": self.config.lepe_kernel,
                 "grid": token_grid(base),
             }
             convert_pretrained(base, destination, mhla, progress=False)
