@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.compile(fullgraph=True)`: what every MHLA model must do."""
+"""`torch.compile(fullgraph=True)`: what every MHLA model must do. Compilers are slow: models of one layer."""
+
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from tests.models.model_case import OPTION_SETS, ModelCase, relative_error
+from tests.models.model_case import OPTION_SETS, ModelCase, perturb_mhla, relative_error
+
+
+# Everything that a layer can be; with one layer there is nothing to mix with softmax.
+LAYER_OPTIONS = {name: options for name, options in OPTION_SETS.items() if "layers" not in options}
 
 
 class CompileChecks(ModelCase):
+    """Attributes: smallest: Constructor arguments of a model with one layer."""
+
+    smallest: ClassVar[dict[str, Any]]
+
     @pytest.fixture(autouse=True)
     def fresh_compiler(self):
         torch.compiler.reset()
         yield
         torch.compiler.reset()
+
+    def make_small(self, **options):
+        return perturb_mhla(self.make(self.mhla_class, mhla={**self.options, **options}, **self.smallest))
 
     def assert_equal_to_eager(self, model, compiled, sizes):
         """Output and every gradient at each size, one after the other through the same compiled model."""
@@ -28,35 +41,53 @@ class CompileChecks(ModelCase):
             for gradient, compiled_gradient in zip(gradients, compiled_gradients):
                 assert relative_error(compiled_gradient, gradient) < 1e-4
 
-    @pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS)
-    @pytest.mark.parametrize("dynamic", [None, False], ids=["automatic", "static"])
-    def test_traces_without_graph_breaks(self, options, dynamic):
-        """Capture and differentiation of the whole graph at three grids; code generation is another test's."""
-        model = self.make_mhla(**options)
-        compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-        self.assert_equal_to_eager(model, compiled, (0, 1, 2))
+    @pytest.mark.parametrize(
+        "options, sizes", [("default", (0, 1)), ("everything", (2,))], ids=["default-two_grids", "everything-ragged"]
+    )
+    def test_traces_without_graph_breaks(self, options, sizes):
+        """Capture and differentiation of the whole graph; code generation is the next test's."""
+        model = self.make_small(**OPTION_SETS[options])
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        self.assert_equal_to_eager(model, compiled, sizes)
 
     def test_compiles_forward_and_backward(self):
-        model = self.make_mhla(**OPTION_SETS["authors"], mixing_heads="per_head")
-        compiled = torch.compile(model, fullgraph=True, dynamic=False)
-        self.assert_equal_to_eager(model, compiled, (0,))
+        """At a grid that the blocks do not divide."""
+        model = self.make_small()
+        self.assert_equal_to_eager(model, torch.compile(model, fullgraph=True, dynamic=False), (2,))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS)
-    @pytest.mark.parametrize("dynamic", [None, False], ids=["automatic", "static"])
-    def test_compiles_at_every_grid(self, options, dynamic):
-        model = self.make_mhla(**options)
-        self.assert_equal_to_eager(model, torch.compile(model, fullgraph=True, dynamic=dynamic), (0, 1, 2))
+    @pytest.mark.parametrize("options", LAYER_OPTIONS)
+    def test_compiles_at_every_grid(self, options, request):
+        if OPTION_SETS[options].get("output_gate"):
+            reason = "CPU code generation of torch 2.13 gets the gradient of a gated layer's input wrong; the traced "
+            reason += "graph and the decomposed one are right (test_traces_without_graph_breaks)"
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+        model = self.make_small(**OPTION_SETS[options])
+        compiled = torch.compile(model, fullgraph=True, dynamic=False)
+        self.assert_equal_to_eager(model, compiled, (0, 1, 2))
 
+    @pytest.mark.slow
+    def test_compiles_with_dynamic_sizes(self):
+        """Sizes that change are first compiled as they come and then symbolically."""
+        model = self.make_small()
+        self.assert_equal_to_eager(model, torch.compile(model, fullgraph=True), (0, 2, 1))
+
+    @pytest.mark.slow
+    def test_hybrid_compiles(self):
+        model = self.make_mhla(**OPTION_SETS["hybrid"])
+        self.assert_equal_to_eager(model, torch.compile(model, fullgraph=True, dynamic=False), (0,))
+
+    @pytest.mark.slow
     def test_compile_repeated_blocks(self):
-        model = self.make_mhla(**OPTION_SETS["default"])
+        model = self.make_mhla()
         expected = [self.run(model, size) for size in (0, 2)]
-        model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+        model.compile_repeated_blocks(fullgraph=True, dynamic=False)
         for size, output in zip((0, 2), expected):
-            torch.testing.assert_close(self.run(model, size), output)
+            torch.testing.assert_close(self.run(model, size), output, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_compiled_with_gradient_checkpointing(self):
-        model = self.make_mhla().train()
+        model = self.make_small().train()
         model.enable_gradient_checkpointing()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
         self.assert_equal_to_eager(model, compiled, (0, 1))

@@ -6,4 +6,4 @@ from tests.models.wan_case import WanCase
 
 
 class TestWanCompile(WanCase, CompileChecks):
-    pass
+    smallest = {"num_layers": 1}
