@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import load_file
 
 from mhla_hf.cli.demo import run_command
 from mhla_hf.demo import DemoConfig, base_pipeline_directory, run_demo
@@ -115,6 +116,24 @@ def test_pictures_show_what_they_should(finished):
         assert gif.n_frames == 17
     with Image.open(output / "frames.png") as frames:
         assert frames.size == (9 * 64, 3 * 64)
+
+
+def test_stored_videos_are_what_the_pipeline_made(finished):
+    from diffusers import DiffusionPipeline
+
+    output, _ = finished
+    pipeline = DiffusionPipeline.from_pretrained(output / "base")
+    generator = [torch.Generator().manual_seed(0)]
+    options = {
+        "num_inference_steps": 2,
+        "guidance_scale": DemoConfig(output=output).guidance,
+        "max_sequence_length": 32,
+    }
+    expected = pipeline(
+        ["a three moves left"], height=64, width=64, num_frames=17, generator=generator, **options
+    ).frames
+    stored = load_file(output / "work" / "videos" / "softmax.safetensors")["frames"]
+    assert np.abs(stored / 255.0 - np.asarray(expected)).max() < 0.01
 
 
 def test_a_finished_demo_runs_again_in_no_time(finished):

@@ -69,4 +69,6 @@ def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
         max_sequence_length=32,
     ).frames
     seconds = time.perf_counter() - began
-    return np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8), seconds
+    # The pipeline hands out a transposed view, and safetensors writes the memory as it lies.
+    pixels = np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8)
+    return np.ascontiguousarray(pixels), seconds
