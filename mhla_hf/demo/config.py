@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-DEFAULT_PROMPTS = ("a zero moves down", "a seven moves up")
+DEFAULT_PROMPTS = ("a zero moves down", "a one moves right", "a six moves up")
 """Captions of the videos that the demo generates."""
 
 NOT_COMPARED = ("output", "resume", "progress")
@@ -85,7 +85,7 @@ class DemoConfig:
     draws: int = 2
     prompts: tuple[str, ...] = DEFAULT_PROMPTS
     inference_steps: int = 20
-    guidance: float = 3.0
+    guidance: float = 4.0
     progress: bool = True
 
     def __post_init__(self) -> None:
