@@ -47,7 +47,7 @@ TINY_PRETRAINING = {
     "device": "cpu",
 }
 TINY_DEMO = {
-    "layers": None,
+    "layers": "all",
     "transfer_steps": 2,
     "steps": 3,
     "batch_size": 2,

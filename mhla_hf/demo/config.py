@@ -42,8 +42,8 @@ class DemoConfig:
         seed: Seed of everything random.
         resume: Go on from what an earlier, stopped run left in `output`.
         blocks: Blocks of the MHLA copy along frames, rows and columns of the 5x8x8 token grid.
-        layers: Layers of both copies that stop being softmax; None for all. The default keeps every third one, as the
-            paper's hybrid Wan does.
+        layers: Layers of both copies that stop being softmax, as `mhla-hf convert` takes them. The default keeps every
+            third one, as the paper's hybrid Wan does.
         lepe_kernel: Kernel width of the depthwise convolution of the values in both copies; None for none. It takes
             over what softmax attention did close by, and most of a short training's way is that.
         transfer_steps: Steps that match each layer's attention output to the softmax model's.
@@ -72,7 +72,7 @@ class DemoConfig:
     seed: int = 0
     resume: bool = True
     blocks: tuple[int, int, int] = (5, 4, 4)
-    layers: tuple[int, ...] | None = (1, 2, 4)
+    layers: str = "2/3"
     lepe_kernel: int | None = 3
     transfer_steps: int = 600
     steps: int = 120
@@ -92,9 +92,8 @@ class DemoConfig:
         object.__setattr__(self, "output", Path(self.output).expanduser())
         if self.base is not None:
             object.__setattr__(self, "base", Path(self.base).expanduser())
-        for name in ("blocks", "layers", "prompts"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("blocks", "prompts"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in (
             "transfer_batch_size",
             "batch_size",

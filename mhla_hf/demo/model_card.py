@@ -71,7 +71,7 @@ Flow-matching loss on held-out scans, the same noise for all models:
 def converted_layers(options: dict[str, Any]) -> str:
     """Which layers were converted and with what convolution, in words; `options` as in `report.json`."""
     layers, kernel = options["layers"], options["lepe_kernel"]
-    which = "every layer" if layers is None else f"layers {', '.join(map(str, layers))}; the others stay softmax"
+    which = "every layer" if layers == "all" else f"layers {layers}; the others stay softmax"
     return which if kernel is None else f"{which}; depthwise convolution of the values, kernel {kernel}"
 
 

@@ -164,11 +164,10 @@ class Demo:
                 "normalizer": "query",
                 "feature_map": "relu",
                 "rope": "after_feature_map",
-                "layers": self.config.layers,
                 "lepe_kernel": self.config.lepe_kernel,
                 "grid": token_grid(base),
             }
-            convert_pretrained(base, destination, mhla, progress=False)
+            convert_pretrained(base, destination, mhla, layers=self.config.layers, progress=False)
 
     def _train(self, variant: str, stage: str, steps: int, base: Path, train: DigitLatents) -> dict[str, Any]:
         folder = self.work / variant / stage
