@@ -167,7 +167,7 @@ def test_mistakes_are_one_line(arguments, message, pipeline_dir, tmp_path):
 
 
 def test_mistakes_in_a_process_of_its_own():
-    code = "def fail():\n    raise ValueError('no such model')\nfrom mhla_hf.cli.errors import run_script\nrun_script(fail)"
+    code = "def fail():\n    raise ValueError('no such model')\nfrom mhla_hf.cli.errors import run_script\nrun_script(fail)"  # noqa: E501
     assert run_process("-c", code, code=1).stderr == "error: no such model\n"
     assert "Traceback" in run_process("-c", code, code=1, MHLA_HF_DEBUG="1").stderr
     assert "Traceback" not in run_process("-m", "mhla_hf", "convert", code=2).stderr

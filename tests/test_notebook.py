@@ -24,7 +24,8 @@ def test_it_runs_and_draws_its_four_figures(tmp_path):
             cell.outputs = []
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert _images(notebook) == 4
-    printed = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if output.get("name") == "stdout"]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = [output.text for output in outputs if output.get("name") == "stdout"]
     assert any("WanPipeline with MHLAWanTransformer3DModel" in text for text in printed)
 
 
