@@ -176,15 +176,14 @@ class MovingDigits(Dataset):
     def _paths(self, directions: Sequence[str], random: np.random.Generator) -> np.ndarray:
         """Draw positions `[count, num_frames, 2]`; of a few candidates the one in which digits overlap least."""
         candidates = _PLACEMENT_CANDIDATES if len(directions) > 1 else 1
-        best, least = None, np.inf
-        for _ in range(candidates):
-            paths = np.stack([self._path(direction, random) for direction in directions])
-            distance = np.abs(paths[:, None] - paths[None]).max(axis=-1)
-            closeness = np.clip(self.config.digit_size - distance, 0, None)
-            overlap = closeness.sum() - np.trace(closeness.sum(axis=-1))
-            if overlap < least:
-                best, least = paths, overlap
-        return best
+        placements = [np.stack([self._path(direction, random) for direction in directions]) for _ in range(candidates)]
+        return min(placements, key=self._overlap)
+
+    def _overlap(self, paths: np.ndarray) -> float:
+        """How far the digits of paths `[count, num_frames, 2]` overlap, added up over pairs and frames."""
+        distance = np.abs(paths[:, None] - paths[None]).max(axis=-1)
+        closeness = np.clip(self.config.digit_size - distance, 0, None)
+        return float(closeness.sum() - np.trace(closeness.sum(axis=-1)))
 
     def _path(self, direction: str, random: np.random.Generator) -> np.ndarray:
         room = self.config.size - self.config.digit_size
@@ -203,7 +202,8 @@ class MovingDigits(Dataset):
 
     def _draw(self, scans: Sequence[np.ndarray], paths: np.ndarray) -> np.ndarray:
         side = self.config.digit_size
-        frames = np.zeros((self.config.num_frames, self.config.size, self.config.size), dtype=np.float32)
+        shape = (self.config.num_frames, self.config.size, self.config.size)
+        frames: np.ndarray = np.zeros(shape, dtype=np.float32)
         for scan, path in zip(scans, paths, strict=True):
             for frame, (row, column) in zip(frames, path, strict=True):
                 window = frame[row : row + side, column : column + side]

@@ -70,11 +70,10 @@ def plot_losses(
         if any(by_stage.get(stage) for by_stage in losses.values()):
             axis.legend(frameon=False)
     width = 0.38
-    for number, (variant, by_stage) in enumerate(held_out.items()):
+    for number, (variant, excess) in enumerate(held_out.items()):
         places = np.arange(len(STAGES)) + (number - 0.5) * width
-        bars = axes[2].bar(
-            places, [by_stage[stage] for stage in STAGES], width, color=COLORS[variant], label=TITLES[variant]
-        )
+        heights = [excess[stage] for stage in STAGES]
+        bars = axes[2].bar(places, heights, width, color=COLORS[variant], label=TITLES[variant])
         axes[2].bar_label(bars, fmt="%.1f %%", fontsize=8)
     axes[2].set_xticks(range(len(STAGES)), [STAGE_TITLES[stage] for stage in STAGES])
     axes[2].set(title="Held-out loss above softmax", ylabel="%", yscale="symlog")
