@@ -17,25 +17,15 @@ from safetensors.numpy import load_file
 
 from mhla_hf.cli.demo import run_command
 from mhla_hf.demo import DemoConfig, base_pipeline_directory, run_demo
-from mhla_hf.demo.base_model import BaseModelConfig
 from mhla_hf.demo.figures import side_by_side, smooth
 from mhla_hf.demo.pretraining import PretrainingConfig, pretrain
 from mhla_hf.demo.runner import Demo, token_grid
 
+from . import tiny
 
-TINY_MODEL = BaseModelConfig(
-    latent_channels=4,
-    vae_dim=2,
-    num_heads=2,
-    head_dim=12,
-    num_layers=2,
-    ffn_dim=32,
-    frequency_dim=32,
-    text_dim=16,
-    text_layers=1,
-)
+
 TINY_PRETRAINING = {
-    "model": TINY_MODEL,
+    "model": tiny.digits_model(),
     "vae_crop_steps": 1,
     "vae_full_steps": 1,
     "decoder_steps": 1,

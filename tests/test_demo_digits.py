@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import WanPipeline
 
-from mhla_hf.demo.base_model import BaseModelConfig, build_text_encoder, build_tokenizer, build_transformer, build_vae
+from mhla_hf.demo.base_model import build_text_encoder, build_tokenizer, build_transformer, build_vae
 from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
 from mhla_hf.demo.digits import (
     DIGIT_WORDS,
@@ -32,18 +32,10 @@ from mhla_hf.demo.text import (
     tokenize,
 )
 
+from . import tiny
 
-TINY = BaseModelConfig(
-    latent_channels=4,
-    vae_dim=4,
-    num_heads=2,
-    head_dim=12,
-    num_layers=2,
-    ffn_dim=32,
-    frequency_dim=32,
-    text_dim=16,
-    text_layers=1,
-)
+
+TINY = tiny.digits_model()
 
 
 def test_a_video_depends_on_split_seed_and_index_alone():

@@ -3,7 +3,8 @@
 
 Sizes are the smallest at which nothing degenerates: two heads of width 12 (the narrowest that rotary embeddings over
 three axes can split), two layers, 16 latent channels as in Wan 2.1, and a character tokenizer built in memory.
-`wan_transformer` makes the model alone, `wan_inputs` what its `forward` takes, `wan_pipeline` everything.
+`wan_transformer` makes the model alone, `wan_inputs` what its `forward` takes, `wan_pipeline` everything, and
+`digits_model` gives the sizes of the demo's own model.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
+
+from mhla_hf.demo.base_model import BaseModelConfig
 
 
 TEXT_DIM = 32
@@ -205,3 +208,19 @@ def wan_pipeline(
         pipeline = WanPipeline(**parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def digits_model(**overrides: Any) -> BaseModelConfig:
+    """Sizes of the demo's base model at their smallest; `overrides` replace single ones."""
+    sizes: dict[str, Any] = {
+        "latent_channels": 4,
+        "vae_dim": 2,
+        "num_heads": 2,
+        "head_dim": 12,
+        "num_layers": 2,
+        "ffn_dim": 32,
+        "frequency_dim": 32,
+        "text_dim": 16,
+        "text_layers": 1,
+    }
+    return BaseModelConfig(**{**sizes, **overrides})
