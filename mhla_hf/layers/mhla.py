@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..layout import BlockLayout, choose_blocks, resample_mixing
 from ..ops import mhla_attention
-from ..ops.block import accumulation_dtype
+from ..ops.numerics import accumulation_dtype
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 

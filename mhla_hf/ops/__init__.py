@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MHLA operator in all its forms: dense (the oracle), block-parallel, causal chunked and recurrent."""
 
+from ..sequence_layout import extend_mixing, mixing_at
 from .block import block_mhla_attention
-from .causal import causal_mhla_attention, extend_causal_mixing
+from .causal import causal_mhla_attention
 from .dispatch import BACKENDS, mhla_attention
 from .naive import naive_mhla_attention, naive_mhla_weights
-from .recurrent import MHLAState, empty_state, mhla_prefill, mhla_step
+from .recurrent import MHLAState, empty_state, mhla_extend, mhla_step, rewind_state
 
 
 __all__ = [
@@ -14,10 +15,12 @@ __all__ = [
     "block_mhla_attention",
     "causal_mhla_attention",
     "empty_state",
-    "extend_causal_mixing",
+    "extend_mixing",
     "mhla_attention",
-    "mhla_prefill",
+    "mhla_extend",
     "mhla_step",
+    "mixing_at",
     "naive_mhla_attention",
     "naive_mhla_weights",
+    "rewind_state",
 ]

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..config import NORMALIZERS
 from ..layout import BlockLayout
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that summaries and normalisers are accumulated in: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from ..sequence_layout import SequenceLayout
+from .numerics import accumulation_dtype, check_normalizer, mix_summaries, repeat_heads
 
 
 def block_mhla_attention(
@@ -22,7 +18,7 @@ def block_mhla_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mixing: torch.Tensor,
-    layout: BlockLayout,
+    layout: BlockLayout | SequenceLayout,
     *,
     normalizer_query: torch.Tensor | None = None,
     normalizer_key: torch.Tensor | None = None,
@@ -41,8 +37,8 @@ def block_mhla_attention(
     Raises:
         ValueError: If `normalizer` is unknown.
     """
-    if normalizer not in NORMALIZERS:
-        raise ValueError(f"normalizer={normalizer!r} is not one of {', '.join(map(repr, NORMALIZERS))}.")
+    check_normalizer(normalizer)
+    num_heads = query.shape[2]
     dtype = accumulation_dtype(value.dtype)
     mixing = mixing.to(dtype)
     plain_query = query if normalizer_query is None else normalizer_query
@@ -54,16 +50,17 @@ def block_mhla_attention(
         key_blocks = _head_blocks(key.to(dtype), layout)
         value_blocks = _head_blocks(value.to(dtype), layout)
         summary = key_blocks.transpose(-1, -2) @ value_blocks
-        mixed_summary = _mix(mixing, summary)
+        mixed_summary = mix_summaries(mixing, summary, num_heads)
         output = query_blocks @ mixed_summary
         if normalizer != "none":
             plain_query_blocks = query_blocks if plain_query is query else _head_blocks(plain_query.to(dtype), layout)
             plain_key_blocks = key_blocks if plain_key is key else _head_blocks(plain_key.to(dtype), layout)
             key_sum = plain_key_blocks.sum(dim=-2)
             if normalizer == "query":
-                denominator = plain_query_blocks @ (mixing @ key_sum).unsqueeze(-1)
+                denominator = plain_query_blocks @ mix_summaries(mixing, key_sum.unsqueeze(-1), num_heads)
             else:
                 # [B, H, M, N]: each block's own queries against its own key sum, then mixed over blocks.
+                key_sum = repeat_heads(key_sum, num_heads, 1)
                 own = (plain_query_blocks @ key_sum.unsqueeze(-1)).squeeze(-1)
                 denominator = (mixing @ own).unsqueeze(-1)
             # Divided token by token: the empty slots of ragged blocks have no denominator.
@@ -73,16 +70,11 @@ def block_mhla_attention(
         return output.to(value.dtype)
 
 
-def _head_blocks(tokens: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+def _head_blocks(tokens: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
     """`[B, T, H, D]` to `[B, H, M, N, D]`."""
     return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
 
 
-def _from_head_blocks(blocks: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+def _from_head_blocks(blocks: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
     """`[B, H, M, N, D]` to `[B, T, H, D]`."""
     return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))
-
-
-def _mix(mixing: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
-    """Σ_b m_ib S_b: `[M, M]` or `[H, M, M]` on `[B, H, M, K, V]`."""
-    return (mixing @ summary.flatten(-2)).unflatten(-1, summary.shape[-2:])

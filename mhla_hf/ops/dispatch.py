@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from ..config import NORMALIZERS
 from ..layout import BlockLayout
+from ..sequence_layout import extend_mixing
 from .block import block_mhla_attention
 from .causal import causal_mhla_attention
 from .naive import naive_mhla_attention
+from .numerics import check_normalizer
 
 
 BACKENDS = ("auto", "torch", "naive")
@@ -38,13 +39,13 @@ def mhla_attention(
 
     Args:
         query: Feature-mapped (and rotated, where there is RoPE) queries `[B, T, H, K]`.
-        key: Feature-mapped (and rotated) keys `[B, T, H, K]`.
-        value: Values `[B, T, H, V]`.
+        key: Feature-mapped (and rotated) keys `[B, T, H_kv, K]`; H_kv is H or a divisor of it (grouped queries).
+        value: Values `[B, T, H_kv, V]`.
         mixing: Mixing weights, `[M, M]` or `[H, M, M]`. Causal layouts may have more blocks than M: see
-            [`mhla_hf.ops.extend_causal_mixing`].
+            [`mhla_hf.ops.extend_mixing`].
         layout: Blocks of the T tokens. Causal attention needs a 1-D layout made with `block_size`.
         normalizer_query: Queries `[B, T, H, K]` for the denominator, where they differ from `query` (unrotated ones).
-        normalizer_key: Keys `[B, T, H, K]` for the denominator, likewise.
+        normalizer_key: Keys `[B, T, H_kv, K]` for the denominator, likewise.
         normalizer: `"query"`, `"block_query"` (blocks of equal shape only) or `"none"`.
         causal: Token t sees j ≤ t only; earlier blocks contribute whole.
         eps: Added to the denominator.
@@ -64,15 +65,15 @@ def mhla_attention(
     if backend == "naive":
         return naive_mhla_attention(query, key, value, mixing, layout, causal=causal, **options)
     if causal:
-        return causal_mhla_attention(query, key, value, mixing, layout.tile_lengths[0][0], **options)
+        mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
+        return causal_mhla_attention(query, key, value, mixing, layout, **options)
     return block_mhla_attention(query, key, value, mixing, layout, **options)
 
 
 def _check_arguments(
     query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, causal, eps, backend
 ) -> None:
-    if normalizer not in NORMALIZERS:
-        raise ValueError(f"normalizer={normalizer!r} is not one of {', '.join(map(repr, NORMALIZERS))}.")
+    check_normalizer(normalizer)
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
     if not isinstance(layout, BlockLayout):
@@ -81,11 +82,11 @@ def _check_arguments(
         raise ValueError(f"eps={eps!r} must be at least 0.")
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
-        _check_tokens(name, tensor, query)
+        _check_tokens(name, tensor, query, key if name == "value" else None)
     tensors.update(normalizer_query=normalizer_query, normalizer_key=normalizer_key)
     for name in ("normalizer_query", "normalizer_key"):
         if tensors[name] is not None:
-            _check_tokens(name, tensors[name], query)
+            _check_tokens(name, tensors[name], query, query if name == "normalizer_query" else key)
     for name in ("key", "normalizer_query", "normalizer_key"):
         tensor = tensors[name]
         # The denominator's pair may be as wide as it likes, as long as the two agree.
@@ -97,12 +98,14 @@ def _check_arguments(
     _check_layout(layout, normalizer, causal)
 
 
-def _check_tokens(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
+def _check_tokens(name: str, tensor: torch.Tensor, query: torch.Tensor, same_heads: torch.Tensor | None) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
     if tensor.dim() != 4:
         raise ValueError(f"{name} must be [batch, tokens, heads, width], got shape {tuple(tensor.shape)}.")
-    if tensor.shape[:3] != query.shape[:3]:
+    heads = tensor.shape[2]
+    grouped = heads > 0 and query.shape[2] % heads == 0 if same_heads is None else heads == same_heads.shape[2]
+    if tensor.shape[:2] != query.shape[:2] or not grouped:
         raise ValueError(
             f"{name} has [batch, tokens, heads] = {tuple(tensor.shape[:3])}, but query has {tuple(query.shape[:3])}."
         )

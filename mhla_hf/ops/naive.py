@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from ..layout import BlockLayout
-from .causal import extend_causal_mixing
+from ..sequence_layout import extend_mixing
+from .numerics import repeat_heads
 
 
 def naive_mhla_weights(
@@ -35,7 +36,7 @@ def naive_mhla_weights(
     """
     block = layout.block_of_token.to(query.device)
     if causal:
-        mixing = extend_causal_mixing(mixing, layout.num_blocks)
+        mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
     token_mixing = mixing.to(query.dtype)[..., block[:, None], block[None, :]]
     weights = token_mixing * torch.einsum("bthk,bjhk->bhtj", query, key)
     return weights.tril() if causal else weights
@@ -59,12 +60,14 @@ def naive_mhla_attention(
     Returns:
         `[B, T, H, V]` in the dtype of the inputs.
     """
+    num_heads = query.shape[2]
+    plain_key = key if normalizer_key is None else normalizer_key
+    key, value, plain_key = (repeat_heads(tensor, num_heads, 2) for tensor in (key, value, plain_key))
     weights = naive_mhla_weights(query, key, mixing, layout, causal=causal)
     numerator = torch.einsum("bhtj,bjhv->bthv", weights, value)
     if normalizer == "none":
         return numerator
     plain_query = query if normalizer_query is None else normalizer_query
-    plain_key = key if normalizer_key is None else normalizer_key
     if normalizer == "query":
         denominator = naive_mhla_weights(plain_query, plain_key, mixing, layout, causal=causal).sum(-1)
     else:
@@ -82,7 +85,7 @@ def _block_query_denominator(
     block = layout.block_of_token.to(query.device)
     position = layout.position_in_block.to(query.device)
     if causal:
-        mixing = extend_causal_mixing(mixing, layout.num_blocks)
+        mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
     token_mixing = mixing.to(query.dtype)[..., block[:, None], block[None, :]]
     # partner[t, j] is the token of j's block that stands at t's position.
     token_at = torch.zeros(layout.num_blocks, layout.max_block_tokens, dtype=torch.long, device=query.device)

@@ -172,11 +172,8 @@ def test_autocast_does_not_reach_the_products():
 
 @pytest.mark.parametrize("function", [block_mhla_attention, causal_mhla_attention])
 def test_the_forms_themselves_name_an_unknown_normalizer(function):
-    arguments = _arguments()
-    if function is causal_mhla_attention:
-        arguments["block_size"] = arguments.pop("layout").num_tokens
     with pytest.raises(ValueError, match="normalizer='row'"):
-        function(**arguments, normalizer="row")
+        function(**_arguments(), normalizer="row")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

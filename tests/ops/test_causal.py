@@ -8,10 +8,9 @@ import torch
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.ops import (
-    causal_mhla_attention,
     empty_state,
-    extend_causal_mixing,
-    mhla_prefill,
+    extend_mixing,
+    mhla_extend,
     mhla_step,
 )
 
@@ -82,51 +81,16 @@ def test_rows_past_the_end_take_the_last_rows_weights_by_distance():
             [7.0, 7.0, 7.0, 8.0, 9.0],
         ]
     )
-    assert torch.equal(extend_causal_mixing(mixing, 5), expected)
-    assert torch.equal(extend_causal_mixing(mixing, 2), expected[:2, :2])
-    assert torch.equal(extend_causal_mixing(mixing.expand(4, 3, 3), 5), expected.expand(4, 5, 5))
-
-
-@pytest.mark.parametrize("normalizer", ["query", "none"])
-@pytest.mark.parametrize("start", [0, 1, 7, 8, 9, 16, 30])
-@pytest.mark.parametrize("per_head", [False, True])
-def test_decoding_equals_the_chunked_form_at_every_position(normalizer, start, per_head):
-    layout = BlockLayout((45,), block_size=(8,))
-    # Three rows of mixing weights for six blocks: decoding crosses the end of the matrix.
-    inputs = {name: tensor.detach() for name, tensor in make_inputs(layout, per_head=per_head, blocks=3).items()}
-    mixing = inputs.pop("mixing")
-    expected = causal_mhla_attention(**inputs, mixing=mixing, block_size=8, normalizer=normalizer)
-
-    def part(first: int, last: int) -> dict[str, torch.Tensor]:
-        return {name: tensor[:, first:last] for name, tensor in inputs.items()}
-
-    state = empty_state(2, 3, 5, 4, 8, dtype=torch.float64)
-    if start:
-        output, state = mhla_prefill(**part(0, start), mixing=mixing, block_size=8, normalizer=normalizer)
-        torch.testing.assert_close(output, expected[:, :start], rtol=1e-10, atol=1e-10)
-    for position in range(start, 45):
-        assert state.num_tokens == position
-        output, state = mhla_step(**part(position, position + 1), mixing=mixing, state=state, normalizer=normalizer)
-        torch.testing.assert_close(output, expected[:, position : position + 1], rtol=1e-10, atol=1e-10)
-    assert state.summaries.shape == (2, 3, 5, 5, 5)
-
-
-def test_steps_leave_the_state_before_them_valid():
-    layout = BlockLayout((9,), block_size=(4,))
-    inputs = {name: tensor.detach() for name, tensor in make_inputs(layout, rotated=False).items()}
-    mixing = inputs.pop("mixing")
-    _, state = mhla_prefill(**{name: t[:, :8] for name, t in inputs.items()}, mixing=mixing, block_size=4)
-    token = {name: t[:, 8:] for name, t in inputs.items()}
-    first, _ = mhla_step(**token, mixing=mixing, state=state)
-    second, _ = mhla_step(**token, mixing=mixing, state=state)
-    assert torch.equal(first, second)
+    assert torch.equal(extend_mixing(mixing, 5, causal=True), expected)
+    assert torch.equal(extend_mixing(mixing, 2, causal=True), expected[:2, :2])
+    assert torch.equal(extend_mixing(mixing.expand(4, 3, 3), 5, causal=True), expected.expand(4, 5, 5))
 
 
 def test_decoding_keeps_float32_state_for_half_inputs():
     layout = BlockLayout((5,), block_size=(4,))
     inputs = {name: t.detach().bfloat16() for name, t in make_inputs(layout, rotated=False).items()}
     mixing = inputs.pop("mixing")
-    output, state = mhla_prefill(**inputs, mixing=mixing, block_size=4)
+    output, state = mhla_extend(**inputs, mixing=mixing, state=empty_state(2, 3, 5, 4, 4, num_blocks=2))
     assert output.dtype == torch.bfloat16
     assert state.current.dtype == state.prefix.dtype == state.summaries.dtype == torch.float32
 
@@ -156,13 +120,13 @@ def test_what_cannot_be_decoded_is_refused():
     layout = BlockLayout((4,), block_size=(4,))
     inputs = {name: t.detach() for name, t in make_inputs(layout, rotated=False).items()}
     mixing = inputs.pop("mixing")
+    state = empty_state(2, 3, 5, 4, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match="block_query"):
-        mhla_prefill(**inputs, mixing=mixing, block_size=4, normalizer="block_query")
+        mhla_extend(**inputs, mixing=mixing, state=state, normalizer="block_query")
     with pytest.raises(ValueError, match="query has no tokens"):
-        mhla_prefill(**{name: t[:, :0] for name, t in inputs.items()}, mixing=mixing, block_size=4)
+        mhla_extend(**{name: t[:, :0] for name, t in inputs.items()}, mixing=mixing, state=state)
     with pytest.raises(ValueError, match="block_size=0"):
-        mhla_prefill(**inputs, mixing=mixing, block_size=0)
-    _, state = mhla_prefill(**inputs, mixing=mixing, block_size=4)
+        empty_state(2, 3, 5, 4, 0)
     with pytest.raises(ValueError, match="one token"):
         mhla_step(**inputs, mixing=mixing, state=state)
 
