@@ -52,13 +52,22 @@ def test_cache_train_and_resume(wan, tmp_path):
     assert cached.exit_code == 0, cached.output
     arguments = [
         "wan", "--model", wan, "--cache", tmp_path / "cache", *DIGITS, *QUIET, "--output", tmp_path / "run",
-        "--blocks", "1,1,1", "--layers", "2/3", "--gate", "--transfer-steps", 1, "--checkpointing-steps", 1,
+        "--blocks", "1,1,1", "--layers", "2/3", "--gate", "--mixing-heads", "per_head", "--mixing-constraint",
+        "nonnegative", "--mixing-range", "2", "--grid", "2,1,1", "--transfer-steps", 1, "--checkpointing-steps", 1,
     ]  # fmt: skip
     first = invoke(*arguments, "--max-steps", 1)
     assert first.exit_code == 0, first.output
     assert "transfer: loss" in first.output and str(tmp_path / "run" / "pipeline") in first.output.replace("\n", "")
     config = json.loads((tmp_path / "run" / "pipeline" / "transformer" / "config.json").read_text())
-    assert config["mhla"]["layers"] == [1, 2] and config["mhla"]["output_gate"] is True
+    expected = {
+        "layers": [1, 2],
+        "output_gate": True,
+        "mixing_heads": "per_head",
+        "mixing_constraint": "nonnegative",
+        "mixing_range": 2.0,
+        "grid": [2, 1, 1],
+    }
+    assert {name: config["mhla"][name] for name in expected} == expected
     refused = invoke(*arguments, "--max-steps", 2)
     assert refused.exit_code == 1 and "already holds the run" in refused.output
     # The options of the first run come from its file, except for those on the command line.
@@ -113,10 +122,11 @@ def test_mistakes_are_one_line(arguments, message, tmp_path):
 
 
 def test_help_lists_every_option():
+    from mhla_hf.cli.conversion_options import OPTIONS
     from mhla_hf.training.config import CacheConfig, TrainingConfig
 
     text = invoke("wan", "--help").output
-    for name in (*TrainingConfig.__dataclass_fields__, *CacheConfig.__dataclass_fields__):
+    for name in (*TrainingConfig.__dataclass_fields__, *CacheConfig.__dataclass_fields__, *OPTIONS):
         # Long names are cut in a narrow terminal.
         assert f"--{name.replace('_', '-')}"[:20].rstrip("s") in text, name
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .conversion_options import LAYOUT, OPTIONS, mhla_fields, with_conversion_options
+
 
 if TYPE_CHECKING:
     from ..conversion import ConversionReport
 
-_LAYOUT = "Blocks"
-_OPERATOR = "Operator"
 _WEIGHTS = "Weights"
 _SOURCE = "Hub"
 
@@ -24,60 +24,15 @@ MaxShardSize = Annotated[str | None, typer.Option(help="Largest weight file, suc
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit.", rich_help_panel=_SOURCE)]
 Token = Annotated[str | None, typer.Option(help="Access token; by default the stored one.", rich_help_panel=_SOURCE)]
 CacheDir = Annotated[Path | None, typer.Option(help="Where downloads go.", rich_help_panel=_SOURCE)]
-Grid = Annotated[
-    str | None,
-    typer.Option(help="Token grid the weights are for: frames,height,width in tokens.", rich_help_panel=_LAYOUT),
-]
+Grid = Annotated[str | None, typer.Option(help=OPTIONS["grid"].help, rich_help_panel=LAYOUT)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")]
 
 
+@with_conversion_options
 def convert_command(
     source: Annotated[str, typer.Argument(help="Pipeline or transformer directory, or Hub id owner/name.")],
     destination: Annotated[Path, typer.Argument(help="Directory to write.")],
-    blocks: Annotated[
-        str | None,
-        typer.Option(help="Number of blocks: frames,height,width, such as 3,5,10.", rich_help_panel=_LAYOUT),
-    ] = None,
-    block_size: Annotated[
-        str | None, typer.Option(help="Tokens of a block instead, such as 7,6,5.", rich_help_panel=_LAYOUT)
-    ] = None,
-    grid: Grid = None,
-    layers: Annotated[
-        str,
-        typer.Option(
-            help="Which layers become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps 0, 3, 6, … softmax.",
-            rich_help_panel=_LAYOUT,
-        ),
-    ] = "all",
-    feature_map: Annotated[
-        str | None, typer.Option(help="relu, elu, exp, hedgehog or identity.", rich_help_panel=_OPERATOR)
-    ] = None,
-    rope: Annotated[
-        str | None, typer.Option(help="after_feature_map or before_feature_map.", rich_help_panel=_OPERATOR)
-    ] = None,
-    normalizer: Annotated[
-        str | None, typer.Option(help="query, block_query or none.", rich_help_panel=_OPERATOR)
-    ] = None,
-    mixing_init: Annotated[
-        str | None,
-        typer.Option(help="linear, cos, exp, gaussian, local or uniform.", rich_help_panel=_OPERATOR),
-    ] = None,
-    mixing_heads: Annotated[str | None, typer.Option(help="shared or per_head.", rich_help_panel=_OPERATOR)] = None,
-    mixing_constraint: Annotated[
-        str | None, typer.Option(help="none or nonnegative.", rich_help_panel=_OPERATOR)
-    ] = None,
-    mixing_range: Annotated[
-        float | None,
-        typer.Option(help="Blocks at which the locality bias reaches its floor.", rich_help_panel=_OPERATOR),
-    ] = None,
-    output_norm: Annotated[
-        bool, typer.Option("--output-norm", help="RMSNorm on each head's output.", rich_help_panel=_OPERATOR)
-    ] = False,
-    gate: Annotated[bool, typer.Option("--gate", help="SiLU output gate.", rich_help_panel=_OPERATOR)] = False,
-    lepe: Annotated[
-        int | None,
-        typer.Option(help="Kernel size of a depthwise convolution of the values.", rich_help_panel=_OPERATOR),
-    ] = None,
+    *,
     dtype: Dtype = None,
     variant: Annotated[
         str | None,
@@ -90,32 +45,17 @@ def convert_command(
     cache_dir: CacheDir = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Convert a diffusers pipeline or transformer to MHLA, streaming its weights. The result needs fine-tuning."""
     from ..config import MHLAConfig
     from ..conversion import convert_pretrained
-    from ..conversion.options import parse_axes
 
-    given: dict[str, Any] = {
-        "blocks": parse_axes(blocks, "blocks"),
-        "block_size": parse_axes(block_size, "block_size"),
-        "grid": parse_axes(grid, "grid"),
-        "feature_map": feature_map,
-        "rope": rope,
-        "normalizer": normalizer,
-        "mixing_init": mixing_init,
-        "mixing_heads": mixing_heads,
-        "mixing_constraint": mixing_constraint,
-        "mixing_range": mixing_range,
-        "output_norm": output_norm or None,
-        "output_gate": gate or None,
-        "lepe_kernel": lepe,
-    }
     report = convert_pretrained(
         source,
         destination,
-        MHLAConfig.from_dict({name: value for name, value in given.items() if value is not None}),
-        layers=layers,
+        MHLAConfig.from_dict(mhla_fields(options)),
+        layers=options["layers"],
         dtype=dtype,
         variant=variant,
         subfolder=subfolder,
@@ -136,7 +76,7 @@ def import_official_command(
     blocks: Annotated[
         str | None,
         typer.Option(
-            help="Number of blocks: frames,height,width. By default 3,5,10 for 150 blocks.", rich_help_panel=_LAYOUT
+            help="Number of blocks: frames,height,width. By default 3,5,10 for 150 blocks.", rich_help_panel=LAYOUT
         ),
     ] = None,
     grid: Grid = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..training.config import CacheConfig, TrainingConfig
+from .conversion_options import OPTIONS, mhla_fields, option_parameters
 
 
 if TYPE_CHECKING:
@@ -21,20 +22,6 @@ app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
 DIGITS = "digits"
 _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple": list[str]}
 _NAMES = {"validation_prompts": "--validation-prompt"}
-# Options of `mhla-hf convert`, for a pipeline that is converted as it is loaded.
-_CONVERSION: dict[str, tuple[Any, str]] = {
-    "blocks": (str, "Number of blocks: frames,height,width, such as 3,5,10."),
-    "block_size": (str, "Tokens of a block instead, such as 7,6,5."),
-    "layers": (str, "Which layers become MHLA: all, indices such as 1,2,4, or a fraction such as 2/3."),
-    "feature_map": (str, "relu, elu, exp, hedgehog or identity."),
-    "rope": (str, "after_feature_map or before_feature_map."),
-    "normalizer": (str, "query, block_query or none."),
-    "mixing_init": (str, "linear, cos, exp, gaussian, local or uniform."),
-    "output_norm": (bool, "RMSNorm on each head's output."),
-    "gate": (bool, "SiLU output gate."),
-    "lepe": (int, "Kernel size of a depthwise convolution of the values."),
-}
-_MHLA_NAMES = {"gate": "output_gate", "lepe": "lepe_kernel"}
 
 
 def _parameter(name: str, kind: Any, help: str, panel: str) -> inspect.Parameter:
@@ -80,7 +67,7 @@ _CONFIG = _parameter(
 
 @_with_options(
     *_parameters(TrainingConfig, "Training"),
-    *(_parameter(name, kind, text, "Conversion on load") for name, (kind, text) in _CONVERSION.items()),
+    *option_parameters("Conversion on load"),
     *_parameters(CacheConfig, "Data"),
     _CONFIG,
     _parameter("cache_only", bool, "Stop after the cache step.", "Data"),
@@ -92,7 +79,7 @@ def wan_command(**options: Any) -> None:
     """
     given = _given(options)
     cache_only = given.pop("cache_only", False)
-    shortcuts = {name: given.pop(name) for name in _CONVERSION if name in given}
+    shortcuts = {name: given.pop(name) for name in OPTIONS if name in given}
     cache_options, training_options = _split(given)
     if shortcuts:
         training_options["mhla"] = _mhla_options(training_options, shortcuts)
@@ -180,21 +167,18 @@ def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[str, Any]:
     """MHLA options from the shortcuts `--blocks`, `--layers`, ..., checked by `MHLAConfig`."""
     from ..config import MHLAConfig
-    from ..conversion.options import parse_axes, parse_layers
+    from ..conversion.options import parse_layers
     from ..training.loading import component_config, resolve_pipeline
 
     if "mhla" in training:
         raise ValueError(f"mhla cannot be combined with {', '.join(shortcuts)}: give all options in one way")
     if "model" not in training:
         raise ValueError("model must be given: a pipeline directory or a Hub id")
-    values = {_MHLA_NAMES.get(name, name): value for name, value in shortcuts.items() if value is not False}
-    for name in ("blocks", "block_size"):
-        if name in values:
-            values[name] = parse_axes(values[name], name)
-    if "layers" in values:
+    values = mhla_fields(shortcuts)
+    if "layers" in shortcuts:
         component = training.get("component", "transformer")
         config = component_config(resolve_pipeline(training["model"]), component)
-        values["layers"] = parse_layers(values["layers"], config["num_layers"])
+        values["layers"] = parse_layers(shortcuts["layers"], config["num_layers"])
     return MHLAConfig.from_dict(values).to_dict()
 
 

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that say how a model becomes MHLA, for every command that converts one."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+
+LAYOUT = "Blocks"
+OPERATOR = "Operator"
+_AXES = ("blocks", "block_size", "grid")
+
+
+@dataclass(frozen=True)
+class ConversionOption:
+    """One option of the command line.
+
+    Attributes:
+        kind: Type of its values; `bool` makes a flag.
+        help: What `--help` says.
+        panel: The part of the help it stands in.
+        field: The field of `MHLAConfig` it sets, where that is called something else.
+    """
+
+    kind: type
+    help: str
+    panel: str
+    field: str | None = None
+
+    def annotation(self, name: str, panel: str | None = None) -> Any:
+        """The annotation from which typer makes the option `name`, `None` where it is not given.
+
+        Args:
+            name: Name of the command's parameter.
+            panel: Another part of the help to put it in.
+        """
+        option = typer.Option(f"--{name.replace('_', '-')}", help=self.help, rich_help_panel=panel or self.panel)
+        return Annotated[self.kind | None, option]
+
+
+OPTIONS: dict[str, ConversionOption] = {
+    "blocks": ConversionOption(str, "Number of blocks: frames,height,width, such as 3,5,10.", LAYOUT),
+    "block_size": ConversionOption(str, "Tokens of a block instead, such as 7,6,5.", LAYOUT),
+    "grid": ConversionOption(str, "Token grid the weights are for: frames,height,width in tokens.", LAYOUT),
+    "layers": ConversionOption(
+        str,
+        "Which layers become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps 0, 3, 6, … softmax.",
+        LAYOUT,
+    ),
+    "feature_map": ConversionOption(str, "relu, elu, exp, hedgehog or identity.", OPERATOR),
+    "rope": ConversionOption(str, "after_feature_map or before_feature_map.", OPERATOR),
+    "normalizer": ConversionOption(str, "query, block_query or none.", OPERATOR),
+    "mixing_init": ConversionOption(str, "linear, cos, exp, gaussian, local or uniform.", OPERATOR),
+    "mixing_heads": ConversionOption(str, "shared or per_head.", OPERATOR),
+    "mixing_constraint": ConversionOption(str, "none or nonnegative.", OPERATOR),
+    "mixing_range": ConversionOption(float, "Blocks at which the locality bias reaches its floor.", OPERATOR),
+    "output_norm": ConversionOption(bool, "RMSNorm on each head's output.", OPERATOR),
+    "gate": ConversionOption(bool, "SiLU output gate.", OPERATOR, "output_gate"),
+    "lepe": ConversionOption(int, "Kernel size of a depthwise convolution of the values.", OPERATOR, "lepe_kernel"),
+}
+"""All of them by the name of the command's parameter."""
+
+
+def option_parameters(panel: str | None = None) -> list[inspect.Parameter]:
+    """The options as keyword parameters of a command.
+
+    Args:
+        panel: Put all of them into this part of the help.
+    """
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.annotation(name, panel)
+        )
+        for name, option in OPTIONS.items()
+    ]
+
+
+def with_conversion_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options in place of its `**` parameter; they come before its own keyword parameters."""
+    own = inspect.signature(command).parameters.values()
+    positional = [parameter for parameter in own if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    keyword = [parameter for parameter in own if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
+    parameters = [*positional, *option_parameters(), *keyword]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def mhla_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `MHLAConfig` from what was typed.
+
+    Args:
+        given: Values of [`OPTIONS`] by name; `None` and flags that are off count as not given. `layers` depends on
+            the model and is left to the caller.
+
+    Raises:
+        ValueError: If `blocks`, `block_size` or `grid` are not three numbers.
+    """
+    from ..conversion.options import parse_axes
+
+    fields = {}
+    for name, value in given.items():
+        if value is None or value is False or name == "layers":
+            continue
+        fields[OPTIONS[name].field or name] = parse_axes(value, name) if name in _AXES else value
+    return fields
