@@ -15,8 +15,9 @@ import mhla_hf
 from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.conversion.options import format_bytes, parse_axes, parse_dtype, parse_layers, parse_size
-from mhla_hf.conversion.staging import check_space, list_files, staged_directory
+from mhla_hf.conversion.staging import check_space, list_files
 from mhla_hf.conversion.tensors import SafetensorsReader, TensorEntry, split_into_shards, write_safetensors
+from mhla_hf.files import atomic_directory
 from tests import tiny
 
 
@@ -604,7 +605,7 @@ def test_interrupted_writing_leaves_nothing(tmp_path, error):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/kept.txt").write_text("kept")
     for name in ("new", "old"):
-        with pytest.raises(error), staged_directory(tmp_path / name) as staging:
+        with pytest.raises(error), atomic_directory(tmp_path / name) as staging:
             (staging / "half.bin").write_text("half")
             raise error
     assert [path.name for path in tmp_path.iterdir()] == ["old"]

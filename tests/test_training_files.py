@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from mhla_hf.files import atomic_directory, atomic_file, remove_leftovers
 from mhla_hf.training import LatentDataset
 from mhla_hf.training.cache import (
     build_cache,
@@ -31,7 +32,6 @@ from mhla_hf.training.checkpoints import (
     save_checkpoint,
 )
 from mhla_hf.training.config import CacheConfig
-from mhla_hf.training.files import atomic_directory, atomic_file, remove_leftovers
 from mhla_hf.training.lock import lock_output
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 from mhla_hf.training.videos import VideoSample, fit_frames, folder_samples, read_frames, write_video

@@ -72,9 +72,9 @@ def pipeline_directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache_directory(tmp_path_factory, pipeline_directory):
     """A cache with random latents: the encoders have tests of their own."""
+    from mhla_hf.files import write_json
     from mhla_hf.training.cache import MANIFEST, NULL_PROMPT, _save, cache_settings
     from mhla_hf.training.config import CacheConfig
-    from mhla_hf.training.files import write_json
 
     directory = tmp_path_factory.mktemp("cache")
     (directory / "samples").mkdir()

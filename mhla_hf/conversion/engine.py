@@ -14,11 +14,12 @@ import diffusers
 import torch
 
 from ..config import MHLAConfig
+from ..files import atomic_directory
 from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
 from .options import parse_dtype, parse_layers, parse_size
 from .provenance import ComponentReport, ConversionReport, describe_file
 from .source import Component, Source, WeightSet, download_or_find, read_source
-from .staging import byte_progress, check_destination, check_space, copy_file, list_files, staged_directory
+from .staging import byte_progress, check_destination, check_space, copy_file, list_files
 from .tensors import TensorEntry, split_into_shards, write_json, write_shards
 
 
@@ -322,7 +323,7 @@ def write_result(
     check_space(report.destination, copied_bytes + written_bytes)
     hashed_bytes = sum(path.stat().st_size for plan in plans for weights in plan.weights for path in weights.sources)
     total = copied_bytes + written_bytes + hashed_bytes
-    with staged_directory(report.destination) as staging, byte_progress(total, progress) as (describe, advance):
+    with atomic_directory(report.destination) as staging, byte_progress(total, progress) as (describe, advance):
         for path in others:
             assert source is not None
             describe(f"copying {path.parts[0]}")

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a directory all or nothing: a temporary sibling that takes the destination's name when it is complete."""
+"""What writing a large directory takes: checks of the destination before, copies and a progress bar meanwhile."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,34 +57,6 @@ def check_space(destination: Path, needed: int) -> None:
         raise ValueError(
             f"destination {destination} needs {format_bytes(needed)}, but {folder} has {format_bytes(free)} free."
         )
-
-
-@contextmanager
-def staged_directory(destination: Path) -> Iterator[Path]:
-    """Yields a new directory next to `destination` that becomes it when the block ends without an exception.
-
-    An existing `destination` is replaced then (see [`check_destination`]) and kept until that moment. On any
-    exception, Ctrl-C included, nothing is left behind.
-    """
-    destination = destination.absolute()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    unique = uuid.uuid4().hex[:8]
-    staging = destination.with_name(f".{destination.name}.{unique}.partial")
-    retired = destination.with_name(f".{destination.name}.{unique}.old")
-    staging.mkdir()
-    try:
-        yield staging
-        if destination.exists():
-            os.replace(destination, retired)
-        try:
-            os.replace(staging, destination)
-        except BaseException:
-            if retired.exists():
-                os.replace(retired, destination)
-            raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(retired, ignore_errors=True)
 
 
 def list_files(root: Path) -> list[Path]:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from ..files import atomic_directory
 from .checkpoints import write_safetensors
 from .digits import DIGIT_WORDS, DIRECTIONS
 
@@ -150,13 +149,11 @@ def assemble_pipeline(
 
 def write_pipeline(pipeline: WanPipeline, destination: Path, facts: dict) -> None:
     """Save a pipeline with half-precision weights and a `pretraining.json`, under a temporary name until complete."""
-    fresh = destination.with_name(destination.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    pipeline.save_pretrained(fresh)
-    # Half precision is enough on disk. Only the transformer: diffusers loads it as fp32 unless told otherwise, while
-    # transformers would keep a text encoder in the dtype that it finds.
-    weights = fresh / "transformer" / "diffusion_pytorch_model.safetensors"
-    write_safetensors(weights, {name: value.half() for name, value in load_file(weights).items()}, {"format": "pt"})
-    (fresh / "pretraining.json").write_text(json.dumps(facts, indent=2) + "\n")
-    shutil.rmtree(destination, ignore_errors=True)
-    os.replace(fresh, destination)
+    with atomic_directory(destination) as fresh:
+        pipeline.save_pretrained(fresh)
+        # Half precision is enough on disk. Only the transformer: diffusers loads it as fp32 unless told otherwise,
+        # while transformers would keep a text encoder in the dtype that it finds.
+        weights = fresh / "transformer" / "diffusion_pytorch_model.safetensors"
+        half = {name: value.half() for name, value in load_file(weights).items()}
+        write_safetensors(weights, half, {"format": "pt"})
+        (fresh / "pretraining.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..files import atomic_file
+
 
 def save_checkpoint(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
     """Write `directory` anew; a kill at any moment leaves the previous checkpoint or the new one.
@@ -54,7 +56,5 @@ def load_checkpoint(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str,
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors under a temporary name, then move the file into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh, metadata)
-    os.replace(fresh, path)
+    with atomic_file(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)

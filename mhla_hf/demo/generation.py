@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from ..training.files import atomic_file, write_json
+from ..files import atomic_file, write_json
 from .config import DemoConfig
 from .digits import MovingDigitsConfig
 from .progress import DemoProgress

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..files import atomic_directory, atomic_file, write_json
 from ..training import EvaluationResult
-from ..training.files import atomic_directory, atomic_file, write_json
 from ..training.loading import load_student
 from ..training.videos import write_video
 from .config import DemoConfig

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..conversion import convert_pretrained
+from ..files import write_json
 from ..training import EvaluationResult, NoiseOptions, TrainingConfig, WanTrainer, evaluate
-from ..training.files import write_json
 from ..training.loading import default_flow_shift, load_student, load_teacher
 from .config import DemoConfig, base_pipeline_directory
 from .data import DigitLatents, encode_digits

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from ..files import atomic_file, remove_leftovers, write_json
 from .config import CacheConfig
-from .files import atomic_file, remove_leftovers, write_json
 from .videos import VideoSample
 
 

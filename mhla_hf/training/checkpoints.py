@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .files import atomic_directory, remove_directory
+from ..files import atomic_directory, remove_directory
 
 
 STAGES = ("transfer", "finetune")

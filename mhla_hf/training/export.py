@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ..files import atomic_directory, write_json
 from .checkpoints import full_tensor
-from .files import atomic_directory, write_json
 from .loading import INDEX, read_index
 from .parameters import lora_state_dict, mhla_state_dict
 

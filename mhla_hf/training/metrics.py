@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..files import atomic_file
 from .checkpoints import STAGES, Position
-from .files import atomic_file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -16,13 +16,13 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
+from ..files import remove_leftovers, write_json
 from . import checkpoints, loading, parameters
 from .batches import DataOrder, FlowBatch, LatentSamples, NoiseOptions, make_batch, stable_seed
 from .cache import LatentDataset
 from .checkpoints import Position
 from .config import TrainingConfig
 from .export import export_pipeline, save_adapter, unsharded
-from .files import remove_leftovers, write_json
 from .metrics import MetricsFile
 from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
 from .prefetch import Prefetcher

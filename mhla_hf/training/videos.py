@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .files import atomic_file
+from ..files import atomic_file
 
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,15 +20,15 @@ TEMPORARY_PREFIX = ".tmp-"
 def atomic_directory(destination: Path) -> Iterator[Path]:
     """Gives a temporary sibling to fill, and moves it to `destination` when the block ends well.
 
-    What stood at `destination` is replaced. If the block raises, the temporary directory is removed and the old
-    content stays.
+    What stood at `destination` is replaced then, and kept until that moment. On any exception, Ctrl-C included,
+    nothing new is left behind.
 
     Args:
-        destination: The directory to make.
+        destination: The directory to make; its parents are made too.
     """
+    destination = destination.absolute()
     destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = destination.parent / f"{TEMPORARY_PREFIX}{destination.name}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, retired = _temporary_sibling(destination), _temporary_sibling(destination)
     temporary.mkdir()
     try:
         yield temporary
@@ -35,19 +36,28 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
             if path.is_file():
                 _flush_to_disk(path)
         if destination.exists():
-            remove_directory(destination)
-        os.replace(temporary, destination)
+            os.replace(destination, retired)
+        try:
+            os.replace(temporary, destination)
+        except BaseException:
+            if retired.exists():
+                os.replace(retired, destination)
+            raise
         _flush_to_disk(destination.parent)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        shutil.rmtree(retired, ignore_errors=True)
 
 
 @contextmanager
 def atomic_file(destination: Path) -> Iterator[Path]:
-    """Gives a temporary sibling to write, and moves it to `destination` when the block ends well."""
+    """Gives a temporary sibling to write, and moves it to `destination` when the block ends well.
+
+    Args:
+        destination: The file to make; its parents are made too. The temporary name ends like it.
+    """
     destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = destination.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{destination.name}"
+    temporary = _temporary_sibling(destination)
     try:
         yield temporary
         os.replace(temporary, destination)
@@ -64,7 +74,7 @@ def write_json(destination: Path, value: Any) -> None:
 
 def remove_directory(directory: Path) -> None:
     """Removes a directory so that a kill half-way leaves nothing under its own name."""
-    doomed = directory.parent / f"{TEMPORARY_PREFIX}removed-{directory.name}-{os.getpid()}"
+    doomed = _temporary_sibling(directory)
     os.replace(directory, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -76,6 +86,11 @@ def remove_leftovers(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def _temporary_sibling(path: Path) -> Path:
+    """A new name beside a path, another one at every call."""
+    return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
 
 
 def _flush_to_disk(path: Path) -> None:
