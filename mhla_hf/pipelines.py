@@ -9,6 +9,7 @@ from typing import Any
 
 from .config import MHLAConfig
 from .models.registry import FAMILIES, is_mhla_class, mhla_class_for
+from .sources import find_pipeline
 
 
 ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)
@@ -65,7 +66,8 @@ def load_pipeline(
     import diffusers
 
     kwargs.setdefault("use_safetensors", True)
-    folder = _local_folder(repo_or_dir, kwargs)
+    download_options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}
+    folder = str(find_pipeline(repo_or_dir, "repo_or_dir", **download_options))
     index = diffusers.DiffusionPipeline.load_config(folder)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
@@ -133,20 +135,6 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         # Registered anew, or a saved index would go on naming the softmax class.
         model_or_pipeline.register_modules(**{name: convert_model(component, mhla)})
     return model_or_pipeline
-
-
-def _local_folder(repo_or_dir: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> str:
-    path = os.fspath(repo_or_dir)
-    if os.path.isdir(path):
-        if not os.path.isfile(os.path.join(path, "model_index.json")):
-            raise OSError(f"{path} has no model_index.json: it is not a pipeline directory.")
-        return path
-    if path.startswith((".", "~")) or os.path.isabs(path) or path.count("/") > 1:
-        raise OSError(f"{path} is not a directory, and not the id of a Hub repository either.")
-    from diffusers import DiffusionPipeline
-
-    options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}
-    return DiffusionPipeline.download(path, **options)
 
 
 def _check_given_component(name: str, component: Any, attn_implementation: str | None, mhla: Any) -> None:

@@ -135,7 +135,7 @@ def test_load_pipeline_refuses(arguments, message, mhla_dir):
 def test_missing_directories_are_named(tmp_path):
     with pytest.raises(OSError, match="no model_index.json"):
         load_pipeline(tmp_path)
-    with pytest.raises(OSError, match="nowhere is not a directory"):
+    with pytest.raises(OSError, match="nowhere is neither a directory"):
         load_pipeline(str(tmp_path / "nowhere"))
 
 

@@ -10,10 +10,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert
+from mhla_hf.sources import find_pipeline
 from mhla_hf.training import LatentDataset, TrainingConfig, WanTrainer, evaluate, record_attention
 from mhla_hf.training.checkpoints import list_checkpoints
 from mhla_hf.training.export import unsharded
-from mhla_hf.training.loading import default_teacher, load_student, load_teacher, resolve_pipeline, sigma_range
+from mhla_hf.training.loading import default_teacher, load_student, load_teacher, sigma_range
 from mhla_hf.training.metrics import read_metrics
 from mhla_hf.training.parameters import (
     add_lora,
@@ -488,7 +489,7 @@ class TestFiles:
 
     def test_bad_sources_are_named(self, pipeline_directory, tmp_path):
         with pytest.raises(ValueError, match=r"model_index\.json"):
-            resolve_pipeline(str(tmp_path))
+            find_pipeline(str(tmp_path), "model")
         with pytest.raises(ValueError, match="ordinary"):
             load_student(pipeline_directory)
         with pytest.raises(ValueError, match="has no transformer_2"):

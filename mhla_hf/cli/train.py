@@ -168,7 +168,8 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
     """MHLA options from the shortcuts `--blocks`, `--layers`, ..., checked by `MHLAConfig`."""
     from ..config import MHLAConfig
     from ..conversion.options import parse_layers
-    from ..training.loading import component_config, resolve_pipeline
+    from ..sources import find_pipeline
+    from ..training.loading import component_config
 
     if "mhla" in training:
         raise ValueError(f"mhla cannot be combined with {', '.join(shortcuts)}: give all options in one way")
@@ -177,7 +178,7 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
     values = mhla_fields(shortcuts)
     if "layers" in shortcuts:
         component = training.get("component", "transformer")
-        config = component_config(resolve_pipeline(training["model"]), component)
+        config = component_config(find_pipeline(training["model"], "model"), component)
         values["layers"] = parse_layers(shortcuts["layers"], config["num_layers"])
     return MHLAConfig.from_dict(values).to_dict()
 

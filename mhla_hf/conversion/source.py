@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..sources import PIPELINE_INDEX, local_directory
 from .tensors import SafetensorsReader, read_json
 
 
@@ -160,21 +161,19 @@ def download_or_find(
     Raises:
         ValueError: If it is neither a directory nor a Hub repository that can be read.
     """
-    path = Path(location).expanduser()
     origin: dict[str, Any] = {"location": str(location)}
     if subfolder:
         origin["subfolder"] = subfolder
-    if path.is_file():
+    if Path(location).expanduser().is_file():
         raise ValueError(
             f"source {location} is a file; give a diffusers directory or a Hub id "
             "(for the authors' checkpoints: mhla-hf import-official)."
         )
-    if path.is_dir():
+    path = local_directory(location, "source")
+    if path is not None:
         # Absolute: a relative path means something else, or even a Hub id, wherever the record is read.
         origin["location"] = str(path.resolve())
     else:
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(location)):
-            raise ValueError(f"source {location} is neither a directory nor a Hub id (owner/name).")
         path = _download(str(location), revision, token, cache_dir, subfolder, local_files_only)
         origin["revision"] = revision
         if re.fullmatch(r"[0-9a-f]{40}", path.name):
@@ -194,6 +193,7 @@ def _download(
     subfolder: str | None,
     local_files_only: bool,
 ) -> Path:
+    # Not the pipeline's own files alone: the source may be a bare model, and every variant is converted.
     from huggingface_hub import snapshot_download
 
     try:
@@ -227,7 +227,7 @@ def read_source(root: Path, location: str, origin: dict[str, Any], wanted: Mappi
     Raises:
         ValueError: If it is neither a pipeline nor a model, has no model of a wanted class, or is quantised.
     """
-    index_path = root / "model_index.json"
+    index_path = root / PIPELINE_INDEX
     if index_path.is_file():
         pipeline = read_json(index_path, "the pipeline's index")
         classes = {

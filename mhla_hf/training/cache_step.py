@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from ..sources import find_pipeline
 from . import cache, loading
 from .config import CacheConfig, TrainingConfig
 from .validation import load_encoders
@@ -38,7 +39,7 @@ def make_cache(
         raise ValueError("cache must be given: the directory to write")
     directory = Path(config.cache) if config.cache is not None else Path(str(config.output)) / "cache"
     with accelerator.main_process_first():
-        source = loading.resolve_pipeline(config.model)
+        source = find_pipeline(config.model, "model")
     patch_size = loading.component_config(source, config.component)["patch_size"]
     settings = cache.cache_settings(source, cache_config)
     work = cache.start_cache(directory, settings, samples, main_process=accelerator.is_main_process)

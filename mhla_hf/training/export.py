@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from ..files import atomic_directory, write_json
+from ..sources import PIPELINE_INDEX
 from .checkpoints import full_tensor
-from .loading import INDEX, read_index
+from .loading import read_index
 from .parameters import lora_state_dict, mhla_state_dict
 
 
@@ -67,12 +68,12 @@ def export_pipeline(
     with atomic_directory(destination) as temporary:
         for path in source.iterdir():
             # Version-control and download bookkeeping of the source is none of the new pipeline's.
-            if path.name in (component, INDEX, RECORD) or path.name.startswith("."):
+            if path.name in (component, PIPELINE_INDEX, RECORD) or path.name.startswith("."):
                 continue
             if path.is_dir():
                 shutil.copytree(path, temporary / path.name)
             else:
                 shutil.copyfile(path, temporary / path.name)
         model.save_pretrained(temporary / component)
-        (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (temporary / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_json(temporary / RECORD, record)

@@ -4,39 +4,19 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
+from ..sources import PIPELINE_INDEX, find_pipeline
 from .config import SOFTMAX
-
-
-INDEX = "model_index.json"
-
-
-def resolve_pipeline(repo_or_dir: str) -> Path:
-    """The local directory of a pipeline; a Hub repository is downloaded.
-
-    Raises:
-        ValueError: If a directory has no `model_index.json`.
-        OSError: If there is no such repository.
-    """
-    path = Path(repo_or_dir)
-    if path.is_dir():
-        if not (path / INDEX).is_file():
-            raise ValueError(f"model: {path} has no {INDEX}: it is not a pipeline directory")
-        return path
-    from diffusers import DiffusionPipeline
-
-    return Path(DiffusionPipeline.download(os.fspath(repo_or_dir), use_safetensors=True))
 
 
 def read_index(directory: Path) -> dict[str, Any]:
     """Reads `model_index.json` of a pipeline directory."""
-    return json.loads((directory / INDEX).read_text(encoding="utf-8"))
+    return json.loads((directory / PIPELINE_INDEX).read_text(encoding="utf-8"))
 
 
 def component_config(directory: Path, component: str) -> dict[str, Any]:
@@ -100,7 +80,7 @@ def load_teacher(
     Raises:
         ValueError: If no softmax pipeline is to be found.
     """
-    source = resolve_pipeline(teacher) if teacher is not None else default_teacher(directory, component)
+    source = find_pipeline(teacher, "teacher") if teacher is not None else default_teacher(directory, component)
     name = component_config(source, component)["_class_name"]
     if is_mhla_class(name):
         raise ValueError(f"teacher: {source} is MHLA itself; it must be a softmax pipeline")
@@ -123,7 +103,7 @@ def default_teacher(directory: Path, component: str) -> Path:
     if not source:
         raise ValueError(f"teacher must be given: {directory} does not say which softmax pipeline it comes from")
     try:
-        return default_teacher(resolve_pipeline(str(source)), component)
+        return default_teacher(find_pipeline(str(source), "teacher"), component)
     except (OSError, ValueError) as error:
         raise ValueError(f"teacher must be given: {source}, which {directory} comes from, is not there") from error
 

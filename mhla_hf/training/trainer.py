@@ -17,6 +17,7 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from ..files import remove_leftovers, write_json
+from ..sources import find_pipeline
 from . import checkpoints, loading, parameters
 from .batches import DataOrder, FlowBatch, LatentSamples, NoiseOptions, make_batch, stable_seed
 from .cache import LatentDataset
@@ -101,7 +102,7 @@ class WanTrainer:
         self.source: Path | None = None
         if config.model is not None:
             with self.accelerator.main_process_first():
-                self.source = loading.resolve_pipeline(config.model)
+                self.source = find_pipeline(config.model, "model")
         if dataset is None:
             dataset = LatentDataset(config.cache or Path(str(config.output)) / "cache")
         self.dataset = dataset

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a user calls a pipeline, a path or a Hub id, to a directory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+
+PIPELINE_INDEX = "model_index.json"
+
+# A first part of dots alone is a path.
+_HUB_ID = re.compile(r"(?!\.+/)[\w.-]+/[\w.-]+")
+
+
+class SourceNotFoundError(OSError, ValueError):
+    """A location at which there is nothing to read: a mistake of the user, and a missing file."""
+
+
+def local_directory(location: str | os.PathLike[str], argument: str) -> Path | None:
+    """The directory that a location means, or `None` for the id of a Hub repository.
+
+    Args:
+        location: A directory (`~` is the home directory), or a Hub id `owner/name`. A directory goes first.
+        argument: What the user calls the location, for the error.
+
+    Raises:
+        SourceNotFoundError: If it is neither.
+    """
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(os.fspath(location)):
+        raise SourceNotFoundError(f"{argument} {location} is neither a directory nor a Hub id (owner/name).")
+    return None
+
+
+def find_pipeline(location: str | os.PathLike[str], argument: str, **options: Any) -> Path:
+    """The directory of a pipeline; of a Hub repository, the files that the pipeline consists of are downloaded.
+
+    Args:
+        location: A directory or a Hub id.
+        argument: What the user calls the location, for the error.
+        **options: For `DiffusionPipeline.download`, safetensors unless `use_safetensors` says otherwise.
+
+    Raises:
+        SourceNotFoundError: If it is neither, or a directory without `model_index.json`.
+        OSError: If there is no such repository.
+    """
+    directory = local_directory(location, argument)
+    if directory is None:
+        from diffusers import DiffusionPipeline
+
+        return Path(DiffusionPipeline.download(os.fspath(location), **{"use_safetensors": True, **options}))
+    if not (directory / PIPELINE_INDEX).is_file():
+        raise SourceNotFoundError(f"{argument} {directory} has no {PIPELINE_INDEX}: it is not a pipeline directory.")
+    return directory
