@@ -12,12 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from mhla_hf.files import atomic_directory, atomic_file, remove_leftovers
 from mhla_hf.training import LatentDataset
-from mhla_hf.training.cache import (
+from mhla_hf.training.cache_building import (
     build_cache,
     cache_settings,
-    check_video_size,
     component_fingerprint,
-    encode_video,
     finish_cache,
     start_cache,
 )
@@ -32,6 +30,7 @@ from mhla_hf.training.checkpoints import (
     save_checkpoint,
 )
 from mhla_hf.training.config import CacheConfig
+from mhla_hf.training.encoding import check_video_size, encode_videos
 from mhla_hf.training.lock import lock_output
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 from mhla_hf.training.videos import VideoSample, fit_frames, folder_samples, read_frames, write_video
@@ -155,7 +154,7 @@ class TestCache:
         # The second video is too short: it is left out and named.
         assert len(dataset) == 2 and dataset.manifest["skipped"] == ["square 1"]
         assert dataset.latent_shape == (16, 2, 2, 2) and dataset.text_dim == tiny.TEXT_DIM
-        assert torch.equal(dataset[0]["latents"], encode_video(pipeline.vae, samples[0].load()))
+        assert torch.equal(dataset[0]["latents"], encode_videos(pipeline.vae, samples[0].load()[None])[0])
         expected, empty = pipeline.encode_prompt("a square 2", negative_prompt="", max_sequence_length=48)
         assert torch.allclose(dataset[1]["prompt_embeds"], expected[0], atol=1e-6)
         assert torch.allclose(dataset.null_prompt_embeds, empty[0], atol=1e-6)
@@ -172,7 +171,7 @@ class TestCache:
     def test_latents_decode_to_what_was_encoded(self, pipeline):
         """Normalisation is the inverse of the pipeline's."""
         video = torch.rand(3, 5, 16, 16) * 2 - 1
-        latents = encode_video(pipeline.vae, video)
+        latents = encode_videos(pipeline.vae, video[None])[0]
         mean = torch.tensor(pipeline.vae.config.latents_mean).view(-1, 1, 1, 1)
         deviation = torch.tensor(pipeline.vae.config.latents_std).view(-1, 1, 1, 1)
         expected = pipeline.vae.encode(video[None]).latent_dist.mode()[0]

@@ -74,7 +74,8 @@ def pipeline_directory(tmp_path_factory):
 def cache_directory(tmp_path_factory, pipeline_directory):
     """A cache with random latents: the encoders have tests of their own."""
     from mhla_hf.files import write_json
-    from mhla_hf.training.cache import MANIFEST, NULL_PROMPT, _save, cache_settings
+    from mhla_hf.training.cache import MANIFEST, NULL_PROMPT, write_tensors
+    from mhla_hf.training.cache_building import cache_settings
     from mhla_hf.training.config import CacheConfig
 
     directory = tmp_path_factory.mktemp("cache")
@@ -87,8 +88,8 @@ def cache_directory(tmp_path_factory, pipeline_directory):
             "latents": torch.randn(16, 2, 4, 4, generator=generator),
             "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
         }
-        _save(directory / "samples" / name, tensors, torch.float32)
-    _save(directory / NULL_PROMPT, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
+        write_tensors(directory / "samples" / name, tensors, torch.float32)
+    write_tensors(directory / NULL_PROMPT, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
     manifest = {"format_version": 1, "settings": cache_settings(pipeline_directory, config), "complete": True}
     write_json(directory / MANIFEST, {**manifest, "samples": names, "latent_shape": [16, 2, 4, 4], "skipped": []})
     return directory

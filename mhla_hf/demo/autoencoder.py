@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training the demo's VAE, and turning videos into normalised latents with it."""
+"""Training the demo's VAE, and measuring its latents."""
 
 from __future__ import annotations
 
@@ -52,20 +52,12 @@ def train_vae(
         The same VAE, in evaluation mode.
     """
     vae.to(device).train()
-    steps = crop_steps + full_steps
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    checkpoint = load_checkpoint(work / "vae_checkpoint")
-    start = 0
-    if checkpoint is not None:
-        weights, state = checkpoint
-        vae.load_state_dict(weights)
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
     crops = MovingDigits(
         "train", crop_steps * batch_size, seed=seed + 1, config=MovingDigitsConfig(num_frames=5, size=48)
     )
     whole = MovingDigits("train", max(full_steps, 1), seed=seed + 2)
-    for step in range(start, steps):
+
+    def losses(step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         # One generator per step makes a resumed run the same as an uninterrupted one.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         if step < crop_steps:
@@ -75,24 +67,14 @@ def train_vae(
         else:
             videos, _ = stack_videos(whole, step - crop_steps, step - crop_steps + 1)
         videos = videos.to(device)
-        rate = learning_rate * min(1.0, (step + 1) / 20) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         posterior = vae.encode(videos).latent_dist
         noise = torch.randn(posterior.mean.shape, generator=generator).to(device)
-        decoded = vae.decode(posterior.mean + posterior.std * noise).sample
-        reconstruction = (decoded - videos).abs().mean()
-        squared = (decoded - videos).square().mean()
+        error = vae.decode(posterior.mean + posterior.std * noise).sample - videos
+        absolute = error.abs().mean()
         divergence = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar).mean()
-        loss = reconstruction + squared + kl_weight * divergence
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        if step % 20 == 0 or step + 1 == steps:
-            log(f"vae step {step + 1}/{steps} l1 {reconstruction.item():.4f} kl {divergence.item():.2f}")
-        if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == steps:
-            save_checkpoint(work / "vae_checkpoint", step + 1, vae.state_dict(), {"optimizer": optimizer.state_dict()})
+        return absolute + error.square().mean() + kl_weight * divergence, {"l1": absolute, "kl": divergence}
+
+    _train(vae, work, "vae", crop_steps + full_steps, losses, learning_rate=learning_rate, warmup_steps=20, log=log)
     return vae.eval()
 
 
@@ -124,34 +106,69 @@ def refine_decoder(
     """
     vae.to(device).train()
     decoder = torch.nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv})
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    checkpoint = load_checkpoint(work / "decoder_checkpoint")
-    start = 0
-    if checkpoint is not None:
-        weights, state = checkpoint
-        decoder.load_state_dict(weights)
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
     dataset = MovingDigits("train", max(steps, 1), seed=seed + 3)
-    for step in range(start, steps):
+
+    def losses(step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         video = stack_videos(dataset, step, step + 1)[0].to(device)
         with torch.no_grad():
             latents = vae.encode(video).latent_dist.mean
-        rate = learning_rate * min(1.0, (step + 1) / 10) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        error = vae.decode(latents).sample - video
+        absolute = error.abs().mean()
+        return absolute + error.square().mean(), {"l1": absolute}
+
+    _train(decoder, work, "decoder", steps, losses, learning_rate=learning_rate, warmup_steps=10, log=log)
+    return vae.eval()
+
+
+def _train(
+    module: torch.nn.Module,
+    work: Path,
+    name: str,
+    steps: int,
+    losses: Callable[[int], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    *,
+    learning_rate: float,
+    warmup_steps: int,
+    log: Callable[[str], None],
+) -> None:
+    """Trains a module, from its last checkpoint in `work` on, with a warm-up and a cosine down to 2 %.
+
+    Args:
+        module: What trains.
+        work: Directory of the checkpoint `<name>_checkpoint`.
+        name: What the checkpoint and the lines of progress call it.
+        steps: Steps in all.
+        losses: Gives for the number of a step the loss and the figures to log.
+        learning_rate: Peak of the schedule.
+        warmup_steps: Length of the linear warm-up.
+        log: Gets one line of progress now and then.
+    """
+    optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    directory = work / f"{name}_checkpoint"
+    checkpoint = load_checkpoint(directory)
+    start = 0
+    if checkpoint is not None:
+        weights, state = checkpoint
+        module.load_state_dict(weights)
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+    for step in range(start, steps):
+        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+        rate = learning_rate * min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.98 * cosine)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        error = vae.decode(latents).sample - video
-        loss = error.abs().mean() + error.square().mean()
+        loss, figures = losses(step)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-        if step % 20 == 0 or step + 1 == steps:
-            log(f"decoder step {step + 1}/{steps} l1 {error.abs().mean().item():.4f}")
-        if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == steps:
-            weights = {name: value.clone() for name, value in decoder.state_dict().items()}
-            save_checkpoint(work / "decoder_checkpoint", step + 1, weights, {"optimizer": optimizer.state_dict()})
-    return vae.eval()
+        done = step + 1
+        if step % 20 == 0 or done == steps:
+            values = " ".join(f"{key} {value.item():.4f}" for key, value in figures.items())
+            log(f"{name} step {done}/{steps} {values}")
+        if done % _CHECKPOINT_EVERY == 0 or done == steps:
+            weights = {key: value.clone() for key, value in module.state_dict().items()}
+            save_checkpoint(directory, done, weights, {"optimizer": optimizer.state_dict()})
 
 
 @torch.no_grad()
@@ -171,20 +188,3 @@ def measure_latents(vae: AutoencoderKLWan, videos: torch.Tensor) -> AutoencoderK
     std = [round(value, 6) for value in latents.std(dim=dimensions).tolist()]
     vae.register_to_config(latents_mean=mean, latents_std=std)
     return vae
-
-
-@torch.no_grad()
-def encode_videos(vae: AutoencoderKLWan, videos: torch.Tensor) -> torch.Tensor:
-    """Encode videos to normalised latents, the numbers that a Wan transformer sees.
-
-    Args:
-        vae: A VAE whose config holds measured `latents_mean` and `latents_std`.
-        videos: `[N, 3, F, H, W]` float32 in -1..1.
-
-    Returns:
-        `[N, C, (F - 1) / 4 + 1, H / 4, W / 4]` float32.
-    """
-    latents = vae.encode(videos.to(device=vae.device, dtype=vae.dtype)).latent_dist.mean
-    mean = torch.tensor(vae.config.latents_mean, device=latents.device).view(1, -1, 1, 1, 1)
-    std = torch.tensor(vae.config.latents_std, device=latents.device).view(1, -1, 1, 1, 1)
-    return (latents.float() - mean) / std

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from .autoencoder import encode_videos
+from ..training.encoding import encode_videos
 from .checkpoints import write_safetensors
 from .digits import MovingDigits, MovingDigitsConfig, stack_videos
 from .text import PRETRAINING_TEXT_LENGTH

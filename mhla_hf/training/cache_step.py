@@ -10,8 +10,9 @@ import torch
 from accelerate import Accelerator
 
 from ..sources import find_pipeline
-from . import cache, loading
+from . import cache_building, loading
 from .config import CacheConfig, TrainingConfig
+from .encoding import check_video_size
 from .validation import load_encoders
 from .videos import VideoSample
 
@@ -41,19 +42,19 @@ def make_cache(
     with accelerator.main_process_first():
         source = find_pipeline(config.model, "model")
     patch_size = loading.component_config(source, config.component)["patch_size"]
-    settings = cache.cache_settings(source, cache_config)
-    work = cache.start_cache(directory, settings, samples, main_process=accelerator.is_main_process)
+    settings = cache_building.cache_settings(source, cache_config)
+    work = cache_building.start_cache(directory, settings, samples, main_process=accelerator.is_main_process)
     # Nobody writes before all have looked: the main process may already be done when another one starts.
     accelerator.wait_for_everyone()
     if not work:
         return directory
     pipeline = load_encoders(source)
-    cache.check_video_size(pipeline, cache_config, patch_size)
+    check_video_size(pipeline, cache_config, patch_size)
     if accelerator.device.type != "cpu":
         # Wan's text encoder is made for bfloat16, and takes 22 GB in float32; the VAE needs float32.
         pipeline.text_encoder.to(torch.bfloat16)
     pipeline.to(accelerator.device)
-    cache.build_cache(
+    cache_building.build_cache(
         directory,
         pipeline,
         samples,
@@ -64,7 +65,7 @@ def make_cache(
     )
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        cache.finish_cache(directory, samples)
+        cache_building.finish_cache(directory, samples)
     accelerator.wait_for_everyone()
     del pipeline
     if torch.cuda.is_available():
