@@ -4,6 +4,7 @@
 import hashlib
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -290,7 +291,7 @@ def test_shards_stay_and_new_parameters_get_their_own(sharded_dir, tmp_path):
     before = sorted(sharded_dir.glob("*.safetensors"))
     report = convert(sharded_dir, tmp_path / "mhla")
     after = sorted((tmp_path / "mhla").glob("*.safetensors"))
-    assert [path.name for path in after] == report.components["transformer"].weights
+    assert [path.name for path in after] == report.components["transformer"].weight_sets[0].files
     assert len(after) == len(before) + 1
     for old, new in zip(before, after):
         assert load_file(old).keys() == load_file(new).keys()
@@ -307,7 +308,7 @@ def test_shards_stay_and_new_parameters_get_their_own(sharded_dir, tmp_path):
 
 def test_max_shard_size(transformer_dir, tmp_path):
     report = convert(transformer_dir, tmp_path / "mhla", max_shard_size="60KB")
-    names = report.components["transformer"].weights
+    names = report.components["transformer"].weight_sets[0].files
     assert len(names) > 1
     for name in names:
         assert sum(tensor.nbytes for tensor in load_file(tmp_path / "mhla" / name).values()) <= 60_000
@@ -329,12 +330,22 @@ def test_one_variant_of_several(tmp_path):
     tiny.wan_transformer().save_pretrained(tmp_path / "softmax")
     tiny.wan_transformer().half().save_pretrained(tmp_path / "softmax", variant="fp16")
     both = convert(tmp_path / "softmax", tmp_path / "both").components["transformer"]
-    assert sorted(both.weights) == [
-        "diffusion_pytorch_model.fp16.safetensors",
-        "diffusion_pytorch_model.safetensors",
-    ]
+    assert {weights.variant: weights.files for weights in both.weight_sets} == {
+        "fp16": ["diffusion_pytorch_model.fp16.safetensors"],
+        None: ["diffusion_pytorch_model.safetensors"],
+    }
+    # Each variant has counts of its own.
+    for weights in both.weight_sets:
+        written = load_file(tmp_path / "both" / weights.files[0])
+        counts = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in written.values())
+        new = Counter(str(written[name].dtype).removeprefix("torch.") for name in both.initialised)
+        assert weights.dtypes == counts and weights.initialised_dtypes == new
+        assert weights.copied_tensors + len(both.initialised) == len(written)
+        assert weights.copied_parameters + both.initialised_parameters == sum(t.numel() for t in written.values())
+        assert list(weights.source_files) == weights.files
+    assert both.weight_sets[0].dtypes != both.weight_sets[1].dtypes
     one = convert(tmp_path / "softmax", tmp_path / "one", variant="fp16").components["transformer"]
-    assert one.weights == ["diffusion_pytorch_model.fp16.safetensors"]
+    assert [weights.variant for weights in one.weight_sets] == ["fp16"]
     assert len(list((tmp_path / "one").glob("*.safetensors"))) == 1
     with pytest.raises(ValueError, match=r"variant='bf16' is not in .* which has fp16, \(none\)"):
         convert(tmp_path / "softmax", tmp_path / "none", variant="bf16")
@@ -351,7 +362,7 @@ def test_dtype_leaves_fp32_modules_alone(transformer_dir, tmp_path):
             assert torch.equal(tensor, original[name].to(tensor.dtype)), name
     assert weights["scale_shift_table"].dtype == torch.float32
     assert weights["blocks.0.attn1.mhla.gate.weight"].dtype == torch.bfloat16
-    counts = report.components["transformer"].dtypes
+    counts = report.components["transformer"].weight_sets[0].dtypes
     assert counts["bfloat16"] + counts["float32"] == len(weights)
 
 
@@ -370,17 +381,21 @@ def test_new_parameters_follow_the_source(tmp_path):
 def test_conversion_json(pipeline_dir, tmp_path):
     convert(pipeline_dir, tmp_path / "mhla", EVERYTHING)
     content = json.loads((tmp_path / "mhla/conversion.json").read_text())
-    assert content["schema_version"] == 1
-    assert content["source"] == {"location": str(pipeline_dir)}
+    assert content["schema_version"] == 2
+    # Nothing of this machine's folders.
+    assert content["source"] == {"location": pipeline_dir.name}
+    assert str(tmp_path) not in json.dumps(content) and str(pipeline_dir) not in json.dumps(content)
     assert content["versions"]["torch"] == torch.__version__
     assert content["versions"]["mhla-hf"] == mhla_hf.__version__
     part = content["components"]["transformer"]
     file = pipeline_dir / "transformer/diffusion_pytorch_model.safetensors"
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert part["source_files"] == {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
+    (weights,) = part["weight_sets"]
+    assert weights["variant"] is None and weights["files"] == [file.name]
+    assert weights["source_files"] == {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
     assert part["mhla"] == MHLAConfig.from_dict(EVERYTHING).to_dict()
     written = load_file(tmp_path / "mhla/transformer/diffusion_pytorch_model.safetensors")
-    assert part["copied_tensors"] + len(part["initialised"]) == len(written)
+    assert weights["copied_tensors"] + len(part["initialised"]) == len(written)
     values = {name.partition(".mhla.")[2]: entry["values"] for name, entry in part["initialised"].items()}
     assert values["mixing"] == "mixing_init=linear"
     assert values["output_norm.weight"] == "constant 1"
@@ -411,7 +426,7 @@ def test_from_the_hub_cache(transformer_dir, tmp_path):
         local_files_only=True,
     )
     assert report.source["commit"] == commit
-    assert report.components["transformer"].source_files[weights.name]["sha256"] == digest
+    assert report.components["transformer"].weight_sets[0].source_files[weights.name]["sha256"] == digest
     assert not (tmp_path / "mhla" / weights.name).is_symlink()
     MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
 

@@ -152,7 +152,7 @@ def test_sharded_directories(with_index, tmp_path):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         save_file({"other": torch.zeros(1)}, folder / "not_in_the_index.safetensors")
     report = run(folder, tmp_path / "out")
-    assert len(report.components["transformer"].weights) == 2
+    assert len(report.components["transformer"].weight_sets[0].files) == 2
     assert_reproduces(tmp_path / "out", "wan_hybrid_gated")
 
 
@@ -258,7 +258,7 @@ def test_convolutions_within_frames(tmp_path):
 
 def test_dtype_and_shards(tmp_path):
     report = run(GOLDEN / "wan_hybrid_gated/model.safetensors", tmp_path / "out", dtype="bf16", max_shard_size="200KB")
-    assert len(report.components["transformer"].weights) > 1
+    assert len(report.components["transformer"].weight_sets[0].files) > 1
     model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
     assert model.blocks[1].attn1.mhla.gate.weight.dtype == torch.bfloat16
     assert model.blocks[1].attn1.mhla.mixing.dtype == torch.float32
@@ -292,7 +292,7 @@ def test_base_gives_the_other_components(tmp_path):
         output_type="pt",
     )
     assert video.frames.isfinite().all()
-    assert report.source["base"] == {"location": str(tmp_path / "base")}
+    assert report.source == {"location": "authors.safetensors", "base": {"location": "base"}}
     assert sorted(report.copied_files)[-1] == "vae/diffusion_pytorch_model.safetensors"
     assert [path.name for path in (tmp_path / "out/transformer").glob("*.safetensors")] == [
         "diffusion_pytorch_model.safetensors"

@@ -3,6 +3,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -508,6 +509,24 @@ class TestFiles:
         (converted / "conversion.json").write_text('{"source": {"location": "/nowhere/at/all"}}')
         with pytest.raises(ValueError, match="is not there"):
             default_teacher(converted, "transformer")
+
+    def test_the_teacher_is_found_beside_what_was_converted(self, pipeline_directory, tmp_path):
+        from mhla_hf.conversion import convert_pretrained
+
+        shutil.copytree(pipeline_directory, tmp_path / "softmax")
+        convert_pretrained(tmp_path / "softmax", tmp_path / "converted", MHLA, progress=False)
+        assert default_teacher(tmp_path / "converted", "transformer") == tmp_path / "softmax"
+        # A trained copy elsewhere has the conversion's record too, but finds the directory through its own.
+        trained = tmp_path / "run" / "pipeline"
+        shutil.copytree(tmp_path / "converted", trained)
+        (trained / "training.json").write_text(json.dumps({"source": {"location": str(tmp_path / "converted")}}))
+        assert default_teacher(trained, "transformer") == tmp_path / "softmax"
+        # A directory that is called like its source is not its own source.
+        (tmp_path / "converted").rename(tmp_path / "other")
+        shutil.rmtree(tmp_path / "softmax")
+        (tmp_path / "other").rename(tmp_path / "softmax")
+        with pytest.raises(ValueError, match="softmax, which .* comes from, is not there"):
+            default_teacher(tmp_path / "softmax", "transformer")
 
     def test_the_cache_gives_what_training_needs(self, cache_directory):
         dataset = LatentDataset(cache_directory)

@@ -133,14 +133,15 @@ def _show(report: "ConversionReport") -> None:
     table = Table("component", "MHLA layers", "blocks", "copied", "new parameters", "types")
     for name, part in report.components.items():
         counts, sizes = part.mhla["blocks"], part.mhla["block_size"]
-        table.add_row(
-            name,
-            f"{len(part.mhla_layers)} of {part.num_layers}",
-            "×".join(map(str, counts)) if counts else f"of {'×'.join(map(str, sizes))} tokens",
-            f"{part.copied_parameters:,}",
-            f"{part.initialised_parameters:,}",
-            ", ".join(f"{dtype} {count}" for dtype, count in part.dtypes.items()),
-        )
+        for weights in part.weight_sets:
+            table.add_row(
+                name if weights.variant is None else f"{name} ({weights.variant})",
+                f"{len(part.mhla_layers)} of {part.num_layers}",
+                "×".join(map(str, counts)) if counts else f"of {'×'.join(map(str, sizes))} tokens",
+                f"{weights.copied_parameters:,}",
+                f"{part.initialised_parameters:,}",
+                ", ".join(f"{dtype} {count}" for dtype, count in weights.dtypes.items()),
+            )
     console = Console(soft_wrap=True)
     console.print(table)
     written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"

@@ -15,20 +15,20 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
-from .engine import (
+from .engine import write_result
+from .official_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
+from .options import parse_dtype, parse_size
+from .planning import (
     ComponentPlan,
     WeightsPlan,
     cast_entry,
     compare_tensors,
     component_report,
-    count_dtypes,
     empty_model,
     kept_in_fp32,
     shorten,
-    write_result,
+    weight_set_report,
 )
-from .official_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
-from .options import parse_dtype, parse_size
 from .provenance import ConversionReport
 from .source import Source, download_or_find, read_source
 from .staging import check_destination
@@ -101,7 +101,7 @@ def import_official(
     groups, files = open_checkpoint(checkpoint)
     plan = _plan_import(groups, files, checkpoint, blocks, normalizer, grid, num_heads, dtype, max_bytes)
     source = None
-    origin: dict[str, Any] = {"location": str(checkpoint.resolve())}
+    origin: dict[str, Any] = {"location": checkpoint.resolve().name}
     if base is not None:
         source = _read_base(base, plan.config, revision, token, cache_dir)
         origin["base"] = source.origin
@@ -246,16 +246,13 @@ def _plan_import(
     shards = [[cast_entry(written[entry.name], dtype, kept) for entry in group] for group in groups]
     flat = [entry for shard in shards for entry in shard]
     report = component_report("WanModel", model)
-    report.copied_tensors = len(flat)
-    report.copied_parameters = sum(entry.nbytes // entry.dtype.itemsize for entry in flat)
-    report.dtypes = count_dtypes(flat)
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
     config = {
         "_class_name": model_class.__name__,
         "_diffusers_version": diffusers.__version__,
         **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
     }
-    plan = WeightsPlan(None, split_into_shards(shards, max_bytes), files)
+    plan = WeightsPlan(split_into_shards(shards, max_bytes), files, weight_set_report(None, flat))
     return ComponentPlan("transformer", config, [plan], report)
 
 

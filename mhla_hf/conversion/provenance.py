@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import re
 from collections.abc import Callable, Mapping
@@ -16,11 +17,34 @@ from typing import Any
 from .tensors import write_json
 
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE_NAME = "conversion.json"
 
 _PACKAGES = ("mhla-hf", "torch", "diffusers", "transformers", "safetensors", "huggingface_hub")
 _HASH_CHUNK = 8 * 2**20
+
+
+@dataclass
+class WeightSetReport:
+    """One set of a transformer's weights: the only one, or a variant's.
+
+    Attributes:
+        variant: Part of the file names such as `fp16`; `None` for the main set.
+        files: Weight files written.
+        source_files: Weight files read, each with its size in bytes and SHA-256.
+        copied_tensors: How many tensors were taken from the source.
+        copied_parameters: How many numbers those are.
+        dtypes: How many tensors were written in each dtype.
+        initialised_dtypes: The same of the new tensors alone.
+    """
+
+    variant: str | None = None
+    files: list[str] = field(default_factory=list)
+    source_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    copied_tensors: int = 0
+    copied_parameters: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)
+    initialised_dtypes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -30,12 +54,8 @@ class ComponentReport:
     Attributes:
         source_class: Class that the source's weights were for.
         target_class: Class that the written weights are for.
-        weights: Weight files written.
-        source_files: Weight files read, each with its size in bytes and SHA-256.
-        copied_tensors: How many tensors were taken from the source.
-        copied_parameters: How many numbers those are.
-        initialised: New tensors by name: shape, dtype and the values they start from.
-        dtypes: How many tensors were written in each dtype.
+        weight_sets: What was read and written, by variant.
+        initialised: New tensors by name: shape and the values they start from.
         mhla: The complete MHLA options.
         mhla_layers: Indices of the MHLA layers.
         num_layers: How many layers the model has.
@@ -43,12 +63,8 @@ class ComponentReport:
 
     source_class: str
     target_class: str
-    weights: list[str] = field(default_factory=list)
-    source_files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    copied_tensors: int = 0
-    copied_parameters: int = 0
+    weight_sets: list[WeightSetReport] = field(default_factory=list)
     initialised: dict[str, dict[str, Any]] = field(default_factory=dict)
-    dtypes: dict[str, int] = field(default_factory=dict)
     mhla: dict[str, Any] = field(default_factory=dict)
     mhla_layers: list[int] = field(default_factory=list)
     num_layers: int = 0
@@ -56,13 +72,7 @@ class ComponentReport:
     @property
     def initialised_parameters(self) -> int:
         """How many new numbers there are."""
-        total = 0
-        for entry in self.initialised.values():
-            count = 1
-            for size in entry["shape"]:
-                count *= size
-            total += count
-        return total
+        return sum(math.prod(entry["shape"]) for entry in self.initialised.values())
 
 
 @dataclass
@@ -72,7 +82,8 @@ class ConversionReport:
     Attributes:
         command: `"convert"` or `"import-official"`.
         destination: The directory written.
-        source: Where the weights came from: `location`, and for Hub repositories `revision` and `commit`.
+        source: Where the weights came from: `location`, the name of a directory or the id of a Hub repository, and
+            for repositories `revision` and `commit`.
         components: What happened to each transformer, by component name (`"transformer"`).
         copied_files: Files taken over unchanged, relative to the destination.
         bytes_written: Size of the result.

@@ -129,7 +129,7 @@ class Source:
         root: The directory.
         pipeline: Contents of `model_index.json`; `None` for a model directory.
         components: The pipeline's models whose class is wanted, or the one model.
-        origin: Location, and for Hub repositories the revision asked for and the commit found.
+        origin: A directory's name, or a Hub repository with the revision asked for and the commit found.
     """
 
     location: str
@@ -171,8 +171,8 @@ def download_or_find(
         )
     path = local_directory(location, "source")
     if path is not None:
-        # Absolute: a relative path means something else, or even a Hub id, wherever the record is read.
-        origin["location"] = str(path.resolve())
+        # The name alone: records are published, and the rest of the path is nobody's business.
+        origin["location"] = path.resolve().name
     else:
         path = _download(str(location), revision, token, cache_dir, subfolder, local_files_only)
         origin["revision"] = revision

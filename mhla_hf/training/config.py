@@ -104,7 +104,10 @@ class TrainingConfig(_Options):
     mhla: dict | str | None = _option(
         None, "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' keeps softmax."
     )
-    teacher: str | None = _option(None, "Softmax pipeline to match. Default: where the model was converted from.")
+    teacher: str | None = _option(
+        None,
+        "Softmax pipeline to match. Default: what the model was converted from, on the Hub or in the folder beside.",
+    )
 
     train: str = _option(
         "full", "What to train: the MHLA parameters, LoRA and the MHLA parameters, or all.", choices=TRAIN_MODES

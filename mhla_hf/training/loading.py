@@ -91,21 +91,41 @@ def load_teacher(
 def default_teacher(directory: Path, component: str) -> Path:
     """The softmax pipeline behind a pipeline directory: itself, or what `conversion.json` or `training.json` names.
 
+    A Hub repository is downloaded. A directory may be recorded by its name alone: then it is looked for beside the
+    one with the record.
+
     Raises:
         ValueError: If it is unknown or gone.
     """
     if not is_mhla_class(component_config(directory, component)["_class_name"]):
         return directory
-    source = None
-    for record in (directory / "conversion.json", directory / "training.json"):
-        if source is None and record.is_file():
-            source = json.loads(record.read_text(encoding="utf-8")).get("source", {}).get("location")
-    if not source:
+    recorded = _recorded_sources(directory)
+    if not recorded:
         raise ValueError(f"teacher must be given: {directory} does not say which softmax pipeline it comes from")
-    try:
-        return default_teacher(find_pipeline(str(source), "teacher"), component)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"teacher must be given: {source}, which {directory} comes from, is not there") from error
+    first, seen = recorded[0], {directory.resolve()}
+    # The sources of a source follow it, those in a first record before those in a second.
+    waiting = [(directory, source) for source in recorded]
+    while waiting:
+        owner, source = waiting.pop(0)
+        try:
+            found = find_pipeline(source if "/" in source else owner.resolve().with_name(source), "teacher")
+            is_softmax = not is_mhla_class(component_config(found, component)["_class_name"])
+        except (OSError, ValueError):
+            continue
+        if is_softmax:
+            return found
+        if found.resolve() not in seen:
+            seen.add(found.resolve())
+            waiting = [(found, source) for source in _recorded_sources(found)] + waiting
+    raise ValueError(f"teacher must be given: {first}, which {directory} comes from, is not there")
+
+
+def _recorded_sources(directory: Path) -> list[str]:
+    """What the records of a pipeline directory say it was made from."""
+    records = [directory / name for name in ("conversion.json", "training.json")]
+    contents = [json.loads(record.read_text(encoding="utf-8")) for record in records if record.is_file()]
+    locations = [content.get("source", {}).get("location") for content in contents]
+    return [str(location) for location in locations if location]
 
 
 def default_flow_shift(directory: Path) -> float:
