@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-Head Linear Attention (arXiv 2601.07832) for transformers and diffusers.
 
-Importing the package is cheap: names below are loaded when they are first used, and diffusers learns the MHLA model
-classes when it is imported itself, so that plain `DiffusionPipeline.from_pretrained` loads MHLA checkpoints.
+Importing the package is cheap: names below are loaded when they are first used. diffusers learns the MHLA model
+classes and transformers the attention implementation `"mhla"` when they are imported themselves, so that their plain
+`from_pretrained` loads MHLA checkpoints.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 from typing import Any
 
 from .integrations.diffusers_namespace import register_with_diffusers
+from .integrations.transformers import register_with_transformers
 
 
 __version__ = "0.1.0"
@@ -18,6 +20,7 @@ __version__ = "0.1.0"
 _PUBLIC_NAMES = {
     "BlockLayout": "layout",
     "MHLA": "layers.mhla",
+    "MHLACache": "integrations.transformers.cache",
     "MHLAConfig": "config",
     "MHLAWanTransformer3DModel": "models.wan",
     "convert": "pipelines",
@@ -45,3 +48,4 @@ def __dir__() -> list[str]:
 
 
 register_with_diffusers()
+register_with_transformers()

@@ -18,7 +18,7 @@ NORMALIZERS = ("query", "block_query", "none")
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 MIXING_HEADS = ("shared", "per_head")
 MIXING_CONSTRAINTS = ("none", "nonnegative")
-RESIZE_MODES = ("auto", "blocks", "block_size")
+RESIZE_MODES = ("auto", "blocks", "block_size", "extend")
 
 _CHOICES = {
     "feature_map": FEATURE_MAPS,
@@ -67,6 +67,8 @@ class MHLAConfig:
         resize: What happens at another token grid. `"blocks"` keeps the number of blocks and changes their size,
             `"block_size"` keeps the size and resamples the mixing weights over relative block coordinates,
             `"auto"` is `"block_size"` where an axis changed twofold or more against `grid` and `"blocks"` otherwise.
+            `"extend"` is for sequences: block boundaries are counted from the first token, whatever the length; the
+            leading weights are used, and pairs of blocks past them go by distance. Causal attention always does that.
         output_norm: RMSNorm over each feature head of the output.
         output_gate: Multiply the output by SiLU(linear(hidden states)).
         lepe_kernel: Odd kernel width of a depthwise convolution of the values over the token grid, added to the
@@ -144,14 +146,26 @@ class MHLAConfig:
                 raise ValueError(f"blocks={self.blocks} has more blocks than grid={self.grid} has tokens on an axis.")
         if self.resize == "block_size" and self.blocks is not None and self.grid is None:
             raise ValueError("resize='block_size' needs grid, the token grid that blocks was chosen for.")
-        if self.causal and self.lepe_kernel is not None:
-            raise ValueError("lepe_kernel must be None with causal=True: its convolution looks at later tokens too.")
+        if self.is_sequence:
+            self._check_sequence(lengths)
         if self.mixing_range is not None and self.mixing_init == "uniform":
             warnings.warn("mixing_range has no effect with mixing_init='uniform'.", stacklevel=3)
-        if self.causal and self.block_size is None:
-            raise ValueError("causal=True needs block_size: block boundaries must not move with the length.")
-        if self.causal and any(length != 1 for length in lengths.values()):
-            raise ValueError("causal=True needs a 1-D layout: blocks, block_size and grid with a single entry.")
+
+    def _check_sequence(self, lengths: dict[str, int]) -> None:
+        option = "causal=True" if self.causal else "resize='extend'"
+        if self.block_size is None:
+            raise ValueError(f"{option} needs block_size: block boundaries must not move with the length.")
+        if any(length != 1 for length in lengths.values()):
+            raise ValueError(f"{option} needs a 1-D layout: blocks, block_size and grid with a single entry.")
+        if self.lepe_kernel is not None:
+            raise ValueError(
+                f"lepe_kernel must be None with {option}: its convolution looks at padding and later tokens."
+            )
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether tokens are a sequence in blocks of fixed size, as many as it needs (causal or `resize="extend"`)."""
+        return self.causal or self.resize == "extend"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every option as plain JSON types (tuples become lists)."""

@@ -23,9 +23,12 @@ class BlockLayout:
             numbered in row-major order.
         blocks: Number of blocks along each axis. Tiles are balanced: their lengths differ by at most one token.
         block_size: Number of tokens of a block along each axis. Tiles are full except the last one of an axis.
+        num_prefix_tokens: Tokens before those of the grid (class or register tokens of vision models). They have a
+            block of their own, block 0; the blocks of the grid follow.
 
     Attributes:
         grid: The token grid, a tuple of ints.
+        num_prefix_tokens: Tokens before it.
         blocks: Number of blocks along each axis, a tuple of ints.
         tile_lengths: For each axis, the lengths in tokens of its tiles.
 
@@ -37,14 +40,18 @@ class BlockLayout:
         tensor([0, 0, 1, 1, 2, 2, 2])
     """
 
-    __slots__ = ("grid", "blocks", "tile_lengths")
+    __slots__ = ("grid", "blocks", "num_prefix_tokens", "tile_lengths")
 
     def __init__(
         self,
         grid: Sequence[int],
         blocks: Sequence[int] | None = None,
         block_size: Sequence[int] | None = None,
+        num_prefix_tokens: int = 0,
     ) -> None:
+        if num_prefix_tokens < 0:
+            raise ValueError(f"num_prefix_tokens={num_prefix_tokens} must be at least 0.")
+        self.num_prefix_tokens = num_prefix_tokens
         self.grid = _positive_axes("grid", grid)
         if (blocks is None) == (block_size is None):
             raise ValueError("BlockLayout takes exactly one of blocks and block_size.")
@@ -59,7 +66,7 @@ class BlockLayout:
         self.blocks = tuple(len(lengths) for lengths in self.tile_lengths)
 
     def _key(self) -> tuple[Any, ...]:
-        return self.grid, self.tile_lengths
+        return self.grid, self.tile_lengths, self.num_prefix_tokens
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockLayout) and self._key() == other._key()
@@ -68,33 +75,42 @@ class BlockLayout:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"BlockLayout(grid={self.grid}, blocks={self.blocks}, is_uniform={self.is_uniform})"
+        prefix = f", num_prefix_tokens={self.num_prefix_tokens}" if self.num_prefix_tokens else ""
+        return f"BlockLayout(grid={self.grid}, blocks={self.blocks}, is_uniform={self.is_uniform}{prefix})"
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens T."""
-        return math.prod(self.grid)
+        """Number of tokens T, those before the grid included."""
+        return self.num_prefix_tokens + math.prod(self.grid)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks M."""
-        return math.prod(self.blocks)
+        """Number of blocks M, the one before the grid included."""
+        return self.num_prefix_blocks + math.prod(self.blocks)
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        """1 where there are tokens before the grid, else 0."""
+        return int(self.num_prefix_tokens > 0)
 
     @property
     def max_block_tokens(self) -> int:
         """Number of tokens N of the largest block."""
         # Lists, not generators: torch.compile traces through here.
-        return math.prod([max(lengths) for lengths in self.tile_lengths])
+        return max(self.num_prefix_tokens, math.prod([max(lengths) for lengths in self.tile_lengths]))
 
     @property
     def is_uniform(self) -> bool:
         """Whether all blocks have the same shape."""
+        if self.num_prefix_tokens:
+            return False
         return [min(lengths) for lengths in self.tile_lengths] == [max(lengths) for lengths in self.tile_lengths]
 
     @property
     def block_of_token(self) -> torch.Tensor:
         """The block of each token, LongTensor `[T]`; blocks are numbered in row-major order of the block grid."""
-        return _row_major([_tiles(lengths)[0] for lengths in self.tile_lengths], self.blocks)
+        block = _row_major([_tiles(lengths)[0] for lengths in self.tile_lengths], self.blocks) + self.num_prefix_blocks
+        return torch.cat([torch.zeros(self.num_prefix_tokens, dtype=torch.long, device="cpu"), block])
 
     @property
     def block_tokens(self) -> torch.Tensor:
@@ -102,11 +118,11 @@ class BlockLayout:
         counts = torch.ones(1, dtype=torch.long)
         for lengths in self.tile_lengths:
             counts = (counts[:, None] * torch.tensor(lengths)).reshape(-1)
-        return counts
+        return torch.cat([torch.tensor([self.num_prefix_tokens] * self.num_prefix_blocks, dtype=torch.long), counts])
 
     @property
     def centers(self) -> torch.Tensor:
-        """Block centres on the block grid, in blocks, float32 `[M, number of axes]`; neighbours are 1.0 apart."""
+        """Centres of the grid's blocks, in blocks, float32 `[number of them, axes]`; neighbours are 1.0 apart."""
         return block_centers(self.blocks)
 
     @property
@@ -216,7 +232,12 @@ def interpolation_matrix(source_blocks: Sequence[int], target_blocks: Sequence[i
     return result
 
 
-def resample_mixing(mixing: torch.Tensor, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> torch.Tensor:
+def resample_mixing(
+    mixing: torch.Tensor,
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    num_prefix_blocks: int = 0,
+) -> torch.Tensor:
     """Carries a mixing matrix over to another grid of blocks.
 
     m' = (M / M') R m Rᵀ with R of [`interpolation_matrix`]: both the mixing and the mixed block are interpolated at
@@ -227,6 +248,7 @@ def resample_mixing(mixing: torch.Tensor, source_blocks: Sequence[int], target_b
         mixing: `[M, M]` or `[H, M, M]`.
         source_blocks: Number of blocks along each axis of `mixing`.
         target_blocks: Number of blocks along each axis wanted.
+        num_prefix_blocks: 1 where the first row and column are those of the tokens before the grid, whose block stays.
 
     Returns:
         `[M', M']` or `[H, M', M']`, the dtype of `mixing`.
@@ -234,7 +256,7 @@ def resample_mixing(mixing: torch.Tensor, source_blocks: Sequence[int], target_b
     Raises:
         ValueError: If `mixing` is not for `source_blocks`, or the two have another number of axes.
     """
-    count = math.prod(source_blocks)
+    count = num_prefix_blocks + math.prod(source_blocks)
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != count or mixing.shape[-2] != count:
         raise ValueError(
             f"mixing has shape {tuple(mixing.shape)}, but source_blocks={tuple(source_blocks)} are {count}."
@@ -243,14 +265,23 @@ def resample_mixing(mixing: torch.Tensor, source_blocks: Sequence[int], target_b
         raise ValueError(f"target_blocks={tuple(target_blocks)} has other axes than {tuple(source_blocks)}.")
     if tuple(source_blocks) == tuple(target_blocks):
         return mixing
-    matrix = _cached(_interpolation_on, tuple(source_blocks), tuple(target_blocks), mixing.device, mixing.dtype)
+    matrix = _cached(
+        _interpolation_on, tuple(source_blocks), tuple(target_blocks), num_prefix_blocks, mixing.device, mixing.dtype
+    )
     return (matrix @ mixing @ matrix.transpose(0, 1)) * (matrix.shape[1] / matrix.shape[0])
 
 
 def _interpolation_on(
-    source_blocks: tuple[int, ...], target_blocks: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    source_blocks: tuple[int, ...],
+    target_blocks: tuple[int, ...],
+    num_prefix_blocks: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    return interpolation_matrix(source_blocks, target_blocks).to(device, dtype)
+    matrix = interpolation_matrix(source_blocks, target_blocks)
+    if num_prefix_blocks:
+        matrix = torch.block_diag(torch.eye(num_prefix_blocks, device="cpu"), matrix)
+    return matrix.to(device, dtype)
 
 
 @lru_cache(maxsize=256)
@@ -319,7 +350,9 @@ def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     """
     tiles, offsets, own_lengths = zip(*(_tiles(lengths) for lengths in layout.tile_lengths))
     position = _row_major(offsets, own_lengths)
-    return (_row_major(tiles, layout.blocks) * layout.max_block_tokens + position).to(device)
+    block = _row_major(tiles, layout.blocks) + layout.num_prefix_blocks
+    prefix = torch.arange(layout.num_prefix_tokens, device="cpu")
+    return torch.cat([prefix, block * layout.max_block_tokens + position]).to(device)
 
 
 def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules with parameters: the MHLA layer, its feature maps and its mixing weights."""
 
+from .blocks import reference_blocks, resolve_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map
-from .mhla import MHLA, reference_blocks, resolve_blocks
+from .mhla import MHLA
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..layout import BlockLayout, choose_blocks, resample_mixing
-from ..ops import mhla_attention
-from ..ops.numerics import accumulation_dtype
+from ..layout import BlockLayout, resample_mixing
+from ..ops import extend_mixing, mhla_attention
+from ..ops.numerics import accumulation_dtype, repeat_heads
+from .blocks import layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
+from .sequence import TokenSequence, sequence_attention
 
 
 # SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output as it is.
@@ -50,6 +53,8 @@ class MHLA(nn.Module):
         num_heads: Number of feature heads H.
         head_dim: Width K of a head's queries and keys.
         value_head_dim: Width V of a head's values; K if not given.
+        num_key_value_heads: Number of key/value heads H_kv (grouped-query attention); H if not given.
+        num_prefix_tokens: Tokens before those of the grid, which get a block of their own.
         default_grid: Token grid to derive `blocks` from when the config has neither `blocks` nor `grid`.
 
     Raises:
@@ -64,19 +69,23 @@ class MHLA(nn.Module):
         num_heads: int,
         head_dim: int,
         value_head_dim: int | None = None,
+        num_key_value_heads: int | None = None,
+        num_prefix_tokens: int = 0,
         default_grid: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         self.config = config
+        self.num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        self.num_prefix_tokens = num_prefix_tokens
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, head_dim, value_head_dim
         self.blocks = reference_blocks(config, default_grid)
-        count = math.prod(self.blocks)
+        count = math.prod(self.blocks) + int(num_prefix_tokens > 0)
         shape = (count, count) if config.mixing_heads == "shared" else (num_heads, count, count)
         self.mixing = nn.Parameter(torch.empty(shape))
         learned = config.feature_map == "hedgehog"
         self.feature_map_query = HedgehogFeatureMap(num_heads, head_dim) if learned else None
-        self.feature_map_key = HedgehogFeatureMap(num_heads, head_dim) if learned else None
+        self.feature_map_key = HedgehogFeatureMap(self.num_key_value_heads, head_dim) if learned else None
         self.output_norm = OutputNorm(value_head_dim, eps=1e-6) if config.output_norm else None
         self.gate = nn.Linear(hidden_size, num_heads * value_head_dim) if config.output_gate else None
         self.lepe = None
@@ -88,19 +97,15 @@ class MHLA(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def parameter_shapes(
-        cls,
-        config: MHLAConfig,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        default_grid: Sequence[int] | None = None,
-    ) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters that such a module would have, without allocating it."""
+    def parameter_shapes(cls, config: MHLAConfig, **widths: Any) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the parameters that such a module would have, without allocating it.
+
+        Args:
+            config: The options.
+            **widths: As for the constructor.
+        """
         with torch.device("meta"):
-            module = cls(
-                config, hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, default_grid=default_grid
-            )
+            module = cls(config, **widths)
         return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
     def initial_tensor(self, name: str) -> torch.Tensor:
@@ -117,7 +122,9 @@ class MHLA(nn.Module):
             raise ValueError(f"MHLA has no parameter {name!r}; it has {', '.join(shapes)}.")
         with torch.device("cpu"):
             if name == "mixing":
-                weights = initial_mixing(self.config, self.blocks).expand(shapes[name])
+                weights = initial_mixing(self.config, self.blocks, int(self.num_prefix_tokens > 0)).expand(
+                    shapes[name]
+                )
                 return mixing_parameter_value(self.config, weights).clone()
             if name == "output_norm.weight":
                 return torch.ones(shapes[name])
@@ -137,8 +144,8 @@ class MHLA(nn.Module):
     def layout_for(self, grid: Sequence[int]) -> BlockLayout:
         """The layout used on a token grid, following `config.resize`.
 
-        An axis with fewer tokens than blocks gets one block for each token. Whenever the layout's blocks differ from
-        those of the stored mixing weights, the weights are resampled over relative block coordinates.
+        Whenever its blocks differ from those of the stored mixing weights, the weights are resampled over relative
+        block coordinates (or extended by distance, for sequences).
 
         Args:
             grid: Number of tokens along each axis.
@@ -146,25 +153,7 @@ class MHLA(nn.Module):
         Raises:
             ValueError: If the grid has another number of axes than the blocks.
         """
-        config, grid = self.config, tuple(grid)
-        if len(grid) != len(self.blocks):
-            raise ValueError(
-                f"grid={grid} has {len(grid)} axes, but this layer's blocks {self.blocks} have more or fewer."
-            )
-        if config.causal:
-            return BlockLayout(grid=grid, block_size=config.block_size)
-        if config.grid is not None and (grid == config.grid or self._keeps_block_size(grid, config.grid)):
-            if config.block_size is not None:
-                return BlockLayout(grid=grid, block_size=config.block_size)
-            # Balanced tiles of the reference's mean length; they need not be a whole number of tokens there.
-            counts = [round(n * count / reference) for n, count, reference in zip(grid, self.blocks, config.grid)]
-            return BlockLayout(grid=grid, blocks=[max(1, min(count, n)) for count, n in zip(counts, grid)])
-        return BlockLayout(grid=grid, blocks=[min(count, n) for count, n in zip(self.blocks, grid)])
-
-    def _keeps_block_size(self, grid: Sequence[int], reference_grid: Sequence[int]) -> bool:
-        if self.config.resize != "auto":
-            return self.config.resize == "block_size"
-        return any(n >= 2 * reference or 2 * n <= reference for n, reference in zip(grid, reference_grid))
+        return layout_at(self.config, self.blocks, grid, self.num_prefix_tokens)
 
     def mixing_matrix(self, layout: BlockLayout | None = None) -> torch.Tensor:
         """The effective mixing weights: constraint applied, resampled to `layout` where its blocks differ.
@@ -178,7 +167,9 @@ class MHLA(nn.Module):
         weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
         if layout is None or self.config.causal:
             return weights
-        return resample_mixing(weights, self.blocks, layout.blocks)
+        if self.config.is_sequence:
+            return extend_mixing(weights, layout.num_blocks, causal=False)
+        return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
     def forward(
         self,
@@ -186,19 +177,24 @@ class MHLA(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        grid: Sequence[int],
+        grid: Sequence[int] | None = None,
+        sequence: TokenSequence | None = None,
         hidden_states: torch.Tensor | None = None,
         rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        scaling: float | None = None,
     ) -> torch.Tensor:
         """Attends.
 
         Args:
             query: Projected (and normalised, where the model does that) queries before RoPE, `[B, T, H, K]`.
-            key: Keys, `[B, T, H, K]`.
-            value: Values, `[B, T, H, V]`.
-            grid: Number of tokens along each axis; their product is T.
+            key: Keys, `[B, T, H_kv, K]`.
+            value: Values, `[B, T, H_kv, V]`.
+            grid: Number of tokens along each axis; T is their product plus `num_prefix_tokens`.
+            sequence: For models of sequences, in place of `grid`: padding, documents and cache.
             hidden_states: The layer's input `[B, T, hidden]`; needed by the output gate only.
             rotary: Rotates `[B, T, H, K]`; `None` for models without rotary embeddings.
+            scaling: What softmax attention would scale q·k with; half of it (its root) goes to each side before the
+                feature map. `None` for 1.
 
         Returns:
             `[B, T, H, V]` in the dtype of `value`.
@@ -207,12 +203,12 @@ class MHLA(nn.Module):
             ValueError: If the grid does not have T tokens, or the gate misses its hidden states.
         """
         config = self.config
-        if math.prod(grid) != query.shape[1]:
-            raise ValueError(f"grid={tuple(grid)} has {math.prod(grid)} tokens, but query has {query.shape[1]}.")
-        layout = self.layout_for(grid)
+        layout = None if sequence is not None else self._grid_layout(grid, query.shape[1])
         dtype = accumulation_dtype(value.dtype)
         with torch.autocast(query.device.type, enabled=False):
             query, key = query.to(dtype), key.to(dtype)
+            if scaling is not None:
+                query, key = query * math.sqrt(scaling), key * math.sqrt(scaling)
             plain_query = plain_key = None
             if rotary is not None and config.rope == "before_feature_map":
                 query, key = rotary(query), rotary(key)
@@ -222,20 +218,17 @@ class MHLA(nn.Module):
                 plain_query, plain_key = query, key
                 query = rotate_features(query, rotary, self.head_dim)
                 key = rotate_features(key, rotary, self.head_dim)
+            options: dict[str, Any] = {"normalizer_query": plain_query, "normalizer_key": plain_key}
+            options.update(normalizer=config.normalizer, eps=config.eps)
             # Values go in as float32: without a normaliser the sums can leave the range of fp16, and the output
             # norm brings them back before anything is rounded.
-            output = mhla_attention(
-                query,
-                key,
-                value.to(dtype),
-                self.mixing_matrix(layout).to(dtype),
-                layout,
-                normalizer_query=plain_query,
-                normalizer_key=plain_key,
-                normalizer=config.normalizer,
-                causal=config.causal,
-                eps=config.eps,
-            )
+            tokens = query, key, value.to(dtype)
+            mixing = self.mixing_matrix(layout).to(dtype)
+            if sequence is not None:
+                output = sequence_attention(*tokens, mixing, self._sequence_block_size(), sequence, **options)
+            else:
+                assert layout is not None
+                output = mhla_attention(*tokens, mixing, layout, causal=config.causal, **options)
             if self.output_norm is not None:
                 output = self.output_norm(output)
         output = output.to(value.dtype)
@@ -243,65 +236,33 @@ class MHLA(nn.Module):
             if hidden_states is None:
                 raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
             output = output * F.silu(self.gate(hidden_states)).unflatten(-1, (self.num_heads, -1))
-        if self.lepe is not None:
-            output = output + self._positional(self.lepe, value, grid)
+        if self.lepe is not None and layout is not None:
+            output = output + self._positional(self.lepe, value, layout)
         return output.to(value.dtype)
+
+    def _sequence_block_size(self) -> int:
+        if not self.config.is_sequence or self.config.block_size is None:
+            raise ValueError("sequence is for causal=True or resize='extend'; this layer needs grid.")
+        return self.config.block_size[0]
+
+    def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int) -> BlockLayout:
+        if grid is None:
+            raise ValueError("grid is needed: the number of tokens along each axis.")
+        if math.prod(grid) + self.num_prefix_tokens != num_tokens:
+            prefix = f" after {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
+            raise ValueError(f"grid={tuple(grid)} has {math.prod(grid)} tokens{prefix}, but query has {num_tokens}.")
+        return self.layout_for(grid)
 
     def _features(self, tokens: torch.Tensor, learned: nn.Module | None) -> torch.Tensor:
         features = fixed_feature_map(self.config.feature_map)(tokens) if learned is None else learned(tokens)
         return features + self.config.feature_map_eps if self.config.feature_map_eps else features
 
-    def _positional(self, lepe: nn.Module, value: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-        """Depthwise convolution of the values over the token grid: `[B, T, H, V]`."""
-        image = value.flatten(2).transpose(1, 2).unflatten(2, tuple(grid))
-        return lepe(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
+    def _positional(self, lepe: nn.Module, value: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+        """Depthwise convolution of the values over the token grid, zero for tokens before it: `[B, T, H, V]`."""
+        value = repeat_heads(value, self.num_heads, 2)
+        image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
+        tokens = lepe(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
+        return F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0))
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"
-
-
-def reference_blocks(config: MHLAConfig, default_grid: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The block counts that the stored mixing weights are made for.
-
-    Args:
-        config: Gives `blocks`, or `block_size` and `grid`.
-        default_grid: Stands in for a missing `config.grid`.
-
-    Raises:
-        ValueError: If there is neither `blocks` nor a grid.
-    """
-    if config.blocks is not None:
-        return config.blocks
-    grid = config.grid or (None if default_grid is None else tuple(default_grid))
-    if grid is None:
-        raise ValueError("The mhla options need blocks, or a grid to derive the number of blocks from.")
-    if config.block_size is not None:
-        return BlockLayout(grid=grid, block_size=config.block_size).blocks
-    return choose_blocks(grid)
-
-
-def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfig:
-    """Returns a config whose number of blocks is pinned, so that it survives a change of defaults.
-
-    Args:
-        config: Options as given by the user.
-        default_grid: The model's usual token grid.
-
-    Returns:
-        `config` itself if it has `blocks`; otherwise a copy with `grid` filled in, and with the chosen `blocks` if
-        there was no `block_size` either.
-
-    Raises:
-        ValueError: If the options are for a grid with another number of axes than the model's.
-    """
-    axes = config.blocks or config.block_size or config.grid
-    if axes is not None and len(axes) != len(default_grid):
-        raise ValueError(
-            f"The mhla options are for {len(axes)} axes, but this model's token grid has {len(default_grid)}."
-        )
-    if config.blocks is not None:
-        return config
-    grid = config.grid or tuple(default_grid)
-    if config.block_size is not None:
-        return config.replace(grid=grid)
-    return config.replace(grid=grid, blocks=choose_blocks(grid))

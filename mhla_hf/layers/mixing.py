@@ -28,7 +28,7 @@ NONNEGATIVE_FLOOR = 0.01
 NONNEGATIVE_SHARPNESS = 10.0
 
 
-def initial_mixing(config: MHLAConfig, blocks: Sequence[int]) -> torch.Tensor:
+def initial_mixing(config: MHLAConfig, blocks: Sequence[int], num_prefix_blocks: int = 0) -> torch.Tensor:
     """Initial mixing weights; rows sum to one.
 
     `linear` is the paper's locality bias m_ij ∝ 1 - d_ij / max_k d_ik (section 3). The others have the shapes of
@@ -40,6 +40,8 @@ def initial_mixing(config: MHLAConfig, blocks: Sequence[int]) -> torch.Tensor:
         config: Gives `mixing_init`, `mixing_range` and `causal`. For causal layouts only the lower triangle is kept
             before rows are normalised: `uniform` becomes 1 / (i + 1).
         blocks: Number of blocks along each axis.
+        num_prefix_blocks: 1 to add a block of tokens before the grid as the first one. It is equally far from every
+            block: it gets the mean of a row's other weights, and gives equal weights itself.
 
     Returns:
         float32 `[M, M]`.
@@ -51,6 +53,9 @@ def initial_mixing(config: MHLAConfig, blocks: Sequence[int]) -> torch.Tensor:
     weights = _locality(config, distance)
     if config.causal:
         weights = weights.tril()
+    if num_prefix_blocks:
+        weights = torch.cat([weights.mean(dim=1, keepdim=True), weights], dim=1)
+        weights = torch.cat([torch.ones_like(weights[:1]), weights])
     return (weights / weights.sum(dim=1, keepdim=True)).float()
 
 

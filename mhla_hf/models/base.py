@@ -13,7 +13,8 @@ import torch.nn as nn
 from accelerate.utils import offload_weight, save_offload_index
 
 from ..config import MHLAConfig
-from ..layers.mhla import MHLA, reference_blocks, resolve_blocks
+from ..layers.blocks import reference_blocks, resolve_blocks
+from ..layers.mhla import MHLA
 from .registry import mhla_class_for
 
 

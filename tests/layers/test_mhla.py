@@ -178,7 +178,7 @@ def test_unnormalised_half_precision_is_rounded_after_the_output_norm():
 def test_parameter_shapes_match_the_module():
     options = {"feature_map": "hedgehog", "output_norm": True, "output_gate": True, "lepe_kernel": 3}
     layer = make_layer(mixing_heads="per_head", **options)
-    shapes = MHLA.parameter_shapes(layer.config, HIDDEN, HEADS, WIDTH)
+    shapes = MHLA.parameter_shapes(layer.config, hidden_size=HIDDEN, num_heads=HEADS, head_dim=WIDTH)
     assert shapes == {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
     assert shapes["mixing"] == (2, 12, 12)
     assert shapes["lepe.weight"] == (12, 1, 3, 3, 3)

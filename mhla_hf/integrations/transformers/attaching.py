@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives the self-attention modules of a transformers model their `mhla` submodules, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.nn as nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import logging
+
+from ...config import MHLAConfig
+from ...layers.mhla import MHLA
+from .attention import NAME, LayerInputsHook, ModelInputsHook
+from .families import is_tested
+from .geometry import (
+    dispatches,
+    heads_of,
+    is_cross_attention,
+    is_image_model,
+    num_prefix_tokens,
+    patch_grid,
+    unsupported_reason,
+    window_reason,
+)
+from .options import max_positions, resolve_image, resolve_sequence
+from .rotary import rotation_of, uses_rotary
+
+
+logger = logging.get_logger(__name__)
+
+
+def wants_mhla(config: Any) -> bool:
+    """Whether a configuration asks for MHLA, by its options or its attention implementation."""
+    return getattr(config, "mhla", None) is not None or getattr(config, "_attn_implementation", None) == NAME
+
+
+def prepare_config(config: Any) -> None:
+    """Makes `mhla` options alone enough, before a model is built.
+
+    Options for a model of several towers go to the configuration of each tower.
+
+    Args:
+        config: The model's configuration; its attention implementation is set where it was left open.
+
+    Raises:
+        ValueError: If options for towers name one that the model does not have.
+    """
+    given = getattr(config, "mhla", None)
+    towers = _towers(config)
+    if given is not None and towers:
+        by_tower = isinstance(given, Mapping) and bool(given) and all(str(name) in towers for name in given)
+        for name, tower in towers.items():
+            if not by_tower or name in given:
+                tower.mhla = given[name] if by_tower else given
+        config.mhla = None
+    for tower in towers.values():
+        prepare_config(tower)
+    if getattr(config, "mhla", None) is not None and config._attn_implementation is None:
+        config._attn_implementation = NAME
+
+
+def attach(model: PreTrainedModel) -> int:
+    """Gives the model's own self-attention modules their `mhla` where its configuration asks for MHLA.
+
+    Modules inside another `PreTrainedModel` belong to that one. A second call does nothing.
+
+    Args:
+        model: A model at the end of its constructor.
+
+    Returns:
+        The number of MHLA layers in the whole model.
+
+    Raises:
+        ValueError: If the model cannot be served; the message gives the reason.
+    """
+    own = [(name, module) for name, module in _own_modules(model) if dispatches(module) and wants_mhla(module.config)]
+    own = [(name, module) for name, module in own if not is_cross_attention(name, module)]
+    if own and not any(hasattr(module, "mhla") for _, module in own):
+        _attach_to(model, own)
+    count = sum(isinstance(module, MHLA) for module in model.modules())
+    if count == 0 and wants_mhla(model.config) and _has_attention(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot use attn_implementation='mhla': its attention does not go through "
+            "transformers' attention interface. mhla_hf.supported_models() lists models that were tested."
+        )
+    return count
+
+
+def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) -> None:
+    config: Any = attentions[0][1].config
+    model_name = type(model).__name__
+    for _, module in attentions:
+        reason = unsupported_reason(module)
+        if reason is not None:
+            raise ValueError(f"{model_name} cannot use attn_implementation='mhla': {reason}.")
+    indices = [_layer_index(module, position) for position, (_, module) in enumerate(attentions)]
+    windows = {index: window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
+    options = _resolve(model, config, attentions[0][1])
+    chosen = _chosen_layers(model_name, options, indices, windows)
+    if not is_tested(config.model_type):
+        logger.warning_once(f"{model_name} was not tested with MHLA; mhla_hf.supported_models() lists those that are.")
+    prefix = num_prefix_tokens(model) if not options.is_sequence else 0
+    only_mhla = len(chosen) == len(indices)
+    for index, (_, module) in zip(indices, attentions):
+        if index not in chosen:
+            continue
+        _check_rotary(module, options)
+        heads = heads_of(module)
+        module.mhla = MHLA(
+            options,
+            hidden_size=heads.hidden_size,
+            num_heads=heads.num_heads,
+            num_key_value_heads=heads.num_key_value_heads,
+            head_dim=heads.head_dim,
+            num_prefix_tokens=prefix,
+        )
+        module.register_forward_pre_hook(LayerInputsHook(module, index, only_mhla), with_kwargs=True)
+    model.register_forward_pre_hook(ModelInputsHook(model), with_kwargs=True)
+    config.mhla = options.to_dict()
+
+
+def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAConfig:
+    if is_image_model(config):
+        return resolve_image(config.mhla, patch_grid(config))
+    return resolve_sequence(
+        config.mhla,
+        causal=bool(getattr(attention, "is_causal", False)),
+        head_dim=heads_of(attention).head_dim,
+        positions=max_positions(config),
+    )
+
+
+def _chosen_layers(
+    model_name: str, options: MHLAConfig, indices: list[int], windows: dict[int, str | None]
+) -> set[int]:
+    if options.layers is None:
+        chosen = {index for index in indices if windows[index] is None}
+        if not chosen:
+            raise ValueError(
+                f"{model_name} cannot use attn_implementation='mhla': no layer can be MHLA, the first one because "
+                f"{windows[indices[0]]}."
+            )
+        return chosen
+    for index in options.layers:
+        if index not in indices:
+            raise ValueError(f"layers names {index}, but {model_name} has layers {indices[0]} to {indices[-1]}.")
+        if windows[index] is not None:
+            raise ValueError(f"Layer {index} of {model_name} cannot be MHLA: {windows[index]}.")
+    return set(options.layers)
+
+
+def _check_rotary(attention: nn.Module, options: MHLAConfig) -> None:
+    if options.rope == "after_feature_map" and uses_rotary(attention) and rotation_of(attention) is None:
+        raise ValueError(
+            f"{type(attention).__name__} rotates its queries in a way that cannot be undone; "
+            "use mhla={'rope': 'before_feature_map'}."
+        )
+
+
+def _own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        if isinstance(child, PreTrainedModel):
+            continue
+        full = f"{prefix}{name}"
+        yield full, child
+        yield from _own_modules(child, f"{full}.")
+
+
+def _layer_index(module: nn.Module, position: int) -> int:
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else position
+
+
+def _has_attention(model: nn.Module) -> bool:
+    return any("Attention" in type(module).__name__ for module in model.modules())
+
+
+def initialize(module: MHLA) -> None:
+    """Initialises the parameters that no checkpoint gave; those that were loaded stay as they are."""
+    for name, parameter in module.named_parameters():
+        init.copy_(parameter, module.initial_tensor(name).to(parameter.device))
+
+
+def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
+    """Turns a loaded softmax model into its MHLA version, in place.
+
+    Every weight is kept; the new parameters are initialised in the dtype and on the device of their layer.
+    `model.set_attn_implementation("sdpa")` switches back to softmax as long as nothing was trained.
+
+    Args:
+        model: A model of transformers.
+        mhla: The options; a dict may hold a dict for each tower (`{"vision_config": {...}}`).
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: If the model cannot be served or is MHLA already.
+    """
+    if any(isinstance(module, MHLA) for module in model.modules()):
+        raise ValueError(f"This {type(model).__name__} is MHLA already; load its softmax original to convert it anew.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("Parts of this model are offloaded; load it without offloading, or convert its directory.")
+    before = _remember(model.config)
+    model.config.mhla = {} if mhla is None else mhla
+    try:
+        prepare_config(model.config)
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        # From the inside out, as constructors run.
+        for part in reversed(models):
+            attach(part)
+        if not any(isinstance(module, MHLA) for module in model.modules()):
+            raise ValueError(f"{type(model).__name__} has no self-attention that can be MHLA.")
+    except Exception:
+        _restore(before)
+        raise
+    for attention in [module for module in model.modules() if isinstance(getattr(module, "mhla", None), MHLA)]:
+        weight = next(parameter for name, parameter in attention.named_parameters() if not name.startswith("mhla."))
+        dtype = weight.dtype if weight.is_floating_point() else model.dtype
+        attention.mhla.to(device=weight.device, dtype=dtype).train(attention.training)
+    mark_implementation(model.config)
+    model.set_attn_implementation(NAME if not model.config.sub_configs else _implementations(model.config))
+    return model
+
+
+def mark_implementation(config: Any) -> None:
+    """Writes the attention implementation into the configuration that is saved.
+
+    Libraries and readers without this package then stop with an error instead of loading the model as softmax.
+    """
+    implementation = _implementations(config)
+    if implementation:
+        config.attn_implementation = implementation
+
+
+def _implementations(config: Any) -> Any:
+    """`"mhla"`, a dict of towers, or None."""
+    if getattr(config, "mhla", None) is not None:
+        return NAME
+    found = {name: _implementations(tower) for name, tower in _towers(config).items()}
+    return {name: value for name, value in found.items() if value} or None
+
+
+def _towers(config: Any) -> dict[str, Any]:
+    """The configurations inside a composite one, by name."""
+    towers = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    return {name: tower for name, tower in towers.items() if tower is not None}
+
+
+def _remember(config: Any) -> list[tuple[Any, Any, Any]]:
+    entries = [(config, getattr(config, "mhla", None), config._attn_implementation)]
+    return entries + [entry for tower in _towers(config).values() for entry in _remember(tower)]
+
+
+def _restore(entries: list[tuple[Any, Any, Any]]) -> None:
+    for config, mhla, implementation in entries:
+        config.mhla = mhla
+        config._attn_implementation_internal = implementation

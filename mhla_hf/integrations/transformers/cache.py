@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of MHLA layers: block summaries in place of keys and values.
+
+`generate` and users bring any `Cache`; the layers that belong to MHLA attention are exchanged for [`MHLACacheLayer`]s
+while they are still empty. `Cache.update` runs before attention and only counts tokens; attention itself extends the
+state through [`MHLACacheLayer.attend`].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+)
+
+from ...ops import MHLAState, empty_state, mhla_extend, mhla_step, rewind_state
+from ...ops.numerics import accumulation_dtype
+
+
+# How many of the last tokens can be taken back (assisted decoding drafts fewer).
+REWINDABLE_TOKENS = 64
+
+
+class MHLACacheLayer(CacheLayerMixin):
+    """Decoding state of one MHLA layer: constant in size for a block, growing by one summary a block.
+
+    Args:
+        max_cache_len: For static caches, the number of tokens to make room for at once; otherwise the state grows.
+        is_compileable: Whether `generate` may compile decoding with this cache.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, max_cache_len: int | None = None, is_compileable: bool = False) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.is_compileable = is_compileable and max_cache_len is not None
+        self.state: MHLAState | None = None
+        self._length: int | torch.Tensor = 0
+        self._before: int | torch.Tensor = 0
+        self._last: dict[str, torch.Tensor] | None = None
+        self._mixing: torch.Tensor | None = None
+        self._unusable: str | None = None
+
+    # What transformers' caches have.
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Notes dtype and device; the state itself is made by the first attention."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        if self.max_cache_len is not None:
+            # A tensor, so that compiled decoding is not compiled anew for every token.
+            self._length = torch.zeros((), dtype=torch.long, device=self.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Counts the new tokens and returns their keys and values as they are."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._before = self._length
+        self._length = self._length + key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Tokens seen, padding included."""
+        return self._length if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask is made for."""
+        if self.max_cache_len is not None:
+            return self.max_cache_len, 0
+        return self._length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum, unless room was made for a fixed number of tokens."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    # Its name up to transformers 5.17.
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: the last tokens are always kept for [`MHLACacheLayer.crop`]."""
+
+    def offload(self) -> None:
+        """Nothing to do: attention needs the state right after `update`, and it is small."""
+
+    def prefetch(self) -> None:
+        """Nothing to do, see [`MHLACacheLayer.offload`]."""
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.state = self._last = self._mixing = self._unusable = None
+        self._length = self._before = 0
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Rearranges the batch for beam search."""
+        self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each batch entry."""
+        self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps some batch entries."""
+        self._map_batch(lambda tensor: tensor[indices.to(tensor.device), ...])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last tokens back.
+
+        Args:
+            tokens_to_remove: Minus their number.
+
+        Raises:
+            ValueError: If it is positive, or there are more than the last 64 tokens.
+        """
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError("crop takes a negative number: minus the number of tokens to remove.")
+        if count == 0 or self.state is None:
+            return
+        length = int(self._length)
+        if count >= length:
+            self.reset()
+            return
+        if count > REWINDABLE_TOKENS or self._last is None or self._mixing is None:
+            raise ValueError(
+                f"An MHLA cache can take back its last {REWINDABLE_TOKENS} tokens, not {count}: it keeps summaries. "
+                "Start again from the beginning of the text."
+            )
+        slots = torch.arange(length - count, length, device=self.device) % REWINDABLE_TOKENS
+        last = {name: tensor.index_select(1, slots) for name, tensor in self._last.items()}
+        self.state = rewind_state(
+            self.state, self._mixing, last["key"], last["normalizer_key"], last["value"], last["valid"]
+        )
+        self._length = self._length - count
+
+    # What attention uses.
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the state, the tokens kept for taking back included."""
+        tensors = [] if self.state is None else [getattr(self.state, name) for name in _STATE_TENSORS]
+        tensors += [] if self._last is None else list(self._last.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def new_tokens(self, mask: torch.Tensor, length: int) -> torch.Tensor:
+        """The part of a padding mask `[B, all tokens]` that belongs to the `length` tokens of this call."""
+        if isinstance(self._before, int):
+            return mask[:, self._before : self._before + length]
+        return mask.index_select(1, self._before + torch.arange(length, device=mask.device))
+
+    def mark_unusable(self, why: str) -> None:
+        """Makes further use an error; for calls whose tokens cannot be kept in this cache."""
+        self._unusable = why
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mixing: torch.Tensor,
+        *,
+        block_size: int,
+        valid: torch.Tensor | None,
+        normalizer_query: torch.Tensor | None = None,
+        normalizer_key: torch.Tensor | None = None,
+        normalizer: str = "query",
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        """Attends to the tokens seen so far and to these, and remembers these; see [`mhla_hf.ops.mhla_extend`]."""
+        if self._unusable is not None:
+            raise ValueError(self._unusable)
+        state = self._state_for(key, value, mixing, block_size)
+        attend = mhla_step if query.shape[1] == 1 else mhla_extend
+        output, state = attend(
+            query, key, value, mixing, state, valid=valid,
+            normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
+        )  # fmt: skip
+        self._keep_last(key, key if normalizer_key is None else normalizer_key, value, valid)
+        self._mixing = mixing.detach()
+        self.state = state
+        return output
+
+    def _state_for(self, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, block_size: int) -> MHLAState:
+        state = self.state
+        # The positions in `_before` and `_length` bound those of every batch entry.
+        needed = self.max_cache_len if self.max_cache_len is not None else int(self._length)
+        room = -(-needed // block_size)
+        if state is None:
+            dtype = accumulation_dtype(value.dtype)
+            return empty_state(
+                key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size,
+                num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0],
+                num_blocks=room, dtype=dtype, summary_dtype=_summary_dtype(self.dtype, dtype), device=key.device,
+            )  # fmt: skip
+        if state.current.shape[0] != key.shape[0]:
+            raise ValueError(f"The cache has a batch of {state.current.shape[0]}, but the input has {key.shape[0]}.")
+        # Grown by half as much again, so that growing costs little for each token.
+        return state if room <= state.num_blocks else state.with_room(max(room, state.num_blocks * 3 // 2))
+
+    def _keep_last(
+        self, key: torch.Tensor, normalizer_key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        """Writes the last tokens into a ring, in the order of their columns."""
+        length = key.shape[1]
+        if valid is None:
+            valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
+        tokens = {"key": key, "normalizer_key": normalizer_key, "value": value, "valid": valid}
+        if self._last is None:
+            self._last = {
+                name: torch.zeros(
+                    tensor.shape[0], REWINDABLE_TOKENS, *tensor.shape[2:], dtype=tensor.dtype, device=tensor.device
+                )
+                for name, tensor in tokens.items()
+            }
+        kept = min(length, REWINDABLE_TOKENS)
+        columns = self._before + torch.arange(length - kept, length, device=key.device)
+        for name, tensor in tokens.items():
+            self._last[name].index_copy_(1, columns % REWINDABLE_TOKENS, tensor.detach()[:, length - kept :])
+
+    def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.state is not None:
+            changed = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
+            self.state = dataclasses.replace(self.state, **changed)
+        if self._last is not None:
+            self._last = {name: function(tensor) for name, tensor in self._last.items()}
+
+
+_STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "position")
+
+
+class MHLACache(DynamicCache):
+    """A dynamic cache that tells its memory. Like in any `Cache`, its MHLA layers are exchanged when first used.
+
+    Args:
+        config: The model's configuration.
+
+    Example:
+        >>> cache = MHLACache(config=model.config)  # doctest: +SKIP
+        >>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
+        >>> cache.num_bytes  # doctest: +SKIP
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all layers, in bytes."""
+        return sum(cache_layer_bytes(layer) for layer in self.layers)
+
+
+def cache_layer_bytes(layer: Any) -> int:
+    """Memory of one layer of any cache, in bytes."""
+    if isinstance(layer, MHLACacheLayer):
+        return layer.num_bytes
+    tensors = [tensor for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLayer:
+    """The layer of a cache that keeps an MHLA layer's state; exchanges an empty one that keeps keys and values.
+
+    Args:
+        cache: A transformers `Cache`.
+        index: The layer's index.
+        only_mhla: Whether every layer of the model is MHLA. Other models' masks cannot be made outside the model, so
+            `generate` must not compile them.
+
+    Raises:
+        ValueError: If the layer holds keys and values already, or its kind cannot hold MHLA state.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache):
+        raise ValueError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}.")
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if isinstance(layer, MHLACacheLayer):
+        return layer
+    if type(layer) not in (DynamicLayer, StaticLayer):
+        raise ValueError(
+            f"{type(layer).__name__} (layer {index} of {type(cache).__name__}) cannot keep MHLA state. "
+            "Use cache_implementation='dynamic', 'static' or 'offloaded', or pass past_key_values=MHLACache(...)."
+        )
+    if layer.is_initialized and int(layer.get_seq_length()) > 0:
+        raise ValueError(
+            f"Layer {index} of the cache holds the keys and values of softmax attention already (from another "
+            "attention implementation, or prefix tuning). MHLA needs an empty cache."
+        )
+    static = layer.max_cache_len if isinstance(layer, StaticLayer) else None
+    cache.layers[index] = MHLACacheLayer(static, is_compileable=only_mhla)
+    return cache.layers[index]
+
+
+def _summary_dtype(model_dtype: torch.dtype, accumulation: torch.dtype) -> torch.dtype:
+    """Finished blocks are kept in bfloat16 for bfloat16 models; fp16 has too little range for sums."""
+    return torch.bfloat16 if model_dtype == torch.bfloat16 else accumulation

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an attention module of transformers looks like: does it dispatch, its heads, its tokens, why it may not do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn as nn
+
+
+# Attributes that mean that queries and keys are not what the projections and RoPE give.
+_UNSUPPORTED_CONFIG = {
+    "attn_logit_softcapping": "its attention logits are soft-capped",
+    "alibi": "it uses ALiBi biases",
+    "kv_lora_rank": "its keys and values are compressed (multi-head latent attention)",
+}
+_RELATIVE = ("relative_key", "relative_key_query")
+_PREFIX_PARAMETERS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
+
+
+def dispatches(module: nn.Module) -> bool:
+    """Whether a module's `forward` goes through transformers' attention interface."""
+    forward = getattr(type(module), "forward", None)
+    code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
+
+
+def is_cross_attention(name: str, module: nn.Module) -> bool:
+    """Whether a module attends to another sequence than its own."""
+    class_name = type(module).__name__
+    if getattr(module, "is_cross_attention", False) or "Cross" in class_name or "EncDec" in class_name:
+        return True
+    return any(part.startswith("cross") or part in ("encoder_attn", "EncDecAttention") for part in name.split("."))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Widths of an attention module.
+
+    Attributes:
+        num_heads: H.
+        num_key_value_heads: H_kv.
+        head_dim: K, also the width of the values.
+        hidden_size: Width of its input.
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+def heads_of(module: nn.Module) -> Heads:
+    """Reads the widths off an attention module and its configuration.
+
+    Raises:
+        ValueError: If they are not to be found.
+    """
+    config: Any = module.config
+    names = ("num_heads", "num_attention_heads", "n_heads", "num_attention_heads")
+    num_heads = _first(module, names) or _first(config, ("num_attention_heads", "n_heads", "n_head"))
+    head_dim = _first(module, ("head_dim", "attention_head_size", "head_size", "hidden_size_per_head"))
+    hidden_size = _first(config, ("hidden_size", "dim", "n_embd", "d_model")) or _first(module, ("embed_dim",))
+    if head_dim is None and hidden_size and num_heads:
+        head_dim = hidden_size // num_heads
+    if not (num_heads and head_dim and hidden_size):
+        raise ValueError(f"Cannot tell the number and width of the heads of {type(module).__name__}.")
+    groups = _first(module, ("num_key_value_groups",))
+    if groups:
+        return Heads(num_heads, num_heads // groups, head_dim, hidden_size)
+    grouped = _first(module, ("num_key_value_heads",)) or _first(config, ("num_key_value_heads",)) or num_heads
+    return Heads(num_heads, grouped if num_heads % grouped == 0 else num_heads, head_dim, hidden_size)
+
+
+def unsupported_reason(module: nn.Module) -> str | None:
+    """Why no layer of this kind can be MHLA, or None."""
+    config: Any = module.config
+    for name, reason in _UNSUPPORTED_CONFIG.items():
+        if getattr(config, name, None):
+            return reason
+    if getattr(config, "position_embedding_type", None) in _RELATIVE:
+        return "it uses relative position biases"
+    for name in ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias"):
+        if getattr(module, name, None) not in (None, False):
+            return "it uses relative position biases"
+    if "position_bias" in inspect.signature(inspect.unwrap(type(module).forward)).parameters:
+        return "it uses position biases"
+    if getattr(module, "sinks", None) is not None:
+        return "it uses attention sinks"
+    return None
+
+
+def window_reason(module: nn.Module, layer_index: int) -> str | None:
+    """Why this layer stays softmax although the model's other layers can be MHLA, or None."""
+    config: Any = module.config
+    types = getattr(config, "layer_types", None)
+    if isinstance(types, Sequence) and layer_index < len(types) and types[layer_index] != "full_attention":
+        return f"it is a layer of {str(types[layer_index]).replace('_', ' ')}"
+    if getattr(module, "is_sliding", False) or getattr(module, "sliding_window", None):
+        return "it attends to a sliding window"
+    if not isinstance(types, Sequence) and getattr(config, "sliding_window", None):
+        if getattr(config, "use_sliding_window", True):
+            return "it attends to a sliding window"
+    return None
+
+
+def is_image_model(config: Any) -> bool:
+    """Whether a configuration is that of a vision transformer: a grid of patches of an image."""
+    return getattr(config, "patch_size", None) is not None and getattr(config, "image_size", None) is not None
+
+
+def patch_grid(config: Any, height: int | None = None, width: int | None = None) -> tuple[int, int]:
+    """Rows and columns of patches of an image.
+
+    Args:
+        config: A vision configuration.
+        height: Height in pixels; the configuration's image size if not given.
+        width: Width in pixels.
+    """
+    image, patch = _pair(config.image_size), _pair(config.patch_size)
+    height, width = height or image[0], width or image[1]
+    return height // patch[0], width // patch[1]
+
+
+def num_prefix_tokens(model: nn.Module) -> int:
+    """Class, distillation and register tokens that a vision model puts before its patches."""
+    embeddings = getattr(model, "embeddings", model)
+    count = 0
+    for name, parameter in embeddings.named_parameters(recurse=False):
+        if name in _PREFIX_PARAMETERS and parameter.numel():
+            count += parameter.shape[1] if parameter.dim() == 3 else 1
+    return count
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (int(size), int(size))
+
+
+def _first(owner: Any, names: Sequence[str]) -> int | None:
+    found = [getattr(owner, name, None) for name in names]
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)

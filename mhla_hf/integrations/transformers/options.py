@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of MHLA in transformers models: defaults that suit a model, and where they are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ...config import MHLAConfig
+
+
+# As many rows of mixing weights as are learned; longer texts go by distance.
+MAX_SEQUENCE_BLOCKS = 64
+SMALLEST_CAUSAL_BLOCK = 64
+SMALLEST_ENCODER_BLOCK = 8
+
+
+def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
+    """Defaults for causal language models.
+
+    A block's summary has 2K·(K + 1) numbers for a head (hedgehog features are twice as wide as keys), a KV cache
+    2K·(tokens). With blocks of 2K tokens the state is half as large as a KV cache of the same dtype, and a quarter
+    with blocks of 4K; smaller blocks than K would make it larger.
+
+    Args:
+        head_dim: K.
+        max_positions: Longest text that the model was made for, or None.
+    """
+    block = max(SMALLEST_CAUSAL_BLOCK, 2 * head_dim)
+    blocks = min(MAX_SEQUENCE_BLOCKS, max(1, math.ceil((max_positions or block * MAX_SEQUENCE_BLOCKS) / block)))
+    return {
+        "causal": True,
+        "resize": "extend",
+        "block_size": [block],
+        "grid": [block * blocks],
+        "feature_map": "hedgehog",
+        "mixing_init": "uniform",
+        "mixing_constraint": "nonnegative",
+    }
+
+
+def encoder_defaults(max_positions: int | None) -> dict[str, Any]:
+    """Defaults for bidirectional models of sequences: at most 64 blocks of at least 8 tokens over their positions."""
+    positions = max_positions or SMALLEST_ENCODER_BLOCK * MAX_SEQUENCE_BLOCKS
+    # Powers of two: positions are sometimes a few more than the round number that was meant.
+    block = max(SMALLEST_ENCODER_BLOCK, 2 ** round(math.log2(max(1, positions / MAX_SEQUENCE_BLOCKS))))
+    return {
+        "causal": False,
+        "resize": "extend",
+        "block_size": [block],
+        "grid": [max(block, positions)],
+        "feature_map": "hedgehog",
+        "mixing_init": "linear",
+        "mixing_range": 8.0,
+        "mixing_constraint": "nonnegative",
+    }
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence that a configuration speaks of, or None."""
+    for name in ("max_position_embeddings", "n_positions", "max_source_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int | None) -> MHLAConfig:
+    """Options of a language model or encoder: what was given, over the defaults.
+
+    Args:
+        given: `None`, a dict of some options, or a whole `MHLAConfig`, of which only the layout is filled in.
+        causal: Whether the model looks back only.
+        head_dim: K.
+        positions: Longest sequence that the model was made for.
+
+    Raises:
+        ValueError: If the options ask for a number of blocks, or contradict the model.
+    """
+    defaults = causal_defaults(head_dim, positions) if causal else encoder_defaults(positions)
+    layout = {name: defaults[name] for name in ("causal", "resize")}
+    if isinstance(given, MHLAConfig):
+        options = given.to_dict()
+        defaults = {**options, **layout, "block_size": defaults["block_size"], "grid": defaults["grid"]}
+        options = {name: options[name] for name in ("block_size", "grid", "blocks") if options[name] is not None}
+    else:
+        options = _checked(given)
+    if options.get("blocks") is not None:
+        raise ValueError(
+            "blocks has no meaning for sequences: block boundaries must not move with the length. Give block_size."
+        )
+    if options.get("causal") not in (None, causal):
+        direction = "looks back only" if causal else "attends in both directions"
+        raise ValueError(f"causal={options['causal']} contradicts the model, which {direction}.")
+    if options.get("normalizer", defaults.get("normalizer")) == "block_query":
+        raise ValueError("normalizer='block_query' needs blocks of equal size; sequences allow 'query' and 'none'.")
+    merged = {**defaults, **options}
+    if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
+        merged["mixing_range"] = None
+    block = MHLAConfig.from_dict({"block_size": merged["block_size"]}).block_size
+    if "grid" not in options and options.get("block_size") is not None and block is not None:
+        wanted = positions or block[0] * MAX_SEQUENCE_BLOCKS
+        merged["grid"] = [max(block[0], min(wanted, block[0] * MAX_SEQUENCE_BLOCKS))]
+    return MHLAConfig.from_dict({**merged, "resize": "extend", "causal": causal})
+
+
+def resolve_image(given: Any, grid: tuple[int, int]) -> MHLAConfig:
+    """Options of a vision transformer, for its usual grid of patches; `MHLAConfig`'s own defaults fit it.
+
+    Raises:
+        ValueError: If the options are for sequences.
+    """
+    from ...layers.blocks import resolve_blocks
+
+    config = MHLAConfig.coerce(given if isinstance(given, MHLAConfig) else _checked(given))
+    if config.is_sequence:
+        raise ValueError("causal and resize='extend' are for sequences; this model attends over a grid of patches.")
+    config = resolve_blocks(config, grid)
+    return config if config.grid is not None else config.replace(grid=grid)
+
+
+def _checked(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"mhla must be a dict of options or an MHLAConfig, got {type(given).__name__}.")
+    known = MHLAConfig().to_dict()
+    unknown = sorted(set(map(str, given)) - set(known))
+    if unknown:
+        raise ValueError(f"Unknown mhla option(s) {', '.join(unknown)}. Known options: {', '.join(known)}.")
+    return dict(given)

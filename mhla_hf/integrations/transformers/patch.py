@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that is changed in transformers: three methods of `PreTrainedModel`, one class attribute, two registries.
+
+Models that do not ask for MHLA pass through unchanged. [`uninstall`] takes everything back.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+
+NAME = "mhla"
+_originals: dict[str, Any] = {}
+
+
+def install_configuration(module: ModuleType) -> None:
+    """Lets `from_pretrained(..., mhla={...})` land on the configuration.
+
+    Args:
+        module: `transformers.configuration_utils`.
+    """
+    if not hasattr(module.PreTrainedConfig, "mhla"):
+        # Without an annotation: configurations are dataclasses, and this must not become one of their fields.
+        module.PreTrainedConfig.mhla = None
+
+
+def install_models(module: ModuleType) -> None:
+    """Registers the attention and lets models that ask for MHLA be built with their parameters.
+
+    Args:
+        module: `transformers.modeling_utils`.
+    """
+    from transformers import configuration_utils
+    from transformers.masking_utils import AttentionMaskInterface
+
+    from .attaching import attach, initialize, mark_implementation, prepare_config, wants_mhla
+    from .attention import mhla_attention_forward, mhla_mask
+
+    model_class = module.PreTrainedModel
+    if _originals or hasattr(model_class, "_has_mhla_patch"):
+        return
+    install_configuration(configuration_utils)
+    module.AttentionInterface.register(NAME, mhla_attention_forward)
+    AttentionMaskInterface.register(NAME, mhla_mask)
+    for name in ("__init__", "post_init", "_initialize_weights"):
+        _originals[name] = getattr(model_class, name)
+
+    @functools.wraps(_originals["__init__"])
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, configuration_utils.PreTrainedConfig):
+            prepare_config(config)
+        _originals["__init__"](self, config, *args, **kwargs)
+
+    @functools.wraps(_originals["post_init"])
+    def post_init(self: Any) -> None:
+        # Before the original, which initialises weights: parameters must exist by then.
+        if wants_mhla(self.config) or getattr(self.config, "sub_configs", None):
+            attach(self)
+            mark_implementation(self.config)
+        _originals["post_init"](self)
+
+    @functools.wraps(_originals["_initialize_weights"])
+    def _initialize_weights(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        from ...layers.mhla import MHLA
+
+        if not isinstance(module, MHLA):
+            _originals["_initialize_weights"](self, module, *args, **kwargs)
+        elif not getattr(module, "_is_hf_initialized", False):
+            initialize(module)
+            module._is_hf_initialized = True
+
+    model_class.__init__ = __init__
+    model_class.post_init = post_init
+    model_class._initialize_weights = _initialize_weights
+    model_class._has_mhla_patch = True
+
+
+def uninstall() -> None:
+    """Takes back what [`install_models`] changed in `PreTrainedModel`; the registered names stay."""
+    if not _originals:
+        return
+    from transformers import PreTrainedModel
+
+    for name, original in _originals.items():
+        setattr(PreTrainedModel, name, original)
+    del PreTrainedModel._has_mhla_patch
+    _originals.clear()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over sequences: padded, packed with several documents, or decoded with a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..layout import BlockLayout
+from ..ops import block_mhla_attention, causal_mhla_attention, extend_mixing
+from ..sequence_layout import SequenceLayout
+
+
+class DecodingCache(Protocol):
+    """What keeps the decoding state of one layer between calls."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mixing: torch.Tensor,
+        *,
+        block_size: int,
+        valid: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attends to the tokens seen so far and to these, and remembers these; arguments as in [`mhla_extend`]."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """What one call of a layer has to know about its tokens.
+
+    Attributes:
+        causal: Token t sees j ≤ t only.
+        valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
+        documents: Document of each token, LongTensor `[B, T]`, see [`SequenceLayout`]; `None` for one a row.
+        num_documents: An upper bound of their number in a row.
+        cache: Where decoding goes on from; `None` to attend to these tokens only.
+    """
+
+    causal: bool
+    valid: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+    num_documents: int = 1
+    cache: DecodingCache | None = None
+
+
+def sequence_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    block_size: int,
+    sequence: TokenSequence,
+    **options: Any,
+) -> torch.Tensor:
+    """MHLA over the tokens of a sequence, in blocks of `block_size` valid tokens.
+
+    Args:
+        query: Feature-mapped queries `[B, T, H, K]`.
+        key: Feature-mapped keys `[B, T, H_kv, K]`.
+        value: Values `[B, T, H_kv, V]`.
+        mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
+        block_size: Tokens of a block.
+        sequence: Padding, documents and cache.
+        **options: `normalizer`, `normalizer_query`, `normalizer_key` and `eps` of [`mhla_hf.ops.mhla_attention`].
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+
+    Raises:
+        ValueError: If there are documents together with a cache, or a cache without causal attention.
+    """
+    if sequence.cache is not None:
+        if sequence.documents is not None:
+            raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
+        if not sequence.causal:
+            raise ValueError("Only causal attention can be decoded with a cache.")
+        return sequence.cache.attend(
+            query, key, value, mixing, block_size=block_size, valid=sequence.valid, **options
+        )  # fmt: skip
+    attend = causal_mhla_attention if sequence.causal else block_mhla_attention
+    if sequence.valid is None and sequence.documents is None:
+        dense = BlockLayout(grid=(query.shape[1],), block_size=(block_size,))
+        weights = extend_mixing(mixing, dense.num_blocks, causal=sequence.causal)
+        return attend(query, key, value, weights, dense, **options)
+    valid = sequence.valid
+    if valid is None:
+        valid = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+    layout = SequenceLayout(valid, block_size, sequence.documents, sequence.num_documents)
+    weights = layout.mixing_matrix(mixing, causal=sequence.causal)
+    return attend(query, key, value, weights, layout, **options)
