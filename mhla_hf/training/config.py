@@ -106,7 +106,7 @@ class TrainingConfig(_Options):
     )
     teacher: str | None = _option(
         None,
-        "Softmax pipeline to match. Default: what the model was converted from, on the Hub or in the folder beside.",
+        "Softmax pipeline to match. Default: what the model was converted from, on the Hub or beside it.",
     )
 
     train: str = _option(

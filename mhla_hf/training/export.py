@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,8 @@ def export_pipeline(
         model.save_pretrained(temporary / component)
         (temporary / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_json(temporary / RECORD, record)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that training depends on."""
+    return {name: version(name) for name in ("torch", "diffusers", "accelerate", "safetensors")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Accelerator` of a run, and its tracker."""
+"""The `Accelerator` of a run, what it may not be, and its tracker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from .config import TrainingConfig
@@ -56,3 +56,24 @@ def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
         if value is not None
     }
     accelerator.init_trackers(PROJECT, config=plain)
+
+
+def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Refuses ways of running that would fail hours later.
+
+    Raises:
+        ValueError: For DeepSpeed and others, FSDP 1, and what FSDP cannot do here; the message names the option.
+    """
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        return
+    if kind != DistributedType.FSDP:
+        raise ValueError(f"training under {kind.value} is not supported; use one process, DDP or FSDP 2")
+    if not getattr(accelerator, "is_fsdp2", False):
+        raise ValueError("training under FSDP 1 is not supported; set fsdp_version: 2 in accelerate's configuration")
+    if config.transfer_steps:
+        raise ValueError("transfer_steps must be 0 under FSDP: match the layers first in a run without sharding")
+    if config.train == "lora":
+        raise ValueError("train='lora' does not run under FSDP; use DDP, or train full")
+    if config.validation_prompts:
+        raise ValueError("validation_prompts do not run under FSDP: generate from a checkpoint's pipeline instead")

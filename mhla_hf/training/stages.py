@@ -34,6 +34,9 @@ class Stage(Protocol):
     def loss(self, module: nn.Module, batch: FlowBatch, accelerator: Accelerator) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; `module` is the wrapped one."""
 
+    def close(self) -> None:
+        """Lets go of what only this stage needs."""
+
 
 class FlowMatching(nn.Module):
     """The transformer and the flow-matching loss in one module.
@@ -79,6 +82,9 @@ class FineTuning:
         """The flow-matching loss."""
         return module(batch.latents, batch.noise, batch.sigmas, batch.prompt_embeds)
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
 
 class Transfer:
     """Layer matching: each MHLA layer on the teacher's inputs, against the teacher's outputs."""
@@ -89,6 +95,7 @@ class Transfer:
         self.config = config
         self.model = model
         self.get_teacher = get_teacher
+        self.teacher: nn.Module | None = None
         self.steps = config.transfer_steps
         self.learning_rate = config.transfer_learning_rate or config.learning_rate
         # The more particular option wins: a rate for this stage over one for these parameters in every stage.
@@ -108,6 +115,7 @@ class Transfer:
 
     def loss(self, module: nn.Module, batch: FlowBatch, accelerator: Accelerator) -> torch.Tensor:
         """The matching loss, averaged over layers."""
+        assert self.teacher is not None
         noisy_latents = batch.noisy_latents
         with accelerator.autocast():
             records = record_attention(
@@ -118,3 +126,7 @@ class Transfer:
                 prompt_embeds=batch.prompt_embeds,
             )
         return module(noisy_latents, records).mean()
+
+    def close(self) -> None:
+        """Lets go of the teacher, which is as large as the model."""
+        self.teacher = None

@@ -1,41 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop: two stages, any number of processes, resumed exactly."""
+"""A training run from options to the trained pipeline: two stages, any number of processes, resumed exactly."""
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 
 from ..files import remove_leftovers, write_json
 from ..sources import find_pipeline
-from . import checkpoints, loading, parameters
-from .batches import DataOrder, FlowBatch, LatentSamples, NoiseOptions, make_batch, stable_seed
+from . import loading, parameters
+from .batches import LatentSamples, NoiseOptions, stable_seed
 from .cache import LatentDataset
 from .checkpoints import Position
 from .config import TrainingConfig
-from .export import export_pipeline, save_adapter, unsharded
+from .export import export_pipeline, package_versions, save_adapter, unsharded
+from .loop import Callback, Run, StageLoop
 from .metrics import MetricsFile
-from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
-from .prefetch import Prefetcher
 from .resuming import find_start, run_state
-from .runtime import make_accelerator, open_trackers
+from .runtime import check_distribution, make_accelerator, open_trackers
 from .stages import FineTuning, Stage, Transfer
-from .validation import Validator, frame_strip
-
-
-logger = logging.getLogger(__name__)
-
-Callback = Callable[[str, int, float], None]
+from .validation import make_validator
 
 
 @dataclass
@@ -136,9 +125,10 @@ class WanTrainer:
         if self.output is not None:
             result.resumed_from, position, lock = find_start(self.config, self.accelerator, self._state())
         try:
-            self._prepare_output(position)
+            run = self._prepare(position)
             for stage in stages:
-                self._run_stage(stage, position, result)
+                losses, seconds = StageLoop(run, stage).run(position, result.resumed_from)
+                result.losses[stage.name], result.seconds_per_step[stage.name] = losses, seconds
             self._finish(result)
         finally:
             if self.metrics is not None:
@@ -185,9 +175,11 @@ class WanTrainer:
             low = {"bf16": torch.bfloat16, "fp16": torch.float16}
             dtype = low.get(self.accelerator.mixed_precision, torch.float32)
             self.teacher = loading.load_teacher(self.source, self.config.component, self.config.teacher, dtype)
-        return self.teacher.to(self.accelerator.device).requires_grad_(False).eval()
+        # Handed over: fine-tuning does not need it, and the stage lets go of it.
+        teacher, self.teacher = self.teacher, None
+        return teacher.to(self.accelerator.device).requires_grad_(False).eval()
 
-    def _prepare_output(self, position: Position | None) -> None:
+    def _prepare(self, position: Position | None) -> Run:
         if self.output is not None and self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
             for folder in (self.output, self.output / "checkpoints"):
@@ -195,180 +187,20 @@ class WanTrainer:
             write_json(self.output / "training_config.json", self.config.to_dict())
             self.metrics = MetricsFile(self.output / "metrics.jsonl", position)
         open_trackers(self.accelerator, self.config)
-        self.validator = self._make_validator()
+        validator = make_validator(self.source, self.config, self.dataset, self.accelerator)
         self.accelerator.wait_for_everyone()
-
-    def _make_validator(self) -> Validator | None:
-        config = self.config
-        if not config.validation_prompts or not self.accelerator.is_main_process or not config.max_steps:
-            return None
-        if self.source is None or self.output is None or not isinstance(self.dataset, LatentDataset):
-            raise ValueError(
-                "validation_prompts need model, output and cache: a pipeline, its data and where to write"
-            )
-        if loading.read_index(self.source).get("boundary_ratio") is not None:
-            raise ValueError("validation_prompts cannot be used for one transformer of a pipeline with two")
-        settings = self.dataset.manifest["settings"]
-        size = (settings["num_frames"], settings["height"], settings["width"])
-        return Validator(self.source, config, size, self.dataset.max_sequence_length, self.accelerator.device)
-
-    def _run_stage(self, stage: Stage, position: Position | None, result: TrainingResult) -> None:
-        """Runs what is left of a stage after `position`."""
-        losses = [row["loss"] for row in (self.metrics.rows if self.metrics else []) if row["stage"] == stage.name]
-        result.losses[stage.name] = losses
-        result.seconds_per_step[stage.name] = 0.0
-        if position is not None and position >= Position.of(stage.name, stage.steps):
-            if position.stage == stage.name:
-                self._load_last(stage, result.resumed_from)
-            return
-        reached = position is not None and position.stage == stage.name
-        start = position.step if reached and position is not None else 0
-        checkpoint = result.resumed_from if reached else None
-        config, accelerator = self.config, self.accelerator
-        names = stage.trainable_names()
-        parameters.set_trainable(self.model, names)
-        self.model.train()
-        if config.gradient_checkpointing:
-            self.model.enable_gradient_checkpointing()
-        if checkpoint is not None:
-            checkpoints.load_weights(checkpoint, self.model, names)
-        optimizer = make_optimizer(self.model, names, config, stage.learning_rate, stage.mhla_learning_rate)
-        module, optimizer = accelerator.prepare(stage.module(), optimizer)
-        if checkpoint is not None:
-            checkpoints.load_optimizer(checkpoint, self.model, optimizer.optimizer, names)
-            self._load_scaler(checkpoints.read_state(checkpoint))
-        durations = []
-        with self._progress(stage, start) as bar, self._batches(stage, start) as batches:
-            for step in range(start, stage.steps):
-                began = time.perf_counter()
-                loss, logs = self._step(stage, module, optimizer, step, batches)
-                durations.append(time.perf_counter() - began)
-                losses.append(loss)
-                self._report(stage, step + 1, loss, logs, durations[-1], bar)
-                self._save_if_due(stage, step + 1, optimizer.optimizer, names)
-                self._validate_if_due(stage, step + 1, module)
-        result.seconds_per_step[stage.name] = math.fsum(durations) / len(durations)
-        if isinstance(stage, Transfer):
-            # Fine-tuning does not need it, and it is as large as the model.
-            self.teacher = stage.teacher = None
-        del module, optimizer
-        accelerator.free_memory()
-
-    def _load_last(self, stage: Stage, checkpoint: Path | None) -> None:
-        """Loads the weights at the end of a stage, from where the next one, or the export, goes on."""
-        if checkpoint is not None:
-            checkpoints.load_weights(checkpoint, self.model, stage.trainable_names())
-
-    def _step(
-        self,
-        stage: Stage,
-        module: nn.Module,
-        optimizer: Any,
-        step: int,
-        batches: Callable[[int, int], FlowBatch],
-    ) -> tuple[float, dict[str, float]]:
-        """One optimizer step; returns the loss averaged over micro-steps and processes, and further figures."""
-        config, accelerator = self.config, self.accelerator
-        factor = learning_rate_factor(
-            step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=stage.steps
+        return Run(
+            config=self.config,
+            accelerator=self.accelerator,
+            model=self.model,
+            dataset=self.dataset,
+            noise_options=self.noise_options,
+            null_prompt_embeds=self.null_prompt_embeds,
+            output=self.output,
+            callback=self.callback,
+            metrics=self.metrics,
+            validator=validator,
         )
-        rate = set_learning_rate(optimizer.optimizer, factor)
-        total = torch.zeros((), device=accelerator.device)
-        for micro_step in range(config.gradient_accumulation_steps):
-            batch = batches(step, micro_step).to(accelerator.device)
-            last = micro_step + 1 == config.gradient_accumulation_steps
-            with nullcontext() if last else accelerator.no_sync(module):
-                loss = stage.loss(module, batch, accelerator) / config.gradient_accumulation_steps
-                accelerator.backward(loss)
-            total += loss.detach()
-        logs = {"lr": rate}
-        if config.max_grad_norm:
-            norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
-            logs["grad_norm"] = float(checkpoints.full_tensor(norm))
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_value = float(accelerator.reduce(total, reduction="mean"))
-        if not math.isfinite(loss_value):
-            raise FloatingPointError(
-                f"the loss of {stage.name} step {step + 1} is {loss_value}; lower the learning rate"
-            )
-        return loss_value, logs
-
-    def _batches(self, stage: Stage, start: int) -> Prefetcher:
-        config = self.config
-        order = DataOrder(
-            dataset_size=len(self.dataset),
-            batch_size=config.batch_size,
-            seed=config.seed,
-            stage=stage.name,
-            accumulation_steps=config.gradient_accumulation_steps,
-            world_size=self.accelerator.num_processes,
-            rank=self.accelerator.process_index,
-        )
-
-        def make(step: int, micro_step: int) -> FlowBatch:
-            return make_batch(self.dataset, order, step, micro_step, self.noise_options, self.null_prompt_embeds)
-
-        # On a CPU there is nothing to overlap with: the cores are busy training.
-        ahead = self.accelerator.device.type != "cpu"
-        return Prefetcher(make, micro_steps=config.gradient_accumulation_steps, steps=stage.steps, ahead=ahead)
-
-    def _progress(self, stage: Stage, start: int):
-        from tqdm.auto import tqdm
-
-        hidden = not (self.config.progress and self.accelerator.is_local_main_process)
-        return tqdm(total=stage.steps, initial=start, desc=stage.name, unit="step", disable=hidden)
-
-    def _report(self, stage: Stage, step: int, loss: float, logs: dict[str, float], seconds: float, bar: Any) -> None:
-        bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        bar.update()
-        if self.metrics is not None:
-            row = {"stage": stage.name, "step": step, "loss": loss, **logs, "seconds": round(seconds, 6)}
-            self.metrics.append(row)
-        if self.accelerator.trackers:
-            offset = self.config.transfer_steps if stage.name == "finetune" else 0
-            values = {f"{stage.name}/{name}": value for name, value in {"loss": loss, **logs}.items()}
-            self.accelerator.log(values, step=offset + step)
-        if self.callback is not None:
-            self.callback(stage.name, step, loss)
-
-    def _save_if_due(self, stage: Stage, step: int, optimizer: torch.optim.Optimizer, names: list[str]) -> None:
-        every = self.config.checkpointing_steps
-        if self.output is None or not every or (step % every and step != stage.steps):
-            return
-        weights, moments = checkpoints.collect_state(self.model, optimizer, names)
-        if self.accelerator.is_main_process:
-            state = self._state()
-            state["learning_rates"] = [group["lr"] for group in optimizer.param_groups]
-            scaler = self.accelerator.scaler
-            state["scaler"] = scaler.state_dict() if scaler is not None else None
-            checkpoints.save_checkpoint(
-                self.output / "checkpoints",
-                Position.of(stage.name, step),
-                weights,
-                moments,
-                state,
-                self.config.checkpoints_total_limit,
-            )
-        self.accelerator.wait_for_everyone()
-
-    def _load_scaler(self, state: dict[str, Any]) -> None:
-        if self.accelerator.scaler is not None and state.get("scaler"):
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-
-    def _validate_if_due(self, stage: Stage, step: int, module: nn.Module) -> None:
-        config = self.config
-        if stage.name != "finetune" or not config.validation_prompts:
-            return
-        if step % config.validation_steps and step != stage.steps:
-            return
-        if self.validator is not None and self.output is not None:
-            with self.accelerator.autocast():
-                _, videos = self.validator.write(self.model, self.output / "validation", step)
-            for tracker in self.accelerator.trackers:
-                images = {f"validation/{number}": frame_strip(video)[None] for number, video in enumerate(videos)}
-                tracker.log_images(images, step=config.transfer_steps + step, **_image_options(tracker))
-        self.accelerator.wait_for_everyone()
 
     def _finish(self, result: TrainingResult) -> None:
         config, main = self.config, self.accelerator.is_main_process
@@ -388,39 +220,8 @@ class WanTrainer:
                 is_directory = Path(str(config.model)).is_dir()
                 record["source"] = {"location": str(self.source.resolve()) if is_directory else str(config.model)}
                 record["final_losses"] = {name: values[-1] for name, values in result.losses.items() if values}
-                record["versions"] = _versions()
+                record["versions"] = package_versions()
                 export_pipeline(self.source, result.pipeline, config.component, model, record)
         self.accelerator.wait_for_everyone()
         if self.owns_accelerator:
             self.accelerator.end_training()
-
-
-def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Refuses ways of running that would fail hours later.
-
-    Raises:
-        ValueError: For DeepSpeed and others, FSDP 1, and what FSDP cannot do here; the message names the option.
-    """
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        return
-    if kind != DistributedType.FSDP:
-        raise ValueError(f"training under {kind.value} is not supported; use one process, DDP or FSDP 2")
-    if not getattr(accelerator, "is_fsdp2", False):
-        raise ValueError("training under FSDP 1 is not supported; set fsdp_version: 2 in accelerate's configuration")
-    if config.transfer_steps:
-        raise ValueError("transfer_steps must be 0 under FSDP: match the layers first in a run without sharding")
-    if config.train == "lora":
-        raise ValueError("train='lora' does not run under FSDP; use DDP, or train full")
-    if config.validation_prompts:
-        raise ValueError("validation_prompts do not run under FSDP: generate from a checkpoint's pipeline instead")
-
-
-def _image_options(tracker: Any) -> dict[str, Any]:
-    return {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("torch", "diffusers", "accelerate", "safetensors")}

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
+from .batches import LatentSamples
+from .cache import LatentDataset
 from .config import TrainingConfig
 from .loading import read_index
 from .videos import write_video
@@ -105,6 +108,47 @@ class Validator:
             write_video(folder / f"step-{step:08d}-prompt-{number}.mp4", video) for number, video in enumerate(frames)
         ]
         return paths, frames
+
+    def write_and_log(self, transformer: torch.nn.Module, folder: Path, step: int, accelerator: Accelerator) -> None:
+        """Writes one file per prompt, and a few of its frames to the trackers.
+
+        Args:
+            transformer: See `write`.
+            folder: See `write`.
+            step: See `write`; trackers count the steps of both stages.
+            accelerator: Gives the precision to run in, and the trackers.
+        """
+        with accelerator.autocast():
+            _, videos = self.write(transformer, folder, step)
+        for tracker in accelerator.trackers:
+            images = {f"validation/{number}": frame_strip(video)[None] for number, video in enumerate(videos)}
+            options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images(images, step=self.config.transfer_steps + step, **options)
+
+
+def make_validator(
+    source: Path | None, config: TrainingConfig, dataset: LatentSamples, accelerator: Accelerator
+) -> Validator | None:
+    """The validator of a run; None where it makes no videos, and in processes that do not.
+
+    Args:
+        source: The pipeline that training starts from.
+        config: The options.
+        dataset: What is trained on; its videos give the size.
+        accelerator: The processes.
+
+    Raises:
+        ValueError: If videos are wanted but cannot be made.
+    """
+    if not config.validation_prompts or not accelerator.is_main_process or not config.max_steps:
+        return None
+    if source is None or config.output is None or not isinstance(dataset, LatentDataset):
+        raise ValueError("validation_prompts need model, output and cache: a pipeline, its data and where to write")
+    if read_index(source).get("boundary_ratio") is not None:
+        raise ValueError("validation_prompts cannot be used for one transformer of a pipeline with two")
+    settings = dataset.manifest["settings"]
+    size = (settings["num_frames"], settings["height"], settings["width"])
+    return Validator(source, config, size, dataset.max_sequence_length, accelerator.device)
 
 
 def load_encoders(directory: Path) -> Any:

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop of one stage: batches, optimizer steps, reports, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from . import checkpoints, parameters
+from .batches import DataOrder, FlowBatch, LatentSamples, NoiseOptions, make_batch
+from .checkpoints import Position
+from .config import TrainingConfig
+from .metrics import MetricsFile
+from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
+from .prefetch import Prefetcher
+from .resuming import run_state
+from .stages import Stage
+from .validation import Validator
+
+
+Callback = Callable[[str, int, float], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the stages of a run share.
+
+    Attributes:
+        config: The options.
+        accelerator: The processes.
+        model: The transformer that trains.
+        dataset: The samples.
+        noise_options: How they are noised.
+        null_prompt_embeds: Embeddings of the empty prompt `[L, D]`, for `text_dropout`.
+        output: Directory of the run; None writes nothing.
+        callback: Called with (stage, step, loss) after every step.
+        metrics: The metrics file, in the process that writes it.
+        validator: Makes videos, in the process that does.
+    """
+
+    config: TrainingConfig
+    accelerator: Accelerator
+    model: nn.Module
+    dataset: LatentSamples
+    noise_options: NoiseOptions
+    null_prompt_embeds: torch.Tensor | None
+    output: Path | None
+    callback: Callback | None
+    metrics: MetricsFile | None
+    validator: Validator | None
+
+    def state(self) -> dict[str, Any]:
+        """See `run_state`."""
+        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.noise_options.flow_shift)
+
+
+class StageLoop:
+    """Runs one stage.
+
+    Args:
+        run: What it shares with the other stage.
+        stage: The stage.
+    """
+
+    def __init__(self, run: Run, stage: Stage) -> None:
+        self.shared, self.stage = run, stage
+        self.config, self.accelerator, self.model = run.config, run.accelerator, run.model
+
+    def run(self, position: Position | None, checkpoint: Path | None) -> tuple[list[float], float]:
+        """Runs what is left of the stage.
+
+        Args:
+            position: Where the whole run goes on; None at its beginning.
+            checkpoint: The checkpoint of that position.
+
+        Returns:
+            The losses of all its steps, earlier ones included, and the mean seconds of the steps run here.
+
+        Raises:
+            FloatingPointError: If the loss is no longer finite.
+        """
+        stage, config, accelerator = self.stage, self.config, self.accelerator
+        metrics, names = self.shared.metrics, stage.trainable_names()
+        losses = [row["loss"] for row in (metrics.rows if metrics else []) if row["stage"] == stage.name]
+        if position is None or position.stage != stage.name:
+            checkpoint = None
+        if position is not None and position >= Position.of(stage.name, stage.steps):
+            # The next stage, or the export, goes on from the weights at the end of this one.
+            if checkpoint is not None:
+                checkpoints.load_weights(checkpoint, self.model, names)
+            return losses, 0.0
+        start = position.step if position is not None and position.stage == stage.name else 0
+        parameters.set_trainable(self.model, names)
+        self.model.train()
+        if config.gradient_checkpointing:
+            self.model.enable_gradient_checkpointing()  # type: ignore[operator]
+        if checkpoint is not None:
+            checkpoints.load_weights(checkpoint, self.model, names)
+        optimizer = make_optimizer(self.model, names, config, stage.learning_rate, stage.mhla_learning_rate)
+        module, optimizer = accelerator.prepare(stage.module(), optimizer)
+        if checkpoint is not None:
+            checkpoints.load_optimizer(checkpoint, self.model, optimizer.optimizer, names)
+            self._load_scaler(checkpoints.read_state(checkpoint))
+        durations = []
+        with self._progress(start) as bar, self._batches(start) as batches:
+            for step in range(start, stage.steps):
+                began = time.perf_counter()
+                loss, logs = self._step(module, optimizer, step, batches)
+                durations.append(time.perf_counter() - began)
+                losses.append(loss)
+                self._report(step + 1, loss, logs, durations[-1], bar)
+                self._save_if_due(step + 1, optimizer.optimizer, names)
+                self._validate_if_due(step + 1)
+        stage.close()
+        del module, optimizer
+        accelerator.free_memory()
+        return losses, math.fsum(durations) / len(durations)
+
+    def _step(
+        self, module: nn.Module, optimizer: Any, step: int, batches: Callable[[int, int], FlowBatch]
+    ) -> tuple[float, dict[str, float]]:
+        """One optimizer step; returns the loss averaged over micro-steps and processes, and further figures."""
+        stage, config, accelerator = self.stage, self.config, self.accelerator
+        factor = learning_rate_factor(
+            step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=stage.steps
+        )
+        rate = set_learning_rate(optimizer.optimizer, factor)
+        total = torch.zeros((), device=accelerator.device)
+        for micro_step in range(config.gradient_accumulation_steps):
+            batch = batches(step, micro_step).to(accelerator.device)
+            last = micro_step + 1 == config.gradient_accumulation_steps
+            with nullcontext() if last else accelerator.no_sync(module):
+                loss = stage.loss(module, batch, accelerator) / config.gradient_accumulation_steps
+                accelerator.backward(loss)
+            total += loss.detach()
+        logs = {"lr": rate}
+        if config.max_grad_norm:
+            norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
+            logs["grad_norm"] = float(checkpoints.full_tensor(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_value = float(accelerator.reduce(total, reduction="mean"))
+        if not math.isfinite(loss_value):
+            raise FloatingPointError(
+                f"the loss of {stage.name} step {step + 1} is {loss_value}; lower the learning rate"
+            )
+        return loss_value, logs
+
+    def _batches(self, start: int) -> Prefetcher:
+        config, shared = self.config, self.shared
+        order = DataOrder(
+            dataset_size=len(shared.dataset),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            stage=self.stage.name,
+            accumulation_steps=config.gradient_accumulation_steps,
+            world_size=self.accelerator.num_processes,
+            rank=self.accelerator.process_index,
+        )
+
+        def make(step: int, micro_step: int) -> FlowBatch:
+            return make_batch(shared.dataset, order, step, micro_step, shared.noise_options, shared.null_prompt_embeds)
+
+        # On a CPU there is nothing to overlap with: the cores are busy training.
+        ahead = self.accelerator.device.type != "cpu"
+        return Prefetcher(make, micro_steps=config.gradient_accumulation_steps, steps=self.stage.steps, ahead=ahead)
+
+    def _progress(self, start: int) -> Any:
+        from tqdm.auto import tqdm
+
+        hidden = not (self.config.progress and self.accelerator.is_local_main_process)
+        return tqdm(total=self.stage.steps, initial=start, desc=self.stage.name, unit="step", disable=hidden)
+
+    def _report(self, step: int, loss: float, logs: dict[str, float], seconds: float, bar: Any) -> None:
+        name, shared = self.stage.name, self.shared
+        bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        bar.update()
+        if shared.metrics is not None:
+            row = {"stage": name, "step": step, "loss": loss, **logs, "seconds": round(seconds, 6)}
+            shared.metrics.append(row)
+        if self.accelerator.trackers:
+            offset = self.config.transfer_steps if name == "finetune" else 0
+            values = {f"{name}/{key}": value for key, value in {"loss": loss, **logs}.items()}
+            self.accelerator.log(values, step=offset + step)
+        if shared.callback is not None:
+            shared.callback(name, step, loss)
+
+    def _save_if_due(self, step: int, optimizer: torch.optim.Optimizer, names: list[str]) -> None:
+        every, output = self.config.checkpointing_steps, self.shared.output
+        if output is None or not every or (step % every and step != self.stage.steps):
+            return
+        weights, moments = checkpoints.collect_state(self.model, optimizer, names)
+        if self.accelerator.is_main_process:
+            state = self.shared.state()
+            state["learning_rates"] = [group["lr"] for group in optimizer.param_groups]
+            scaler = self.accelerator.scaler
+            state["scaler"] = scaler.state_dict() if scaler is not None else None
+            checkpoints.save_checkpoint(
+                output / "checkpoints",
+                Position.of(self.stage.name, step),
+                weights,
+                moments,
+                state,
+                self.config.checkpoints_total_limit,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _load_scaler(self, state: dict[str, Any]) -> None:
+        if self.accelerator.scaler is not None and state.get("scaler"):
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+
+    def _validate_if_due(self, step: int) -> None:
+        config, validator, output = self.config, self.shared.validator, self.shared.output
+        if self.stage.name != "finetune" or not config.validation_prompts:
+            return
+        if step % config.validation_steps and step != self.stage.steps:
+            return
+        if validator is not None and output is not None:
+            validator.write_and_log(self.model, output / "validation", step, self.accelerator)
+        self.accelerator.wait_for_everyone()
