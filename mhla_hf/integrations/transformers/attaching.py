@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn as nn
@@ -30,6 +31,8 @@ from .rotary import rotation_of, uses_rotary
 
 
 logger = logging.get_logger(__name__)
+
+_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 
 
 def wants_mhla(config: Any) -> bool:
@@ -65,7 +68,7 @@ def prepare_config(config: Any) -> None:
 def attach(model: PreTrainedModel) -> int:
     """Gives the model's own self-attention modules their `mhla` where its configuration asks for MHLA.
 
-    Modules inside another `PreTrainedModel` belong to that one. A second call does nothing.
+    A second call does nothing.
 
     Args:
         model: A model at the end of its constructor.
@@ -76,17 +79,43 @@ def attach(model: PreTrainedModel) -> int:
     Raises:
         ValueError: If the model cannot be served; the message gives the reason.
     """
-    own = [(name, module) for name, module in _own_modules(model) if dispatches(module) and wants_mhla(module.config)]
-    own = [(name, module) for name, module in own if not is_cross_attention(name, module)]
-    if own and not any(hasattr(module, "mhla") for _, module in own):
-        _attach_to(model, own)
+    if _sees_inputs(model):
+        for attentions in _groups(model).values():
+            if not any(hasattr(module, "mhla") for _, module in attentions):
+                _attach_to(model, attentions)
     count = sum(isinstance(module, MHLA) for module in model.modules())
-    if count == 0 and wants_mhla(model.config) and _has_attention(model):
-        raise ValueError(
-            f"{type(model).__name__} cannot use attn_implementation='mhla': its attention does not go through "
-            "transformers' attention interface. mhla_hf.supported_models() lists models that were tested."
-        )
+    if count == 0 and wants_mhla(model.config) and _has_attention(model) and _sees_inputs(model):
+        raise ValueError(_not_dispatching(model))
     return count
+
+
+def check_class(model: PreTrainedModel, config: Any) -> None:
+    """Refuses models that have attention classes of their own for each implementation, before they are built.
+
+    Raises:
+        ValueError: If such a model is asked for MHLA.
+    """
+    # Of a class made elsewhere, in a notebook say, transformers knows nothing; its bases may do.
+    known = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
+    if wants_mhla(config) and not _towers(config) and not any(base._can_set_attn_implementation() for base in known):
+        raise ValueError(_not_dispatching(model))
+
+
+def warn_of_softmax(model: PreTrainedModel) -> None:
+    """Warns when the weights of an MHLA checkpoint are about to be used with softmax attention."""
+    implementation = model.config._attn_implementation
+    if getattr(model.config, "mhla", None) is not None and implementation != NAME:
+        logger.warning_once(
+            f"This is an MHLA checkpoint with attn_implementation={implementation!r}: it attends with softmax, which is "
+            "right only as long as its projections were not trained for MHLA."
+        )
+
+
+def _not_dispatching(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} cannot use attn_implementation='mhla': its attention does not go through "
+        "transformers' attention interface. mhla_hf.supported_models() lists models that were tested."
+    )
 
 
 def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) -> None:
@@ -130,6 +159,7 @@ def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAC
         causal=bool(getattr(attention, "is_causal", False)),
         head_dim=heads_of(attention).head_dim,
         positions=max_positions(config),
+        tested=is_tested(config.model_type),
     )
 
 
@@ -160,13 +190,23 @@ def _check_rotary(attention: nn.Module, options: MHLAConfig) -> None:
         )
 
 
-def _own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, child in model.named_children():
-        if isinstance(child, PreTrainedModel):
-            continue
-        full = f"{prefix}{name}"
-        yield full, child
-        yield from _own_modules(child, f"{full}.")
+def _groups(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+    """The self-attention modules whose configuration asks for MHLA, by configuration.
+
+    A configuration whose modules sit inside an inner model was seen to when that one was built.
+    """
+    groups: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        if dispatches(module) and wants_mhla(module.config) and not is_cross_attention(name, module):
+            if module.config is model.config:
+                groups.setdefault(id(module.config), []).append((name, module))
+    return groups
+
+
+def _sees_inputs(model: nn.Module) -> bool:
+    """Whether a model is given what [`ModelInputsHook`] has to read; encoders inside a model may not be."""
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return any(name in parameters for name in _INPUTS)
 
 
 def _layer_index(module: nn.Module, position: int) -> int:

@@ -8,6 +8,7 @@ between calls, so that gradient checkpointing, compiling and several models at o
 
 from __future__ import annotations
 
+import dis
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,8 @@ from transformers.utils import logging
 
 from ...layers.sequence import TokenSequence
 from .cache import MHLACacheLayer, mhla_cache_layer
-from .geometry import patch_grid
-from .rotary import make_rotation
+from .geometry import is_image_model, patch_grid
+from .rotary import make_rotation, uses_rotary
 
 
 logger = logging.get_logger(__name__)
@@ -71,11 +72,13 @@ class LayerInputs:
         hidden_states: `[B, T, hidden]`.
         position_embeddings: Cosine and sine of rotary embeddings, or `None`.
         cache: The layer's part of the cache, or `None`.
+        model: What reached the module of the model's inputs, or `None`.
     """
 
     hidden_states: torch.Tensor
     position_embeddings: Any
     cache: MHLACacheLayer | None
+    model: ModelInputs | None
 
 
 class ModelInputsHook:
@@ -93,7 +96,7 @@ class ModelInputsHook:
             return None
         given = {name: _argument(args, kwargs, index, name) for name, index in self.positions.items()}
         pixels = given.get("pixel_values")
-        if pixels is not None:
+        if pixels is not None and is_image_model(model.config):
             inputs = ModelInputs(grid=patch_grid(model.config, pixels.shape[-2], pixels.shape[-1]))
         else:
             documents, count = _documents(given, kwargs)
@@ -114,6 +117,7 @@ class LayerInputsHook:
         names = ("hidden_states", "position_embeddings", "past_key_values", "layer_past", "past_key_value")
         self.positions = _positions(attention, names)
         self.layer_index, self.only_mhla = layer_index, only_mhla
+        self.rotary, self.hands_on = uses_rotary(attention), _uses_keywords(attention)
 
     def __call__(
         self, attention: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -129,8 +133,13 @@ class LayerInputsHook:
         hidden_states = given.get("hidden_states")
         if hidden_states is None:
             hidden_states = args[0]
-        inputs = LayerInputs(hidden_states, given.get("position_embeddings"), layer)
-        return args, {**kwargs, "mhla_layer_inputs": inputs}
+        rotary = given.get("position_embeddings") if self.rotary else None
+        inputs = LayerInputs(hidden_states, rotary, layer, kwargs.get("mhla_inputs"))
+        if self.hands_on:
+            return args, {**kwargs, "mhla_layer_inputs": inputs}
+        # Fetched by the attention function in this very call.
+        attention._mhla_layer_inputs = inputs
+        return None
 
 
 def mhla_attention_forward(
@@ -142,7 +151,6 @@ def mhla_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    mhla_inputs: ModelInputs | None = None,
     mhla_layer_inputs: LayerInputs | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -159,7 +167,6 @@ def mhla_attention_forward(
         scaling: What softmax attention would scale its logits with.
         dropout: Ignored.
         is_causal: Whether tokens look back only; the module says so if this is `None`.
-        mhla_inputs: From [`ModelInputsHook`].
         mhla_layer_inputs: From [`LayerInputsHook`].
         **kwargs: What the model passes to every attention function.
 
@@ -179,11 +186,15 @@ def mhla_attention_forward(
             raise ValueError(f"{type(module).__name__} passes {name} to its attention; MHLA cannot do {what}.")
     if kwargs.get("output_attentions"):
         logger.warning_once("MHLA has no attention weights to return: output_attentions gives None for its layers.")
-    if mhla_layer_inputs is None or mhla_inputs is None:
+    given = mhla_layer_inputs
+    if given is None:
+        given, module._mhla_layer_inputs = getattr(module, "_mhla_layer_inputs", None), None
+    if given is None or given.model is None:
         raise ValueError(
             f"The inputs of the model did not reach {type(module).__name__}: it drops keyword arguments, or was "
             "called outside its model. Pass mhla_inputs=ModelInputs() to call a layer alone."
         )
+    _check_mask(module, attention_mask)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if query.shape[2] != mhla.num_heads or key.shape[2] != mhla.num_key_value_heads:
         raise ValueError(
@@ -191,18 +202,19 @@ def mhla_attention_forward(
             f"{mhla.num_heads} and {mhla.num_key_value_heads}. Tensor parallelism is not supported."
         )
     rotary = None
-    if mhla_layer_inputs.position_embeddings is not None and mhla.config.rope == "after_feature_map":
-        rotation = make_rotation(module, mhla_layer_inputs.position_embeddings, query)
+    if given.position_embeddings is not None and mhla.config.rope == "after_feature_map":
+        rotation = make_rotation(module, given.position_embeddings, query)
         query, key, rotary = rotation.undo(query), rotation.undo(key), rotation.rotate
+    if scaling == 1.0 and isinstance(getattr(module, "scaling", None), float) and module.scaling != 1.0:
+        # Scaled already, in the query alone; the feature map wants both sides alike.
+        query, key = query * module.scaling**-0.5, key * module.scaling**0.5
     if mhla.config.is_sequence:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        sequence = _token_sequence(module, mhla_inputs, mhla_layer_inputs.cache, query.shape[1], bool(causal))
+        sequence = _token_sequence(module, given.model, given.cache, query.shape[1], bool(causal))
         where: dict[str, Any] = {"sequence": sequence}
     else:
-        where = {"grid": mhla_inputs.grid}
-    output = mhla(
-        query, key, value, hidden_states=mhla_layer_inputs.hidden_states, rotary=rotary, scaling=scaling, **where
-    )
+        where = {"grid": given.model.grid}
+    output = mhla(query, key, value, hidden_states=given.hidden_states, rotary=rotary, scaling=scaling, **where)
     return output.contiguous(), None
 
 
@@ -240,6 +252,22 @@ def _is_hybrid(config: Any) -> bool:
     """Whether some layers of a model are softmax and need its mask."""
     types = getattr(config, "layer_types", None) or ()
     return config.mhla["layers"] is not None or any(kind != "full_attention" for kind in types)
+
+
+def _check_mask(module: nn.Module, mask: torch.Tensor | None) -> None:
+    """Refuses biases and masks that a model adds for its attention, and that MHLA would not see."""
+    if mask is not None and mask.dim() == 4 and (mask.is_floating_point() or not _is_hybrid(module.config)):
+        raise ValueError(
+            f"{type(module).__name__} gives its attention a bias or mask of its own {tuple(mask.shape)}; MHLA follows "
+            "padding and causality only."
+        )
+
+
+def _uses_keywords(module: nn.Module) -> bool:
+    """Whether a module's `forward` does anything with its further keyword arguments."""
+    code = inspect.unwrap(type(module).forward).__code__
+    names = [name for name in ("kwargs", "flash_attn_kwargs") if name in code.co_varnames]
+    return any(entry.argval in names and "LOAD" in entry.opname for entry in dis.get_instructions(code))
 
 
 def _softmax(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

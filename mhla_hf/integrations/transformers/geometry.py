@@ -28,6 +28,12 @@ def dispatches(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
 
 
+def takes_keywords(module: nn.Module) -> bool:
+    """Whether a module's `forward` accepts any keyword argument."""
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
 def is_cross_attention(name: str, module: nn.Module) -> bool:
     """Whether a module attends to another sequence than its own."""
     class_name = type(module).__name__
@@ -78,6 +84,10 @@ def heads_of(module: nn.Module) -> Heads:
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why no layer of this kind can be MHLA, or None."""
     config: Any = module.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder models are not supported"
+    if not takes_keywords(module):
+        return "its attention takes no keyword arguments in this version of transformers"
     for name, reason in _UNSUPPORTED_CONFIG.items():
         if getattr(config, name, None):
             return reason

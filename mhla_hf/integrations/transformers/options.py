@@ -66,7 +66,9 @@ def max_positions(config: Any) -> int | None:
     return None
 
 
-def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int | None) -> MHLAConfig:
+def resolve_sequence(
+    given: Any, *, causal: bool, head_dim: int, positions: int | None, tested: bool = True
+) -> MHLAConfig:
     """Options of a language model or encoder: what was given, over the defaults.
 
     Args:
@@ -74,11 +76,15 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
         causal: Whether the model looks back only.
         head_dim: K.
         positions: Longest sequence that the model was made for.
+        tested: Whether the architecture was; others keep their rotary embeddings before the feature map unless told
+            otherwise, where nothing has to be known about them.
 
     Raises:
         ValueError: If the options ask for a number of blocks, or contradict the model.
     """
     defaults = causal_defaults(head_dim, positions) if causal else encoder_defaults(positions)
+    if not tested:
+        defaults["rope"] = "before_feature_map"
     layout = {name: defaults[name] for name in ("causal", "resize")}
     if isinstance(given, MHLAConfig):
         options = given.to_dict()

@@ -35,7 +35,15 @@ def install_models(module: ModuleType) -> None:
     from transformers import configuration_utils
     from transformers.masking_utils import AttentionMaskInterface
 
-    from .attaching import attach, initialize, mark_implementation, prepare_config, wants_mhla
+    from .attaching import (
+        attach,
+        check_class,
+        initialize,
+        mark_implementation,
+        prepare_config,
+        wants_mhla,
+        warn_of_softmax,
+    )
     from .attention import mhla_attention_forward, mhla_mask
 
     model_class = module.PreTrainedModel
@@ -51,6 +59,7 @@ def install_models(module: ModuleType) -> None:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, configuration_utils.PreTrainedConfig):
             prepare_config(config)
+            check_class(self, config)
         _originals["__init__"](self, config, *args, **kwargs)
 
     @functools.wraps(_originals["post_init"])
@@ -59,6 +68,7 @@ def install_models(module: ModuleType) -> None:
         if wants_mhla(self.config) or getattr(self.config, "sub_configs", None):
             attach(self)
             mark_implementation(self.config)
+            warn_of_softmax(self)
         _originals["post_init"](self)
 
     @functools.wraps(_originals["_initialize_weights"])

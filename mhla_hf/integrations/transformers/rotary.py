@@ -27,7 +27,10 @@ def rotation_of(attention: nn.Module) -> Callable[..., Any] | None:
 
 
 def uses_rotary(attention: nn.Module) -> bool:
-    """Whether an attention class rotates its queries and keys inside its `forward`."""
+    """Whether an attention module rotates its queries and keys inside its `forward`."""
+    if getattr(attention, "use_rope", True) in (False, 0):
+        # Some models leave single layers without positions, and hand them angles all the same.
+        return False
     code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
     return code is not None and any("rotary" in name or "rope" in name for name in code.co_names)
 
