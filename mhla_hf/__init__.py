@@ -25,6 +25,7 @@ _PUBLIC_NAMES = {
     "MHLAWanTransformer3DModel": "models.wan",
     "convert": "pipelines",
     "convert_pretrained": "conversion",
+    "from_preset": "presets",
     "import_official": "conversion",
     "load_pipeline": "pipelines",
     "mhla_attention": "ops",
