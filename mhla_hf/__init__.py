@@ -13,6 +13,7 @@ from typing import Any
 
 from .integrations.diffusers_namespace import register_with_diffusers
 from .integrations.transformers import register_with_transformers
+from .versions import check_transformers
 
 
 __version__ = "0.1.0"
@@ -48,5 +49,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+check_transformers()
 register_with_diffusers()
 register_with_transformers()
