@@ -49,5 +49,5 @@ def test_supported_versions_are_not(version, tmp_path):
 
 def test_the_range_is_that_of_pyproject():
     lines = (REPOSITORY / "pyproject.toml").read_text().splitlines()
-    declared = [Requirement(line.strip().strip('",')) for line in lines if line.strip().startswith('"transformers')]
+    declared = [Requirement(line.strip().strip('",')) for line in lines if line.strip().startswith('"transformers>')]
     assert [requirement.specifier for requirement in declared] == [SpecifierSet(TRANSFORMERS)]
