@@ -106,8 +106,8 @@ def warn_of_softmax(model: PreTrainedModel) -> None:
     implementation = model.config._attn_implementation
     if getattr(model.config, "mhla", None) is not None and implementation != NAME:
         logger.warning_once(
-            f"This is an MHLA checkpoint with attn_implementation={implementation!r}: it attends with softmax, which is "
-            "right only as long as its projections were not trained for MHLA."
+            f"This is an MHLA checkpoint with attn_implementation={implementation!r}: it attends with softmax, which "
+            "is right only as long as its projections were not trained for MHLA."
         )
 
 

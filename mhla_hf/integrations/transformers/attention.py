@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from transformers.masking_utils import sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import logging
 
 from ...layers.sequence import TokenSequence
@@ -100,7 +100,7 @@ class ModelInputsHook:
             inputs = ModelInputs(grid=patch_grid(model.config, pixels.shape[-2], pixels.shape[-1]))
         else:
             documents, count = _documents(given, kwargs)
-            inputs = ModelInputs(_padding(given.get("attention_mask")), documents, count)
+            inputs = ModelInputs(_padding(given.get("attention_mask"), given.get("past_key_values")), documents, count)
         return args, {**kwargs, "mhla_inputs": inputs}
 
 
@@ -295,19 +295,42 @@ def _token_sequence(
     return TokenSequence(causal, valid, inputs.documents, inputs.num_documents, cache)
 
 
-def _padding(mask: Any) -> torch.Tensor | None:
+def _padding(mask: Any, cache: Any) -> torch.Tensor | None:
+    """The padding `[B, all tokens]` in a model's `attention_mask`, or None for none."""
+    if isinstance(mask, dict):
+        # Made by `generate` for models with several kinds of layers.
+        mask = mask.get("full_attention")
     if mask is None:
         return None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
+        return _padding_of_causal_mask(mask, cache)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValueError(
-            f"attention_mask must be a padding mask [batch, tokens], got {shape}: MHLA cannot follow any other mask."
-        )
+        raise ValueError(_refused_mask(mask))
     mask = mask.bool()
     # Reading the mask once saves every layer the work on padding that is not there. A single token has little of it.
     if mask.shape[1] > 1 and not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
         return None
     return mask
+
+
+def _padding_of_causal_mask(mask: torch.Tensor, cache: Any) -> torch.Tensor:
+    """The padding that a causal mask `[B, 1, T, all tokens]` shows, which `generate` makes for static caches."""
+    padding = mask[:, 0, -1]
+    if torch.compiler.is_compiling():
+        if mask.shape[2] > 1:
+            raise ValueError(_refused_mask(mask))
+        return padding
+    past = 0 if cache is None else int(cache.get_seq_length())
+    columns, rows = torch.arange(mask.shape[3], device=mask.device), torch.arange(mask.shape[2], device=mask.device)
+    causal = columns <= past + rows[:, None]
+    if not torch.equal(mask, (padding[:, None] & causal)[:, None].expand_as(mask)):
+        raise ValueError(_refused_mask(mask))
+    return padding
+
+
+def _refused_mask(mask: Any) -> str:
+    shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    return f"attention_mask must be a padding mask [batch, tokens], got {shape}: MHLA cannot follow any other mask."
 
 
 def _documents(given: dict[str, Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, int]:
@@ -345,3 +368,8 @@ def _positions(module: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
 
 def _argument(args: tuple, kwargs: dict[str, Any], index: int, name: str) -> Any:
     return args[index] if 0 <= index < len(args) else kwargs.get(name)
+
+
+AttentionInterface.register(NAME, mhla_attention_forward)
+# Under the same name, or transformers would make no mask at all and padding would be seen.
+AttentionMaskInterface.register(NAME, mhla_mask)

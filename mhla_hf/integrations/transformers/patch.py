@@ -7,11 +7,11 @@ Models that do not ask for MHLA pass through unchanged. [`uninstall`] takes ever
 from __future__ import annotations
 
 import functools
+import importlib
 from types import ModuleType
 from typing import Any
 
 
-NAME = "mhla"
 _originals: dict[str, Any] = {}
 
 
@@ -33,37 +33,29 @@ def install_models(module: ModuleType) -> None:
         module: `transformers.modeling_utils`.
     """
     from transformers import configuration_utils
-    from transformers.masking_utils import AttentionMaskInterface
-
-    from .attaching import (
-        attach,
-        check_class,
-        initialize,
-        mark_implementation,
-        prepare_config,
-        wants_mhla,
-        warn_of_softmax,
-    )
-    from .attention import mhla_attention_forward, mhla_mask
 
     model_class = module.PreTrainedModel
     if _originals or hasattr(model_class, "_has_mhla_patch"):
         return
     install_configuration(configuration_utils)
-    module.AttentionInterface.register(NAME, mhla_attention_forward)
-    AttentionMaskInterface.register(NAME, mhla_mask)
+    # Registers itself; by name, since it may be what is importing transformers just now.
+    importlib.import_module(".attention", __package__)
     for name in ("__init__", "post_init", "_initialize_weights"):
         _originals[name] = getattr(model_class, name)
 
     @functools.wraps(_originals["__init__"])
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, configuration_utils.PreTrainedConfig):
+            from .attaching import check_class, prepare_config
+
             prepare_config(config)
             check_class(self, config)
         _originals["__init__"](self, config, *args, **kwargs)
 
     @functools.wraps(_originals["post_init"])
     def post_init(self: Any) -> None:
+        from .attaching import attach, mark_implementation, wants_mhla, warn_of_softmax
+
         # Before the original, which initialises weights: parameters must exist by then.
         if wants_mhla(self.config) or getattr(self.config, "sub_configs", None):
             attach(self)
@@ -73,7 +65,7 @@ def install_models(module: ModuleType) -> None:
 
     @functools.wraps(_originals["_initialize_weights"])
     def _initialize_weights(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        from ...layers.mhla import MHLA
+        from .attaching import MHLA, initialize
 
         if not isinstance(module, MHLA):
             _originals["_initialize_weights"](self, module, *args, **kwargs)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny MHLA models: a tiny softmax model of a family, converted, its MHLA parameters off their initial values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mhla_hf.integrations.transformers.attaching import convert_transformers_model
+from mhla_hf.layers.mhla import MHLA
+
+from .tiny_models import FAMILIES, inputs, softmax_model
+
+
+TEXT_OPTIONS: dict[str, Any] = {"block_size": 4, "mixing_heads": "per_head", "grid": [24]}
+IMAGE_OPTIONS: dict[str, Any] = {"blocks": [2, 2], "mixing_heads": "per_head"}
+
+
+def default_options(name: str) -> dict[str, Any]:
+    """Blocks small enough for tiny inputs; six rows of mixing weights for texts, fewer than long texts have blocks."""
+    return dict(IMAGE_OPTIONS if FAMILIES[name].kind == "vision" else TEXT_OPTIONS)
+
+
+@torch.no_grad()
+def unsettle(model: torch.nn.Module, seed: int = 0) -> None:
+    """Moves every MHLA parameter off its initial value, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in mhla_modules(model):
+        for parameter in module.parameters():
+            parameter.add_(torch.rand(parameter.shape, generator=generator) * 0.2)
+
+
+def mhla_modules(model: torch.nn.Module) -> list[MHLA]:
+    return [module for module in model.modules() if isinstance(module, MHLA)]
+
+
+def mhla_model(name: str, *, sizes: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A converted model in evaluation mode; `options` are laid over [`default_options`]."""
+    model = softmax_model(name, **(sizes or {}))
+    convert_transformers_model(model, {**default_options(name), **options})
+    unsettle(model)
+    return model
+
+
+def first_output(model: torch.nn.Module, **kwargs: Any) -> torch.Tensor:
+    """Logits or last hidden state."""
+    return model(**kwargs)[0]
+
+
+__all__ = ["FAMILIES", "default_options", "first_output", "inputs", "mhla_model", "mhla_modules", "softmax_model"]

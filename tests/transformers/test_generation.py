@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation with the MHLA cache against recomputing the whole text at every step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from mhla_hf import MHLACache
+from mhla_hf.integrations.transformers.cache import MHLACacheLayer
+
+from .mhla_models import mhla_model
+from .tiny_models import FIRST_ORDINARY_TOKEN, VOCABULARY, names
+
+
+STEPS = 17
+
+
+def prompt(padded: bool, batch: int = 3, length: int = 11) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :3], mask[1, :7] = 0, 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@torch.no_grad()
+def recompute(model, input_ids, attention_mask, steps=STEPS):
+    """Greedy decoding without any cache: tokens and the logits of every step."""
+    logits = []
+    for _ in range(steps):
+        # OPT counts positions from its mask by itself.
+        positions = {"position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0)}
+        given = {} if model.config.model_type == "opt" else positions
+        step = model(input_ids, attention_mask=attention_mask, use_cache=False, **given).logits[:, -1]
+        logits.append(step)
+        input_ids = torch.cat([input_ids, step.argmax(-1, keepdim=True)], dim=1)
+        attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], dim=1)
+    return input_ids, torch.stack(logits, dim=1)
+
+
+def generate(model, given, **options):
+    options = {"max_new_tokens": STEPS, "do_sample": False, **options}
+    return model.generate(**given, return_dict_in_generate=True, output_logits=True, **options)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return mhla_model("llama")
+
+
+@pytest.fixture(scope="module")
+def greedy(llama):
+    return {padded: recompute(llama, **prompt(padded)) for padded in (False, True)}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
+@pytest.mark.parametrize("name", names(generates=True))
+def test_greedy_equals_recomputation(name, padded):
+    model = mhla_model(name)
+    # Eleven prompt tokens and seventeen more in blocks of four: one block past the six rows of mixing weights.
+    ids, logits = recompute(model, **prompt(padded))
+    result = generate(model, prompt(padded))
+    assert torch.equal(result.sequences, ids)
+    torch.testing.assert_close(torch.stack(result.logits, dim=1), logits, rtol=1e-5, atol=1e-5)
+    kinds = [type(layer) is MHLACacheLayer for layer in result.past_key_values.layers]
+    assert sum(kinds) == 3 - (name == "gemma3")
+
+
+@pytest.mark.parametrize("options", [{"normalizer": "none"}, {"rope": "before_feature_map"}, {"layers": [1]},
+                                     {"feature_map": "relu", "output_norm": True, "output_gate": True},
+                                     {"mixing_heads": "shared", "feature_map": "elu"}], ids=str)  # fmt: skip
+def test_options_decode_as_they_attend(options):
+    model = mhla_model("llama", **options)
+    ids, logits = recompute(model, **prompt(True))
+    result = generate(model, prompt(True))
+    assert torch.equal(result.sequences, ids)
+    torch.testing.assert_close(torch.stack(result.logits, dim=1), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static"},
+        {"cache_implementation": "dynamic"},
+        {"prefill_chunk_size": 4},
+        {"prefill_chunk_size": 3, "cache_implementation": "static"},
+    ],
+    ids=str,
+)
+def test_other_ways_to_the_same_tokens(name, options):
+    model = mhla_model(name)
+    ids, _ = recompute(model, **prompt(True))
+    assert torch.equal(generate(model, prompt(True), **options).sequences, ids)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
+def test_beam_search(llama, padded, options):
+    with_cache = generate(llama, prompt(padded), **options)
+    without = generate(llama, prompt(padded), use_cache=False, **options)
+    assert torch.equal(with_cache.sequences, without.sequences)
+
+
+def test_sampling(llama):
+    samples = []
+    for use_cache in (True, False):
+        torch.manual_seed(11)
+        options = {"do_sample": True, "top_k": 20, "temperature": 1.3, "num_return_sequences": 2}
+        samples.append(generate(llama, prompt(True), use_cache=use_cache, **options).sequences)
+    assert torch.equal(*samples)
+
+
+@pytest.mark.parametrize("drafts", [2, 5])
+def test_assisted_decoding(llama, greedy, drafts):
+    draft = copy.deepcopy(llama)
+    with torch.no_grad():
+        for index, parameter in enumerate(draft.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.02)
+    draft.generation_config.num_assistant_tokens = drafts
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    one = {name: tensor[2:] for name, tensor in prompt(False).items()}
+    assert torch.equal(generate(llama, one, assistant_model=draft).sequences, greedy[False][0][2:])
+
+
+def test_prompt_lookup(llama, greedy):
+    one = {name: tensor[2:] for name, tensor in prompt(False).items()}
+    assert torch.equal(generate(llama, one, prompt_lookup_num_tokens=3).sequences, greedy[False][0][2:])
+
+
+@pytest.mark.parametrize("make", [DynamicCache, MHLACache], ids=lambda kind: kind.__name__)
+def test_a_conversation_goes_on_from_a_returned_cache(llama, make):
+    cache = make(config=llama.config)
+    first = generate(llama, prompt(True), past_key_values=cache, max_new_tokens=7)
+    extra = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(5))
+    ids = torch.cat([first.sequences, extra], dim=1)
+    mask = torch.cat([prompt(True)["attention_mask"], torch.ones(3, 12, dtype=torch.long)], dim=1)
+    expected, _ = recompute(llama, ids, mask, steps=6)
+    result = generate(
+        llama, {"input_ids": ids, "attention_mask": mask}, past_key_values=first.past_key_values, max_new_tokens=6
+    )
+    assert torch.equal(result.sequences, expected)
+
+
+def test_a_cache_starts_anew_after_reset(llama, greedy):
+    cache = MHLACache(config=llama.config)
+    generate(llama, prompt(False), past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(llama, prompt(True), past_key_values=cache).sequences, greedy[True][0])
+
+
+@torch.no_grad()
+def test_crop_takes_tokens_back(llama):
+    ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(6))
+    cache = DynamicCache(config=llama.config)
+    llama(ids[:, :20], past_key_values=cache, use_cache=True)
+    llama(torch.flip(ids[:, 20:], dims=(1,)), past_key_values=cache, use_cache=True)
+    cache.crop(-13)
+    assert cache.get_seq_length() == 17
+    output = llama(ids[:, 17:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(output, llama(ids, use_cache=False).logits[:, 17:], rtol=1e-5, atol=1e-5)
+    long = DynamicCache(config=llama.config)
+    llama(ids.repeat(1, 4), past_key_values=long, use_cache=True)
+    with pytest.raises(ValueError, match="last 64 tokens, not 65"):
+        long.crop(-65)
+
+
+@torch.no_grad()
+def test_positions_of_a_static_cache_are_not_read_back(llama):
+    given = prompt(False)
+    cache = StaticCache(config=llama.config, max_cache_len=32)
+    llama(**given, past_key_values=cache)
+    layer = cache.layers[0]
+    assert isinstance(layer, MHLACacheLayer) and isinstance(layer.get_seq_length(), torch.Tensor)
+    assert layer.state.num_blocks == 8 and layer.get_max_length() == 32
+
+
+def test_memory_of_the_cache_is_that_of_its_summaries(llama):
+    cache = MHLACache(config=llama.config)
+    generate(llama, prompt(False), past_key_values=cache)
+    state = cache.layers[0].state
+    # Hedgehog features are twice as wide as keys; one column more than values for the normaliser.
+    assert state.summaries.shape == (3, 2, state.num_blocks, 16, 9)
+    assert state.current.shape == (3, 2, 16, 9) and state.prefix.shape == (3, 4, 16, 9)
+    last = 3 * 64 * 2 * (16 + 16 + 8) * 4 + 3 * 64
+    summaries = 3 * 2 * state.num_blocks * 16 * 9 * 4
+    rest = 3 * (2 + 4 + 4) * 16 * 9 * 4 + 3 * 8
+    assert cache.layers[0].num_bytes == last + summaries + rest
+    assert cache.num_bytes == 3 * cache.layers[0].num_bytes
+
+
+def test_bfloat16_models_keep_their_summaries_in_bfloat16(llama):
+    model = copy.deepcopy(llama).bfloat16()
+    result = generate(model, prompt(True))
+    state = result.past_key_values.layers[0].state
+    assert state.summaries.dtype == torch.bfloat16
+    assert state.current.dtype == state.prefix.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_caches_that_cannot_keep_the_state_are_refused(llama):
+    cache = DynamicCache()
+    keys = torch.zeros(3, 2, 4, 8)
+    for index in range(3):
+        cache.update(keys, keys, index)
+    with pytest.raises(ValueError, match="MHLA needs an empty cache"):
+        llama(prompt(False)["input_ids"], past_key_values=cache)
+    window = StaticCache(config=mhla_model("gemma3").config, max_cache_len=32)
+    with pytest.raises(ValueError, match="cannot keep MHLA state"):
+        llama(prompt(False)["input_ids"], past_key_values=window)
+    other = DynamicCache(config=llama.config)
+    llama(**prompt(False), past_key_values=other)
+    with pytest.raises(ValueError, match="The cache has a batch of 3, but the input has 2"):
+        llama(prompt(False)["input_ids"][:2], past_key_values=other)
+    with pytest.raises(ValueError, match="negative number"):
+        other.layers[0].crop(3)
