@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading diffusers pipelines with MHLA, and converting loaded ones in place."""
+"""Loading diffusers pipelines with MHLA, and converting loaded models and pipelines in place."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def load_pipeline(
 
 
 def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
-    """Converts a loaded softmax model, or every supported component of a pipeline, to MHLA in place.
+    """Converts a loaded softmax model, or every supported component of a diffusers pipeline, to MHLA in place.
 
     Args:
-        model_or_pipeline: A supported diffusers model or a pipeline that has one.
-        mhla: The options.
+        model_or_pipeline: A model of transformers, a supported diffusers model, or a diffusers pipeline that has one.
+        mhla: The options. Those not given are the model's defaults.
 
     Returns:
         The same object.
@@ -112,11 +112,14 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
     Raises:
         ValueError: If there is nothing to convert, or it is MHLA already.
     """
-    from diffusers import DiffusionPipeline
+    if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
+        from .integrations.transformers.attaching import convert_transformers_model
+
+        return convert_transformers_model(model_or_pipeline, mhla)
 
     from .models.base import convert_model
 
-    if not isinstance(model_or_pipeline, DiffusionPipeline):
+    if not _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline"):
         return convert_model(model_or_pipeline, mhla)
     found = {
         name: component
@@ -135,6 +138,11 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         # Registered anew, or a saved index would go on naming the softmax class.
         model_or_pipeline.register_modules(**{name: convert_model(component, mhla)})
     return model_or_pipeline
+
+
+def _has_base(value: Any, module: str, name: str) -> bool:
+    """Whether a class is among those of an object, told without importing the library."""
+    return any(base.__module__ == module and base.__name__ == name for base in type(value).__mro__)
 
 
 def _check_given_component(name: str, component: Any, attn_implementation: str | None, mhla: Any) -> None:

@@ -42,9 +42,13 @@ class ConversionOption:
 
 
 OPTIONS: dict[str, ConversionOption] = {
-    "blocks": ConversionOption(str, "Number of blocks: frames,height,width, such as 3,5,10.", LAYOUT),
-    "block_size": ConversionOption(str, "Tokens of a block instead, such as 7,6,5.", LAYOUT),
-    "grid": ConversionOption(str, "Token grid the weights are for: frames,height,width in tokens.", LAYOUT),
+    "blocks": ConversionOption(
+        str, "Number of blocks: frames,height,width, such as 3,5,10; height,width for pictures.", LAYOUT
+    ),
+    "block_size": ConversionOption(str, "Tokens of a block instead, such as 7,6,5; one number for texts.", LAYOUT),
+    "grid": ConversionOption(
+        str, "Tokens the weights are for: frames,height,width; one number (a length) for texts.", LAYOUT
+    ),
     "layers": ConversionOption(
         str,
         "Which layers become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps 0, 3, 6, … softmax.",
@@ -97,7 +101,7 @@ def mhla_fields(given: Mapping[str, Any]) -> dict[str, Any]:
             the model and is left to the caller.
 
     Raises:
-        ValueError: If `blocks`, `block_size` or `grid` are not three numbers.
+        ValueError: If `blocks`, `block_size` or `grid` are not one to three numbers.
     """
     from ..conversion.options import parse_axes
 
@@ -105,5 +109,5 @@ def mhla_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if value is None or value is False or name == "layers":
             continue
-        fields[OPTIONS[name].field or name] = parse_axes(value, name) if name in _AXES else value
+        fields[OPTIONS[name].field or name] = parse_axes(value, name, None) if name in _AXES else value
     return fields

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mhla-hf convert` and `mhla-hf import-official`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ _SOURCE = "Hub"
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DESTINATION if it is there.")]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="Cast the transformer to float32, bfloat16 or float16.", rich_help_panel=_WEIGHTS),
+    typer.Option(help="Cast the weights to float32, bfloat16 or float16.", rich_help_panel=_WEIGHTS),
 ]
 MaxShardSize = Annotated[str | None, typer.Option(help="Largest weight file, such as 5GB.", rich_help_panel=_WEIGHTS)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit.", rich_help_panel=_SOURCE)]
@@ -30,7 +31,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no 
 
 @with_conversion_options
 def convert_command(
-    source: Annotated[str, typer.Argument(help="Pipeline or transformer directory, or Hub id owner/name.")],
+    source: Annotated[str, typer.Argument(help="Directory of a pipeline or model, or Hub id owner/name.")],
     destination: Annotated[Path, typer.Argument(help="Directory to write.")],
     *,
     dtype: Dtype = None,
@@ -47,14 +48,13 @@ def convert_command(
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Convert a diffusers pipeline or transformer to MHLA, streaming its weights. The result needs fine-tuning."""
-    from ..config import MHLAConfig
+    """Convert a pipeline, or a model of diffusers or transformers, to MHLA. The result needs fine-tuning."""
     from ..conversion import convert_pretrained
 
     report = convert_pretrained(
         source,
         destination,
-        MHLAConfig.from_dict(mhla_fields(options)),
+        mhla_fields(options),
         layers=options["layers"],
         dtype=dtype,
         variant=variant,
@@ -132,12 +132,14 @@ def _show(report: "ConversionReport") -> None:
 
     table = Table("component", "MHLA layers", "blocks", "copied", "new parameters", "types")
     for name, part in report.components.items():
-        counts, sizes = part.mhla["blocks"], part.mhla["block_size"]
+        # Options of a model with several towers are by tower.
+        towers = {"": part.mhla} if "block_size" in part.mhla else part.mhla
+        blocks = "\n".join(_blocks(options) for options in towers.values())
         for weights in part.weight_sets:
             table.add_row(
                 name if weights.variant is None else f"{name} ({weights.variant})",
                 f"{len(part.mhla_layers)} of {part.num_layers}",
-                "×".join(map(str, counts)) if counts else f"of {'×'.join(map(str, sizes))} tokens",
+                blocks,
                 f"{weights.copied_parameters:,}",
                 f"{part.initialised_parameters:,}",
                 ", ".join(f"{dtype} {count}" for dtype, count in weights.dtypes.items()),
@@ -147,4 +149,12 @@ def _show(report: "ConversionReport") -> None:
     written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"
     console.print(f"Wrote {report.destination} ({written}); {FILE_NAME} says what came from where.", highlight=False)
     if any(part.initialised for part in report.components.values()):
-        console.print("The new parameters are untrained: fine-tune with mhla-hf train wan.", highlight=False)
+        how = "the model" if "model" in report.components else "with mhla-hf train wan"
+        console.print(f"The new parameters are untrained: fine-tune {how}.", highlight=False)
+
+
+def _blocks(options: Mapping[str, Any]) -> str:
+    """How a table calls the blocks of some options."""
+    if options["blocks"]:
+        return "×".join(map(str, options["blocks"]))
+    return f"of {'×'.join(map(str, options['block_size']))} tokens"

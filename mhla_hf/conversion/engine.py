@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`convert_pretrained`: an ordinary diffusers directory becomes an MHLA one, tensor by tensor."""
+"""`convert_pretrained`: an ordinary directory of diffusers or transformers becomes an MHLA one, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..models.registry import FAMILIES, MHLA_CLASSES
 from .options import parse_dtype, parse_size
 from .planning import ComponentPlan, plan_component
 from .provenance import ConversionReport, describe_file
-from .source import Source, download_or_find, read_source
+from .source import Component, Source, download_or_find, read_source
 from .staging import byte_progress, check_destination, check_space, copy_file, list_files
 from .tensors import write_json, write_shards
 
@@ -38,21 +38,28 @@ def convert_pretrained(
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConversionReport:
-    """Converts a diffusers pipeline or transformer directory, or Hub repository, to MHLA.
+    """Converts a diffusers pipeline, or a model of diffusers or transformers, to MHLA.
+
+    Language models, encoders (those of sentence-transformers too) and vision models become what
+    `from_pretrained(source, attn_implementation="mhla", mhla=...)` gives and plain `from_pretrained` loads again.
 
     Weights stream from the source's files to new ones, so memory stays at one tensor whatever the size of the model.
     Projections, norms and feed-forward layers are taken over; the MHLA parameters start from their initial values, so
-    the result needs fine-tuning. Everything else of a pipeline is copied. `destination` appears when it is complete.
+    the result needs fine-tuning. Everything else is copied (the other parts of a pipeline, tokenizers, generation
+    settings, the modules of sentence-transformers), except the old weights in other formats. `destination` appears
+    when it is complete.
 
     Args:
-        source: A pipeline directory, a transformer directory, or a Hub id `owner/name`. A pipeline's `transformer_2`
+        source: A pipeline directory, a model directory, or a Hub id `owner/name`. A pipeline's `transformer_2`
             (Wan 2.2) is converted as well.
         destination: The directory to write.
-        mhla: The options; the model's defaults for what is not given.
+        mhla: The options; the model's defaults for what is not given. For a model of several towers also a dict of
+            options by tower (`{"vision_config": {...}}`).
         layers: Which layers become MHLA, in place of `mhla.layers`: `"all"`, indices (`"1,2,4"` or integers), or a
-            fraction such as `"2/3"`; see [`parse_layers`][mhla_hf.conversion.options.parse_layers].
-        dtype: Cast the transformer's weights: float32, bfloat16 or float16. Modules that diffusers keeps in fp32 keep
-            their type. By default nothing is cast, and new parameters get the type most weights have.
+            fraction such as `"2/3"`; see [`parse_layers`][mhla_hf.conversion.options.parse_layers]. Under `"all"`
+            and fractions, layers with a sliding window stay softmax.
+        dtype: Cast the weights: float32, bfloat16 or float16. Modules that the library keeps in fp32 keep their type.
+            By default nothing is cast, and new parameters get the type most weights have.
         variant: Convert only the weights of this variant (`"fp16"`); by default all sets of weights found, each under
             the name it had.
         subfolder: Convert only this folder of `source`.
@@ -75,7 +82,6 @@ def convert_pretrained(
     started = time.monotonic()
     destination = Path(destination).expanduser()
     dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
-    options = MHLAConfig.coerce(mhla)
     local = Path(source).expanduser()
     check_destination(destination, overwrite, [local if local.exists() else None])
     root, origin = download_or_find(
@@ -86,11 +92,20 @@ def convert_pretrained(
         subfolder=subfolder,
         local_files_only=local_files_only,
     )
-    found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES})
-    plans = [plan_component(component, options, layers, dtype, variant, max_bytes) for component in found.components]
+    found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
+    plans = [_plan(component, mhla, layers, dtype, variant, max_bytes) for component in found.components]
     report = ConversionReport("convert", destination, found.origin)
     write_result(found, plans, report, progress=progress, started=started)
     return report
+
+
+def _plan(component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, *options: Any) -> ComponentPlan:
+    """Each library is imported only for its own models."""
+    if component.is_transformers:
+        from .transformers_planning import plan_transformers_model
+
+        return plan_transformers_model(component, mhla, *options)
+    return plan_component(component, MHLAConfig.coerce(mhla), *options)
 
 
 def write_result(
@@ -101,11 +116,11 @@ def write_result(
     progress: bool,
     started: float,
 ) -> None:
-    """Writes converted transformers and, for a pipeline, everything else of it.
+    """Writes converted models and everything else of their directory.
 
     Args:
-        source: Where the other files come from; `None` writes a transformer directory with nothing else.
-        plans: The transformers. In a pipeline each goes to its folder, otherwise the only one to the root.
+        source: Where the other files come from; `None` writes a model directory with nothing else.
+        plans: The models. In a pipeline each goes to its folder, otherwise the only one to the root.
         report: Completed here, and written as `conversion.json`.
         progress: Show a progress bar.
         started: `time.monotonic()` of the beginning.
@@ -114,7 +129,7 @@ def write_result(
         ValueError: If the disk is too small.
     """
     is_pipeline = source is not None and source.pipeline is not None
-    others = [] if source is None else other_files(source, {plan.name for plan in plans})
+    others, skipped = ([], []) if source is None else other_files(source, {plan.name for plan in plans})
     copied_bytes = sum((source.root / path).stat().st_size for path in others) if source is not None else 0
     written_bytes = sum(weights.nbytes for plan in plans for weights in plan.weights)
     check_space(report.destination, copied_bytes + written_bytes)
@@ -126,12 +141,15 @@ def write_result(
             describe(f"copying {path.parts[0]}")
             copy_file(source.root / path, staging / path, advance)
         report.copied_files = [path.as_posix() for path in others]
+        report.skipped_files = [path.as_posix() for path in skipped]
         for plan in plans:
             folder = staging / plan.name if is_pipeline else staging
             describe(f"converting {plan.name}")
             for weights in plan.weights:
                 noted = weights.report
-                noted.files = write_shards(folder, weights.shards, variant=noted.variant, on_bytes=advance)
+                noted.files = write_shards(
+                    folder, weights.shards, stem=plan.names.stem, variant=noted.variant, on_bytes=advance
+                )
             write_json(folder / "config.json", plan.config)
             describe(f"hashing {plan.name}")
             for weights in plan.weights:
@@ -147,20 +165,29 @@ def write_result(
         report.save(staging)
 
 
-def other_files(source: Source, replaced: set[str]) -> list[Path]:
+def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Path]]:
     """Files of a source to copy as they are: all but what is written anew.
 
     Args:
         source: The pipeline or model directory.
         replaced: Names of the components whose weights and configuration are written anew.
+
+    Returns:
+        Those, and the files left out since they hold the old weights in formats that are not written.
     """
     components = [component for component in source.components if component.name in replaced]
-    files = []
+    files: list[Path] = []
+    skipped: list[Path] = []
     for path in list_files(source.root):
         if path.name in ("model_index.json", "conversion.json") and len(path.parts) == 1:
             continue
         owner = next((item for item in components if item.folder == (source.root / path).parent), None)
-        if owner is not None and (path.name == "config.json" or owner.is_weight_file(path)):
+        if owner is not None and path.name == "config.json":
             continue
-        files.append(path)
-    return files
+        if owner is not None and owner.is_weight_file(path):
+            if path.suffix not in (".safetensors", ".json") or not path.name.startswith(owner.names.stem):
+                skipped.append(path)
+            continue
+        exported = [item for item in components if item.is_export(path)]
+        (skipped if exported else files).append(path)
+    return files, skipped

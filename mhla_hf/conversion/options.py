@@ -22,13 +22,13 @@ DTYPES: dict[str, torch.dtype] = {
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_axes(text: str | None, name: str, axes: int = 3) -> tuple[int, ...] | None:
+def parse_axes(text: str | None, name: str, axes: int | None = 3) -> tuple[int, ...] | None:
     """Reads `"3,5,10"` (or `"3x5x10"`) as one positive integer an axis.
 
     Args:
         text: What was typed; `None` stays `None`.
         name: The option's name, for the error.
-        axes: How many numbers there must be.
+        axes: How many numbers there must be; `None` for one to three.
 
     Raises:
         ValueError: If it is anything else.
@@ -36,8 +36,10 @@ def parse_axes(text: str | None, name: str, axes: int = 3) -> tuple[int, ...] | 
     if text is None:
         return None
     parts = [part.strip() for part in re.split(r"[,x]", text)]
-    if len(parts) != axes or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name}={text!r} must be {axes} positive integers separated by commas, such as 3,5,10.")
+    allowed = (1, 2, 3) if axes is None else (axes,)
+    if len(parts) not in allowed or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        count = "one to three" if axes is None else axes
+        raise ValueError(f"{name}={text!r} must be {count} positive integers separated by commas, such as 3,5,10.")
     return tuple(int(part) for part in parts)
 
 

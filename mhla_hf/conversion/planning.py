@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 
 from ..config import MHLAConfig
 from ..models.registry import family_for, is_mhla_class
 from .options import parse_layers
 from .provenance import ComponentReport, WeightSetReport
-from .source import Component, WeightSet
+from .source import DIFFUSERS_FILES, Component, FileNames, WeightSet
 from .tensors import TensorEntry, split_into_shards
 
 
@@ -41,12 +40,21 @@ class WeightsPlan:
 
 @dataclass
 class ComponentPlan:
-    """One transformer that will be written: its `config.json` and weights, and the report filled meanwhile."""
+    """One model that will be written: its `config.json` and weights, and the report filled meanwhile.
+
+    Attributes:
+        name: Name of the component.
+        config: Contents of `config.json`.
+        weights: The sets of weight files.
+        report: What goes into `conversion.json`.
+        names: What the weight files are called.
+    """
 
     name: str
     config: dict[str, Any]
     weights: list[WeightsPlan]
     report: ComponentReport
+    names: FileNames = DIFFUSERS_FILES
 
 
 def plan_component(
@@ -57,7 +65,18 @@ def plan_component(
     variant: str | None,
     max_bytes: int | None,
 ) -> ComponentPlan:
-    """Decides everything about one transformer before anything is written; errors as in `convert_pretrained`."""
+    """Decides everything about one transformer of diffusers before anything is written.
+
+    Args:
+        component: What to convert.
+        options: The options.
+        layers: As for `convert_pretrained`, as are all others; so are the errors.
+        dtype: Type to cast to.
+        variant: The only variant to convert.
+        max_bytes: Largest weight file.
+    """
+    import diffusers
+
     if is_mhla_class(component.class_name):
         raise ValueError(
             f"{component.folder} is a {component.class_name} already; convert the model it was made from."
@@ -140,7 +159,21 @@ def _plan_weights(
     new_dtype = dtype or dominant_dtype(copied)
     new = [name for name in target if name not in expected]
     fresh = [initial_entry(model, name, new_dtype, kept, report) for name in new]
-    # One file stays one file; several get one more.
+    return plan_files(weight_set, groups, fresh, max_bytes)
+
+
+def plan_files(
+    weight_set: WeightSet, groups: list[list[TensorEntry]], fresh: list[TensorEntry], max_bytes: int | None
+) -> WeightsPlan:
+    """Distributes copied and new tensors over files: one file stays one file; several get one more.
+
+    Args:
+        weight_set: What is read.
+        groups: The copied tensors of each file.
+        fresh: The new ones.
+        max_bytes: Largest file.
+    """
+    copied = [entry for group in groups for entry in group]
     groups = [groups[0] + fresh] if len(groups) == 1 else [*groups, fresh]
     return WeightsPlan(
         split_into_shards(groups, max_bytes), weight_set.files, weight_set_report(weight_set.variant, copied, fresh)
@@ -219,15 +252,29 @@ def count_dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
 
 
 def initial_entry(
-    model: Any, name: str, dtype: torch.dtype, kept: Callable[[str], bool], report: ComponentReport
+    model: Any,
+    name: str,
+    dtype: torch.dtype,
+    kept: Callable[[str], bool],
+    report: ComponentReport,
+    stored_name: str | None = None,
 ) -> TensorEntry:
-    """A new MHLA parameter with its initial values, noted in the report."""
+    """A new MHLA parameter with its initial values, noted in the report.
+
+    Args:
+        model: The model that has it, on the meta device.
+        name: Its name in the model.
+        dtype: The type to write.
+        kept: Tells which parameters are written in fp32 instead.
+        report: Where to note it.
+        stored_name: Its name in the file, where that is another one.
+    """
     module_name, _, relative = name.rpartition(".mhla.")
     module = model.get_submodule(f"{module_name}.mhla")
     shape = tuple(model.get_parameter(name).shape)
     dtype = torch.float32 if kept(name) else dtype
     note = {"shape": list(shape), "values": ""}
-    report.initialised[name] = note
+    report.initialised[stored_name or name] = note
 
     def load() -> torch.Tensor:
         tensor = module.initial_tensor(relative)
@@ -238,4 +285,4 @@ def initial_entry(
             note["values"] = f"constant {tensor.flatten()[0].item():.6g}" if constant else "identity"
         return tensor
 
-    return TensorEntry(name, shape, dtype, load)
+    return TensorEntry(stored_name or name, shape, dtype, load)

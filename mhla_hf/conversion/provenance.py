@@ -26,7 +26,7 @@ _HASH_CHUNK = 8 * 2**20
 
 @dataclass
 class WeightSetReport:
-    """One set of a transformer's weights: the only one, or a variant's.
+    """One set of a model's weights: the only one, or a variant's.
 
     Attributes:
         variant: Part of the file names such as `fp16`; `None` for the main set.
@@ -49,7 +49,7 @@ class WeightSetReport:
 
 @dataclass
 class ComponentReport:
-    """What happened to one transformer.
+    """What happened to one model.
 
     Attributes:
         source_class: Class that the source's weights were for.
@@ -58,7 +58,10 @@ class ComponentReport:
         initialised: New tensors by name: shape and the values they start from.
         mhla: The complete MHLA options.
         mhla_layers: Indices of the MHLA layers.
-        num_layers: How many layers the model has.
+        num_layers: How many layers the model has. Of a model with several towers the layers are counted through all
+            of them, and `mhla` holds the options of each.
+        dropped: Tensors of the source that were not taken over: the model does not know them, or they repeat a tensor
+            they are tied to.
     """
 
     source_class: str
@@ -68,6 +71,7 @@ class ComponentReport:
     mhla: dict[str, Any] = field(default_factory=dict)
     mhla_layers: list[int] = field(default_factory=list)
     num_layers: int = 0
+    dropped: list[str] = field(default_factory=list)
 
     @property
     def initialised_parameters(self) -> int:
@@ -84,8 +88,10 @@ class ConversionReport:
         destination: The directory written.
         source: Where the weights came from: `location`, the name of a directory or the id of a Hub repository, and
             for repositories `revision` and `commit`.
-        components: What happened to each transformer, by component name (`"transformer"`).
+        components: What happened to each model, by component name (`"transformer"`, or `"model"` for one of
+            transformers).
         copied_files: Files taken over unchanged, relative to the destination.
+        skipped_files: Files not taken over, since they hold the old weights in other formats.
         bytes_written: Size of the result.
         seconds: Time it took.
     """
@@ -95,6 +101,7 @@ class ConversionReport:
     source: dict[str, Any]
     components: dict[str, ComponentReport] = field(default_factory=dict)
     copied_files: list[str] = field(default_factory=list)
+    skipped_files: list[str] = field(default_factory=list)
     bytes_written: int = 0
     seconds: float = 0.0
 
@@ -107,6 +114,7 @@ class ConversionReport:
             "source": self.source,
             "components": {name: asdict(component) for name, component in self.components.items()},
             "copied_files": self.copied_files,
+            "skipped_files": self.skipped_files,
             "bytes_written": self.bytes_written,
             "seconds": round(self.seconds, 2),
             "versions": package_versions(),

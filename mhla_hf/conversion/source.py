@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,40 @@ from ..sources import PIPELINE_INDEX, local_directory
 from .tensors import SafetensorsReader, read_json
 
 
-WEIGHTS_STEM = "diffusion_pytorch_model"
-_INDEX = re.compile(rf"{WEIGHTS_STEM}\.safetensors\.index(?:\.(?P<variant>[^.]+))?\.json")
-_SINGLE = re.compile(rf"{WEIGHTS_STEM}(?:\.(?P<variant>[^.]+))?\.safetensors")
-_SHARD = re.compile(rf"{WEIGHTS_STEM}.*-\d{{5}}-of-\d{{5}}.*\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx")
+# Where repositories of transformers models keep the same weights for other programs.
+_EXPORT_FOLDERS = ("onnx", "openvino", "coreml", "original")
+_EXPORT_FILES = ("consolidated*.safetensors", "consolidated*.json", "*.gguf", "*.ot", "*.tflite")
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """How a library calls the weight files of a model.
+
+    Attributes:
+        stem: What they begin with.
+    """
+
+    stem: str
+
+    @property
+    def index(self) -> re.Pattern[str]:
+        """The list of shards."""
+        return re.compile(rf"{self.stem}\.safetensors\.index(?:\.(?P<variant>[^.]+))?\.json")
+
+    @property
+    def single(self) -> re.Pattern[str]:
+        """A file that holds all weights."""
+        return re.compile(rf"{self.stem}(?:\.(?P<variant>[^.]+))?\.safetensors")
+
+    @property
+    def shard(self) -> re.Pattern[str]:
+        """One of several files."""
+        return re.compile(rf"{self.stem}.*-\d{{5}}-of-\d{{5}}.*\.safetensors")
+
+
+DIFFUSERS_FILES = FileNames("diffusion_pytorch_model")
+TRANSFORMERS_FILES = FileNames("model")
 
 
 @dataclass(frozen=True)
@@ -34,9 +63,9 @@ class WeightSet:
     files: tuple[Path, ...]
     index: Path | None = None
 
-    def open(self) -> list[SafetensorsReader]:
+    def open(self, *, floats_only: bool = True) -> list[SafetensorsReader]:
         """Opens every file; errors as in [`SafetensorsReader`], and `ValueError` for a tensor in two of them."""
-        readers = [SafetensorsReader(path) for path in self.files]
+        readers = [SafetensorsReader(path, floats_only=floats_only) for path in self.files]
         seen: dict[str, Path] = {}
         for reader in readers:
             for name in reader.shapes:
@@ -51,7 +80,8 @@ class Component:
     """A model directory: its `config.json` and where it is.
 
     Attributes:
-        name: The component's name in the pipeline; `"transformer"` for a directory without a pipeline.
+        name: The component's name in the pipeline; `"transformer"` for a directory without a pipeline, `"model"` for
+            one of transformers.
         folder: The directory.
         config: Contents of `config.json`.
     """
@@ -61,9 +91,22 @@ class Component:
     config: dict[str, Any]
 
     @property
+    def is_transformers(self) -> bool:
+        """Whether the model is one of transformers, not of diffusers."""
+        return "_class_name" not in self.config
+
+    @property
     def class_name(self) -> str:
-        """The diffusers class that the config is for."""
-        return self.config["_class_name"]
+        """The class that the weights are for; of a transformers model its `model_type` where none is named."""
+        if not self.is_transformers:
+            return self.config["_class_name"]
+        architectures = self.config.get("architectures")
+        return architectures[0] if architectures else self.config["model_type"]
+
+    @property
+    def names(self) -> FileNames:
+        """What the weight files are called."""
+        return TRANSFORMERS_FILES if self.is_transformers else DIFFUSERS_FILES
 
     def weight_sets(self, variant: str | None = None) -> list[WeightSet]:
         """Finds the weights.
@@ -77,7 +120,7 @@ class Component:
         sets = []
         listed: set[str] = set()
         for path in sorted(self.folder.iterdir()):
-            match = _INDEX.fullmatch(path.name)
+            match = self.names.index.fullmatch(path.name)
             if match:
                 weight_map = read_json(path, "the index").get("weight_map")
                 if not isinstance(weight_map, dict) or not weight_map:
@@ -88,19 +131,26 @@ class Component:
         for path in sorted(self.folder.glob("*.safetensors")):
             if path.name in listed:
                 continue
-            if _SHARD.fullmatch(path.name):
+            if self.names.shard.fullmatch(path.name):
                 raise ValueError(f"{path} is one of several shards, but no index in {self.folder} lists it.")
-            match = _SINGLE.fullmatch(path.name)
+            match = self.names.single.fullmatch(path.name)
             if match:
                 sets.append(WeightSet(match["variant"], (path,)))
         if not sets:
             pickles = [path.name for path in sorted(self.folder.iterdir()) if path.suffix in _PICKLES]
             if pickles:
+                remedy = (
+                    "Load the model with from_pretrained and write it with save_pretrained first."
+                    if self.is_transformers
+                    else "Save the model with safe_serialization=True first."
+                )
                 raise ValueError(
                     f"{self.folder} has its weights only as {', '.join(pickles)}; those can run code when read. "
-                    "Save the model with safe_serialization=True first."
+                    f"{remedy}"
                 )
-            raise ValueError(f"{self.folder} has no {WEIGHTS_STEM}*.safetensors.")
+            raise ValueError(
+                f"{self.folder} has no {self.names.stem}*.safetensors; weights in other formats are not read."
+            )
         if variant is not None:
             found = [weights.variant or "(none)" for weights in sets]
             sets = [weights for weights in sets if weights.variant == variant]
@@ -112,12 +162,17 @@ class Component:
         """Whether a file of the folder belongs to the model's weights, whatever the format."""
         name = path.name
         return bool(
-            _INDEX.fullmatch(name)
-            or _SINGLE.fullmatch(name)
-            or _SHARD.fullmatch(name)
+            self.names.index.fullmatch(name)
+            or self.names.single.fullmatch(name)
+            or self.names.shard.fullmatch(name)
             or path.suffix in _PICKLES
             or ".bin.index" in name
+            or (self.is_transformers and any(path.match(pattern) for pattern in _EXPORT_FILES))
         )
+
+    def is_export(self, path: Path) -> bool:
+        """Whether a file below the folder, relative to it, belongs to the same weights written for other programs."""
+        return self.is_transformers and path.parts[0] in _EXPORT_FOLDERS
 
 
 @dataclass(frozen=True)
@@ -166,7 +221,7 @@ def download_or_find(
         origin["subfolder"] = subfolder
     if Path(location).expanduser().is_file():
         raise ValueError(
-            f"source {location} is a file; give a diffusers directory or a Hub id "
+            f"source {location} is a file; give a directory of diffusers or transformers or a Hub id "
             "(for the authors' checkpoints: mhla-hf import-official)."
         )
     path = local_directory(location, "source")
@@ -205,7 +260,16 @@ def _download(
             local_files_only=local_files_only,
             allow_patterns=None if subfolder is None else f"{subfolder}/*",
             # Other formats of the same weights, which are never read.
-            ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.onnx_data", "transformer*/*.bin"],
+            ignore_patterns=[
+                "*.msgpack",
+                "*.h5",
+                "*.onnx",
+                "*.onnx_data",
+                "transformer*/*.bin",
+                "pytorch_model*.bin",
+                *_EXPORT_FILES,
+                *(f"{name}/*" for name in _EXPORT_FOLDERS),
+            ],
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -215,14 +279,17 @@ def _download(
     return Path(folder)
 
 
-def read_source(root: Path, location: str, origin: dict[str, Any], wanted: Mapping[str, Any]) -> Source:
+def read_source(
+    root: Path, location: str, origin: dict[str, Any], wanted: Mapping[str, Any], *, transformers: bool = False
+) -> Source:
     """Looks at a directory.
 
     Args:
         root: The directory.
         location: What the user called it.
         origin: See [`Source`].
-        wanted: Names of the model classes of interest, as keys.
+        wanted: Names of the diffusers model classes of interest, as keys.
+        transformers: Whether a model directory of transformers is of interest too.
 
     Raises:
         ValueError: If it is neither a pipeline nor a model, has no model of a wanted class, or is quantised.
@@ -252,8 +319,10 @@ def read_source(root: Path, location: str, origin: dict[str, Any], wanted: Mappi
         return Source(location, root, pipeline, components, origin)
     if not (root / "config.json").is_file():
         raise ValueError(f"{location} has neither model_index.json (a pipeline) nor config.json (a model).")
-    component = _read_component("transformer", root, location)
-    if component.class_name not in wanted:
+    component = _read_component("transformer", root, location, transformers=transformers)
+    if component.is_transformers:
+        component = replace(component, name="model")
+    elif component.class_name not in wanted:
         raise ValueError(
             f"{location} is a {component.class_name}, which cannot be converted. "
             f"Supported: {', '.join(sorted(wanted))}."
@@ -261,14 +330,28 @@ def read_source(root: Path, location: str, origin: dict[str, Any], wanted: Mappi
     return Source(location, root, None, (component,), origin)
 
 
-def _read_component(name: str, folder: Path, location: str) -> Component:
+def _read_component(name: str, folder: Path, location: str, *, transformers: bool = False) -> Component:
     config = read_json(folder / "config.json", "the model's configuration")
     if not isinstance(config.get("_class_name"), str):
-        raise ValueError(f"{folder / 'config.json'} does not say which diffusers class it is for (_class_name).")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown method")
+        if not transformers:
+            raise ValueError(f"{folder / 'config.json'} does not say which diffusers class it is for (_class_name).")
+        if not isinstance(config.get("model_type"), str):
+            raise ValueError(
+                f"{folder / 'config.json'} does not say which diffusers class (_class_name) or which kind of "
+                "transformers model (model_type) it is for."
+            )
+    quantization = _quantization(config)
+    if quantization:
+        method = quantization.get("quant_method", "unknown method")
         raise ValueError(
             f"{location}: {name} is quantised ({method}) and cannot be converted. "
             "Convert the original weights, then quantise."
         )
     return Component(name, folder, config)
+
+
+def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How the weights, or those of one tower of several, are quantised; `None` if they are not."""
+    parts = [config, *(entry for entry in config.values() if isinstance(entry, Mapping))]
+    found = [part.get("quantization_config") or part.get("compression_config") for part in parts]
+    return next((entry for entry in found if entry), None)

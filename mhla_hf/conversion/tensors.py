@@ -27,7 +27,18 @@ FLOAT_TYPES: dict[str, torch.dtype] = {
 }
 """Types in a safetensors header that a conversion takes; integers and 8-bit floats mean quantised weights."""
 
-_TYPE_NAMES = {dtype: name for name, dtype in FLOAT_TYPES.items()}
+_OTHER_TYPES: dict[str, torch.dtype] = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_TYPES = {**FLOAT_TYPES, **_OTHER_TYPES}
+_TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -57,17 +68,18 @@ class SafetensorsReader:
 
     Args:
         path: The file.
+        floats_only: Refuse types that are not plain floats: quantised weights, for models without integer buffers.
 
     Attributes:
         shapes: Shape of every tensor by name.
         dtypes: Type of every tensor by name.
 
     Raises:
-        ValueError: If the file is missing, truncated or not safetensors, or holds a type that is not a plain float
+        ValueError: If the file is missing, truncated or not safetensors, or holds a type that is not expected
             (a quantised checkpoint).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, floats_only: bool = True) -> None:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path} is missing, although the checkpoint needs it.")
@@ -76,14 +88,20 @@ class SafetensorsReader:
             slices = {name: self._file.get_slice(name) for name in self._file.keys()}
         except SafetensorError as error:
             raise ValueError(f"{path} is truncated or not a safetensors file ({error}).") from error
-        quantised = sorted({entry.get_dtype() for entry in slices.values()} - set(FLOAT_TYPES))
+        self._refuse({entry.get_dtype() for entry in slices.values()} - set(FLOAT_TYPES if floats_only else _TYPES))
+        self.shapes = {name: tuple(entry.get_shape()) for name, entry in slices.items()}
+        self.dtypes = {name: _TYPES[entry.get_dtype()] for name, entry in slices.items()}
+
+    def check_floats(self, names: Iterable[str]) -> None:
+        """Raises `ValueError` unless these tensors have plain floats: quantised weights cannot be converted."""
+        self._refuse({_TYPE_NAMES[self.dtypes[name]] for name in names} - set(FLOAT_TYPES))
+
+    def _refuse(self, quantised: set[str]) -> None:
         if quantised:
             raise ValueError(
-                f"{path} holds {', '.join(quantised)} tensors: quantised weights cannot be converted. "
+                f"{self.path} holds {', '.join(sorted(quantised))} tensors: quantised weights cannot be converted. "
                 "Convert the original weights, then quantise."
             )
-        self.shapes = {name: tuple(entry.get_shape()) for name, entry in slices.items()}
-        self.dtypes = {name: FLOAT_TYPES[entry.get_dtype()] for name, entry in slices.items()}
 
     def load(self, name: str) -> torch.Tensor:
         """Reads one tensor."""

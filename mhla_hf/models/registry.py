@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which upstream model class becomes which MHLA class."""
+"""Which upstream model class becomes which MHLA class, and the models that are supported altogether."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from ..integrations.transformers.families import TRANSFORMERS_FAMILIES, TransformersFamily
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """One supported architecture.
+    """One supported architecture of diffusers.
 
     Attributes:
         name: Short name used on the command line.
@@ -19,6 +21,8 @@ class ModelFamily:
         module: Module of this package that defines it.
         pipelines: Diffusers pipelines that the family was tested in.
         layers: Where the MHLA layers sit, `{index}` standing for the layer's number.
+        kind: What it makes, such as `"video"`.
+        note: What to know about it, or an empty string.
     """
 
     name: str
@@ -27,6 +31,8 @@ class ModelFamily:
     module: str
     pipelines: tuple[str, ...]
     layers: str
+    kind: str
+    note: str = ""
 
     def load_class(self) -> Any:
         """Imports and returns the MHLA class."""
@@ -40,15 +46,19 @@ _WAN = ModelFamily(
     module="mhla_hf.models.wan",
     pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     layers="blocks.{index}.attn1.mhla",
+    kind="video",
 )
 
 FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN,)}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
 
 
-def supported_models() -> dict[str, ModelFamily]:
-    """Returns the supported architectures by the name of their upstream class."""
-    return dict(FAMILIES)
+def supported_models() -> dict[str, ModelFamily | TransformersFamily]:
+    """Returns the supported architectures: of diffusers by upstream class, of transformers by `model_type`.
+
+    Those of transformers were tested; others load too, with a warning, where their attention allows it.
+    """
+    return {**FAMILIES, **TRANSFORMERS_FAMILIES}
 
 
 def is_mhla_class(class_name: str) -> bool:

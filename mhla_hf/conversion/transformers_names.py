@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tensors of a transformers model are called in its files and in memory: transformers renames some families."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+
+class StoredNames:
+    """Names of the tensors that a conversion reads and writes, with transformers' own rules.
+
+    They are those that `save_pretrained` writes after `from_pretrained` has read the source: a checkpoint with names
+    of an older kind keeps them, one without the prefix of its base model gets it.
+
+    Args:
+        model: The MHLA model on the meta device.
+        stored: Names of the tensors in the source.
+
+    Attributes:
+        expected: Shapes of what a complete source has, by the name in the files written. Tied tensors occur once.
+        loaded: Names of the source's tensors in the model; what the model does not know is left out.
+        written: Names of the same tensors in the files written.
+        tied_copies: Tensors of the source that the model ties to another one of the source, with that one.
+        fresh: Names of the MHLA parameters in the model, with those in the files written.
+        may_be_missing: Names among `expected` that transformers does without.
+    """
+
+    def __init__(self, model: Any, stored: Sequence[str]) -> None:
+        self._model = model
+        self._state = model.state_dict()
+        self._renaming = get_model_conversion_mapping(model)
+        self.loaded, merged = self._load_names(stored)
+        # What `from_pretrained` does: rules that were not used on the way in are not used on the way out.
+        model._weight_conversions = [rule for rule in self._renaming if rule.was_used()]
+        state = {name: tensor for name, tensor in self._state.items() if ".mhla." not in name}
+        unique = remove_tied_weights_from_state_dict(dict(state), model)
+        ignored = set(model._keys_to_ignore_on_save or [])
+        unique = {name: tensor for name, tensor in unique.items() if name not in ignored}
+        reverted = revert_weight_conversion(model, dict(unique))
+        self.expected = {name: tuple(tensor.shape) for name, tensor in reverted.items()}
+        self.fresh = self._file_names([name for name in self._state if ".mhla." in name])
+        self._main_name = self._tied_names(state, unique)
+        self._plan(merged)
+        patterns = list(model._keys_to_ignore_on_load_missing or [])
+        self.may_be_missing = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
+
+    def is_float(self, name: str) -> bool:
+        """Whether the model has floating-point numbers in the place of a tensor of the source."""
+        return self._state[self.loaded[name]].is_floating_point()
+
+    def _load_names(self, stored: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+        """Names in the model by names in the source, and which of the latter are joined or split on the way."""
+        renamings = [rule for rule in self._renaming if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in self._renaming if isinstance(rule, WeightConverter)]
+        prefix = self._model.base_model_prefix
+        loaded, merged = {}, set()
+        for name in stored:
+            target, converter = rename_source_key(name, renamings, converters, prefix, self._state)
+            if target not in self._state and name in self._state:
+                target, converter = rename_source_key(name, [], [], prefix, self._state)
+            if target in self._state:
+                loaded[name] = target
+                if converter is not None:
+                    merged.add(name)
+        return loaded, merged
+
+    def _file_names(self, names: Sequence[str]) -> dict[str, str]:
+        """Names in the files of tensors that are renamed only. Their shapes tell which became which."""
+        with torch.device("meta"):
+            numbered = {name: torch.empty(index) for index, name in enumerate(names)}
+        renamed = revert_weight_conversion(self._model, numbered) if numbered else {}
+        found = {tensor.shape[0]: name for name, tensor in renamed.items()}
+        return {name: found[index] for index, name in enumerate(names)}
+
+    def _tied_names(self, state: dict[str, torch.Tensor], unique: dict[str, torch.Tensor]) -> dict[str, str]:
+        """For each tensor of the model that is tied to one that is saved, that one."""
+        owners = {id(self._model.get_parameter_or_buffer(name)): name for name in unique}
+        tied = {}
+        for name in state:
+            if name not in unique:
+                owner = owners.get(id(self._model.get_parameter_or_buffer(name)))
+                if owner is not None:
+                    tied[name] = owner
+        return tied
+
+    def _plan(self, merged: set[str]) -> None:
+        by_loaded = {target: name for name, target in self.loaded.items() if name not in merged}
+        self.written: dict[str, str] = {}
+        self.tied_copies: dict[str, str] = {}
+        renamed = [name for name in self.loaded if name not in merged]
+        targets = {}
+        for name in renamed:
+            target = self.loaded[name]
+            main = self._main_name.get(target)
+            if main is not None and main in by_loaded:
+                self.tied_copies[name] = by_loaded[main]
+            targets[name] = target if main is None or main in by_loaded else main
+        file_names = self._file_names(sorted(set(targets.values())))
+        for name in self.loaded:
+            if name in merged:
+                # Joined in the model only; in the files it stays what it is.
+                self.written[name] = name
+            else:
+                self.written[name] = file_names[targets[name]]

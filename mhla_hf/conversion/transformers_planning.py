@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the conversion of a transformers model will write, decided from its configuration and headers alone."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+
+from ..config import MHLAConfig
+from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
+from ..layers.mhla import MHLA
+from .options import parse_layers
+from .planning import (
+    ComponentPlan,
+    WeightsPlan,
+    compare_tensors,
+    dominant_dtype,
+    initial_entry,
+    plan_files,
+)
+from .provenance import ComponentReport
+from .source import TRANSFORMERS_FILES, Component, WeightSet
+from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry, read_json
+from .transformers_names import StoredNames
+
+
+# Heads that published checkpoints often lack, since nothing that they were made for uses them. transformers
+# initialises them on loading, before a conversion as after it.
+_OPTIONAL = re.compile(r"(^|\.)pooler\.")
+
+
+def plan_transformers_model(
+    component: Component,
+    options: MHLAConfig | Mapping[str, Any] | None,
+    layers: str | Iterable[int] | None,
+    dtype: torch.dtype | None,
+    variant: str | None,
+    max_bytes: int | None,
+) -> ComponentPlan:
+    """Decides everything about one model of transformers before anything is written.
+
+    Args:
+        component: What to convert.
+        options: The options. Those that a dict does not give are the defaults for such a model, as in
+            `from_pretrained(..., attn_implementation="mhla", mhla=...)`.
+        layers: As for `convert_pretrained`, as are all others; so are the errors.
+        dtype: Type to cast to.
+        variant: The only variant to convert.
+        max_bytes: Largest weight file.
+    """
+    if _asks_for_mhla(component.config):
+        raise ValueError(f"{component.folder} is MHLA already; convert the model it was made from.")
+    weight_sets = component.weight_sets(variant)
+    model_class = _model_class(component)
+    softmax = _empty_model(component, model_class)
+    if layers is not None:
+        options = _with_layers(softmax, options, layers)
+    model = _empty_model(component, model_class, attn_implementation="mhla", mhla={} if options is None else options)
+    report = _report(component, model)
+    weights = [_plan_weights(weight_set, model, report, dtype, max_bytes) for weight_set in weight_sets]
+    main = next((plan for plan in weights if plan.report.variant is None), weights[0])
+    _set_dtype(model.config, dtype, dominant_dtype(entry for shard in main.shards for entry in shard))
+    return ComponentPlan(component.name, _saved_config(model), weights, report, TRANSFORMERS_FILES)
+
+
+def _asks_for_mhla(config: Mapping[str, Any]) -> bool:
+    parts = [config, *(entry for entry in config.values() if isinstance(entry, Mapping))]
+    return any(part.get("mhla") is not None or part.get("attn_implementation") == "mhla" for part in parts)
+
+
+def _model_class(component: Component) -> Any:
+    """The class that the weights were saved from.
+
+    Raises:
+        ValueError: If transformers does not have it.
+    """
+    found = getattr(transformers, component.class_name, None)
+    if found is None and not component.config.get("architectures"):
+        config = _load_config(component)
+        found = transformers.MODEL_MAPPING.get(type(config), None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise ValueError(
+            f"{component.folder} is a {component.class_name}, which transformers {transformers.__version__} does not "
+            "have; code that comes with a model is not run."
+        )
+    return found
+
+
+def _load_config(component: Component, **changes: Any) -> Any:
+    try:
+        return AutoConfig.from_pretrained(component.folder, trust_remote_code=False, **changes)
+    except (ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{component.folder / 'config.json'} cannot be read: {reason}") from error
+
+
+def _empty_model(component: Component, model_class: Any, **changes: Any) -> Any:
+    """Builds the model without memory for its parameters, its configuration changed."""
+    config = _load_config(component, **changes)
+    try:
+        with torch.device("meta"):
+            return model_class(config)
+    except ValueError as error:
+        # Errors of transformers may have several lines.
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _attentions(model: Any) -> list[Any]:
+    """The self-attention modules that could be MHLA, in order."""
+    return [
+        module for name, module in model.named_modules() if dispatches(module) and not is_cross_attention(name, module)
+    ]
+
+
+def _with_layers(model: Any, options: MHLAConfig | Mapping[str, Any] | None, layers: str | Iterable[int]) -> Any:
+    """Puts the choice of layers into the options; for a model of several towers, into those of each."""
+    towers: dict[int, list[Any]] = {}
+    for module in _attentions(model):
+        towers.setdefault(id(module.config), []).append(module)
+    names = {id(getattr(model.config, name, None)): name for name in getattr(model.config, "sub_configs", {})}
+    wanted = layers if isinstance(layers, str) else list(layers)
+    if not any(key in names for key in towers):
+        modules = next(iter(towers.values()), [])
+        return _replace_layers(options, _chosen(wanted, modules))
+    given: dict[str, Any] = dict(options) if isinstance(options, Mapping) else {}
+    by_tower = bool(given) and set(given) <= set(names.values())
+    chosen = {}
+    for key, modules in towers.items():
+        name = names.get(key)
+        if name is not None and (not by_tower or name in given):
+            chosen[name] = _replace_layers(given[name] if by_tower else options, _chosen(wanted, modules))
+    return chosen
+
+
+def _chosen(layers: str | list[int], modules: list[Any]) -> list[int] | None:
+    indices = parse_layers(layers, len(modules))
+    if indices is not None and isinstance(layers, str) and "/" in layers:
+        # A fraction is of all layers; those within a sliding window stay softmax in any case.
+        indices = [index for index in indices if window_reason(modules[index], index) is None]
+        if not indices:
+            raise ValueError(f"layers={layers} selects sliding-window layers only, which stay softmax; name layers.")
+    return indices
+
+
+def _replace_layers(options: MHLAConfig | Mapping[str, Any] | None, layers: list[int] | None) -> Any:
+    if isinstance(options, MHLAConfig):
+        return options.replace(layers=layers)
+    return {**(options or {}), "layers": layers}
+
+
+def _report(component: Component, model: Any) -> ComponentReport:
+    attentions = _attentions(model)
+    config = model.config
+    towers = {name: getattr(getattr(config, name, None), "mhla", None) for name in getattr(config, "sub_configs", {})}
+    options = {name: dict(given) for name, given in towers.items() if given is not None}
+    return ComponentReport(
+        source_class=component.class_name,
+        target_class=type(model).__name__,
+        mhla=dict(config.mhla) if getattr(config, "mhla", None) is not None else options,
+        mhla_layers=[
+            index for index, module in enumerate(attentions) if isinstance(getattr(module, "mhla", None), MHLA)
+        ],
+        num_layers=len(attentions),
+    )
+
+
+def _plan_weights(
+    weight_set: WeightSet, model: Any, report: ComponentReport, dtype: torch.dtype | None, max_bytes: int | None
+) -> WeightsPlan:
+    readers = weight_set.open(floats_only=False)
+    where = str(weight_set.files[0].parent)
+    stored = {name: reader for reader in readers for name in reader.shapes}
+    if any(".mhla." in name for name in stored):
+        raise ValueError(f"{where} has MHLA weights already; convert the model they were made from.")
+    names = StoredNames(model, list(stored))
+    repeated = _equal_copies(names, stored)
+    written = {name: target for name, target in names.written.items() if name not in repeated}
+    found = {target: stored[name].shapes[name] for name, target in written.items()}
+    extra = {target: shape for target, shape in found.items() if target not in names.expected}
+    left_out = names.may_be_missing | {name for name in names.expected if _OPTIONAL.search(name)}
+    expected = {name: shape for name, shape in names.expected.items() if name in found or name not in left_out}
+    compare_tensors(found, {**expected, **extra}, where=where)
+    report.dropped = sorted({*report.dropped, *(name for name in stored if name not in written)})
+    kept = _kept_in_fp32(model, dtype)
+    groups = []
+    for reader in readers:
+        own = [name for name in reader.shapes if name in written]
+        # Integers are what they are in buffers, and quantised in place of parameters.
+        reader.check_floats(name for name in own if names.is_float(name))
+        groups.append([_copied_entry(reader, name, written[name], dtype, kept(names.loaded[name])) for name in own])
+    new_dtype = dtype or dominant_dtype(entry for group in groups for entry in group)
+    fresh = [
+        initial_entry(model, name, new_dtype, kept, report, stored_name) for name, stored_name in names.fresh.items()
+    ]
+    return plan_files(weight_set, [group for group in groups if group], fresh, max_bytes)
+
+
+def _copied_entry(
+    reader: SafetensorsReader, name: str, target: str, dtype: torch.dtype | None, kept: bool
+) -> TensorEntry:
+    stored = reader.dtypes[name]
+    cast = dtype if dtype is not None and stored in FLOAT_TYPES.values() and not kept else stored
+    return TensorEntry(target, reader.shapes[name], cast, lambda: reader.load(name))
+
+
+def _equal_copies(names: StoredNames, stored: Mapping[str, SafetensorsReader]) -> set[str]:
+    """Tensors that repeat another one they are tied to; transformers ties them only where they are equal."""
+    repeated = set()
+    for name, original in names.tied_copies.items():
+        if torch.equal(stored[name].load(name), stored[original].load(original)):
+            repeated.add(name)
+    return repeated
+
+
+def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Tells by their name in the model which parameters transformers keeps in fp32 in a model of a type."""
+    patterns = set(model._keep_in_fp32_modules_strict or []) if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or [])
+    if not patterns:
+        return lambda name: False
+    expression = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
+    return lambda name: expression.search(name) is not None
+
+
+def _set_dtype(config: Any, dtype: torch.dtype | None, found: torch.dtype) -> None:
+    """Notes the type of the weights: the one cast to, or the one found where the configuration names none."""
+    configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    for part in configs:
+        if part is not None and (dtype is not None or config.dtype is None or part is not config):
+            part.dtype = dtype or config.dtype or found
+
+
+def _saved_config(model: Any) -> dict[str, Any]:
+    """`config.json` as `save_pretrained` writes it."""
+    model.config.architectures = [type(model).__name__]
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        return read_json(Path(folder) / "config.json", "the configuration")
