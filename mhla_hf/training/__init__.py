@@ -17,6 +17,7 @@ _PUBLIC_NAMES = {
     "NoiseOptions": "batches",
     "TrainingConfig": "config",
     "TrainingResult": "trainer",
+    "TransferStep": "attention_transfer",
     "WanTrainer": "trainer",
     "add_noise": "flow_matching",
     "attention_matching_loss": "transfer",
@@ -24,8 +25,10 @@ _PUBLIC_NAMES = {
     "evaluate_batches": "evaluation",
     "evaluation_batches": "evaluation",
     "flow_matching_loss": "flow_matching",
+    "match_attention": "attention_transfer",
     "record_attention": "transfer",
     "sample_sigmas": "flow_matching",
+    "transfer_attention": "attention_transfer",
 }
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "NoiseOptions",
     "TrainingConfig",
     "TrainingResult",
+    "TransferStep",
     "WanTrainer",
     "add_noise",
     "attention_matching_loss",
@@ -42,11 +46,14 @@ __all__ = [
     "evaluate_batches",
     "evaluation_batches",
     "flow_matching_loss",
+    "match_attention",
     "record_attention",
     "sample_sigmas",
+    "transfer_attention",
 ]
 
 if TYPE_CHECKING:
+    from .attention_transfer import TransferStep, match_attention, transfer_attention
     from .batches import NoiseOptions
     from .cache import LatentDataset
     from .config import CacheConfig, TrainingConfig
