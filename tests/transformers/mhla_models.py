@@ -6,15 +6,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.models.dinov2 import modeling_dinov2
 
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 from mhla_hf.layers.mhla import MHLA
 
-from .tiny_models import FAMILIES, inputs, softmax_model
+from .tiny_models import FAMILIES, inputs, names, softmax_model
 
 
 TEXT_OPTIONS: dict[str, Any] = {"block_size": 4, "mixing_heads": "per_head", "grid": [24]}
 IMAGE_OPTIONS: dict[str, Any] = {"blocks": [2, 2], "mixing_heads": "per_head"}
+
+
+# Older versions of transformers drop keyword arguments on the way to DINOv2's attention.
+UNSERVED = ("dinov2", "dinov2_with_registers") if hasattr(modeling_dinov2, "Dinov2SelfAttention") else ()
+
+
+def served_names(*kinds: str) -> list[str]:
+    """Names of the families that this version of transformers lets MHLA serve."""
+    return [name for name in names(*kinds) if name not in UNSERVED]
 
 
 def default_options(name: str) -> dict[str, Any]:

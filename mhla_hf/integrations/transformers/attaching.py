@@ -14,18 +14,19 @@ from transformers.utils import logging
 
 from ...config import MHLAConfig
 from ...layers.mhla import MHLA
-from .attention import NAME, LayerInputsHook, ModelInputsHook
 from .families import is_tested
 from .geometry import (
     dispatches,
     heads_of,
     is_cross_attention,
     is_image_model,
+    keywords_reach,
     num_prefix_tokens,
     patch_grid,
     unsupported_reason,
     window_reason,
 )
+from .inputs import NAME, LayerInputsHook, ModelInputsHook
 from .options import max_positions, resolve_image, resolve_sequence
 from .rotary import rotation_of, uses_rotary
 
@@ -96,7 +97,8 @@ def check_class(model: PreTrainedModel, config: Any) -> None:
         ValueError: If such a model is asked for MHLA.
     """
     # Of a class made elsewhere, in a notebook say, transformers knows nothing; its bases may do.
-    known = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
+    known: list[Any] = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel)]
+    known.remove(PreTrainedModel)
     if wants_mhla(config) and not _towers(config) and not any(base._can_set_attn_implementation() for base in known):
         raise ValueError(_not_dispatching(model))
 
@@ -121,8 +123,10 @@ def _not_dispatching(model: nn.Module) -> str:
 def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) -> None:
     config: Any = attentions[0][1].config
     model_name = type(model).__name__
-    for _, module in attentions:
+    for name, module in attentions:
         reason = unsupported_reason(module)
+        if reason is None and not keywords_reach(model, name):
+            reason = "its layers drop keyword arguments in this version of transformers"
         if reason is not None:
             raise ValueError(f"{model_name} cannot use attn_implementation='mhla': {reason}.")
     indices = [_layer_index(module, position) for position, (_, module) in enumerate(attentions)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,10 +29,20 @@ def dispatches(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
 
 
-def takes_keywords(module: nn.Module) -> bool:
-    """Whether a module's `forward` accepts any keyword argument."""
-    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+def passes_keywords(module: nn.Module) -> bool:
+    """Whether a module's `forward` takes any keyword argument and does something with those it does not know."""
+    forward = inspect.unwrap(type(module).forward)
+    parameters = inspect.signature(forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+    return any(entry.argval in names and "LOAD" in entry.opname for entry in dis.get_instructions(forward.__code__))
+
+
+def keywords_reach(model: nn.Module, name: str) -> bool:
+    """Whether a keyword argument of a model reaches the module `name` inside it."""
+    parts = name.split(".")
+    above = [model, *(model.get_submodule(".".join(parts[:count])) for count in range(1, len(parts)))]
+    # Lists of modules are not called themselves.
+    return all(passes_keywords(module) for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict)))
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
@@ -86,8 +97,6 @@ def unsupported_reason(module: nn.Module) -> str | None:
     config: Any = module.config
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models are not supported"
-    if not takes_keywords(module):
-        return "its attention takes no keyword arguments in this version of transformers"
     for name, reason in _UNSUPPORTED_CONFIG.items():
         if getattr(config, name, None):
             return reason
