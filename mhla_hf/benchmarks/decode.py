@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding with an MHLA cache against a KV cache: memory, and seconds per token, at growing contexts.
+
+One model does both: with its attention implementation set to `"sdpa"` the same weights attend by softmax. The MHLA
+cache is filled by running random tokens through the model, in parts. The KV cache is filled with random keys and
+values, since a prompt costs softmax attention the square of its length and what the cache holds changes neither its
+size nor the time of a token. So prompts are not timed, only tokens after them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..conversion.options import parse_dtype
+from ..integrations.transformers.cache import MHLACacheLayer, cache_layer_bytes
+from .machine import machine_facts, synchronize
+
+
+CACHES = ("dynamic", "static")
+# Of a model made for the measurement.
+VOCABULARY = 1024
+# Tokens of a prompt that run through the model at once.
+PREFILL_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """What [`measure_decoding`] measures.
+
+    Args:
+        model: Directory or Hub id of a causal language model, MHLA or not; `None` for a Llama with random weights.
+        hidden_size: Width of the random model, and below its number of layers, query heads and key/value heads.
+        layers: See `hidden_size`.
+        heads: See `hidden_size`.
+        kv_heads: See `hidden_size`; `None` for as many as `heads`.
+        block_size: Tokens of a block; `None` for the default. Not for a model that is MHLA already.
+        feature_map: A feature map of `MHLAConfig`; `None` for the default. Not for a model that is MHLA already.
+        contexts: Numbers of tokens in the cache when decoding starts.
+        dtypes: Types that the model is run in, each with its own measurement.
+        cache: `"dynamic"` (what `generate` uses by default; a dynamic KV cache copies itself for every token) or
+            `"static"` (allocated at once).
+        tokens: Timed tokens; a block or more, so that the mean contains the work that comes once a block.
+        warmup: Tokens before them that are not timed.
+        batch_size: Sequences that decode side by side.
+        device: Where to run; `None` for a GPU if there is one.
+
+    Raises:
+        ValueError: If a number is not positive or a name unknown.
+    """
+
+    model: str | None = None
+    hidden_size: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    block_size: int | None = None
+    feature_map: str | None = None
+    contexts: tuple[int, ...] = (2048, 8192, 32768)
+    dtypes: tuple[str, ...] = ("float32",)
+    cache: str = "dynamic"
+    tokens: int = 128
+    warmup: int = 8
+    batch_size: int = 1
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "layers", "heads", "tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.warmup < 0:
+            raise ValueError(f"warmup={self.warmup} must be at least 0.")
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(f"hidden_size={self.hidden_size} must be heads={self.heads} times an even number.")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}.")
+        if not self.contexts or min(self.contexts) < 2:
+            raise ValueError(f"contexts={self.contexts} must be numbers of at least 2.")
+        if self.cache not in CACHES:
+            raise ValueError(f"cache={self.cache!r} must be one of {', '.join(CACHES)}.")
+        for dtype in self.dtypes:
+            parse_dtype(dtype)
+
+
+def measure_decoding(options: DecodeOptions, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Measures memory and time of decoding with both caches.
+
+    Args:
+        options: What to measure.
+        progress: Is told what comes next.
+
+    Returns:
+        A report ready for JSON: `machine`, `model`, `options`, `results` (one row for each dtype and context, with
+        `cache_bytes`, `seconds_per_token` (median) and `mean_seconds_per_token` under `mhla` and `softmax`), and
+        `growth` (for each dtype, the median at the longest context over that at the shortest).
+
+    Raises:
+        ValueError: If the model cannot be MHLA, or its position embeddings do not reach the longest context.
+    """
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    results = []
+    model: Any = None
+    for dtype in options.dtypes:
+        model = _load(options, parse_dtype(dtype), device)
+        for context in sorted(options.contexts):
+            if progress is not None:
+                progress(f"{dtype}, {context:,} tokens")
+            results.append({"dtype": dtype, "context": context, **_measure_context(model, context, options)})
+    layers = [module.mhla for module in model.modules() if hasattr(module, "mhla")]
+    return {
+        "benchmark": "decode",
+        "machine": machine_facts(device),
+        "model": {
+            "class": type(model).__name__,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "layers": model.config.num_hidden_layers,
+            "mhla_layers": len(layers),
+            "kv_heads": layers[0].num_key_value_heads,
+            "head_dim": layers[0].head_dim,
+            "mhla": model.config.mhla,
+        },
+        "options": asdict(options),
+        "results": results,
+        "growth": {dtype: _growth(results, dtype) for dtype in options.dtypes},
+    }
+
+
+def _load(options: DecodeOptions, dtype: torch.dtype | None, device: torch.device) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    mhla = {"block_size": options.block_size, "feature_map": options.feature_map}
+    mhla = {name: value for name, value in mhla.items() if value is not None}
+    longest = max(options.contexts) + options.warmup + options.tokens
+    torch.manual_seed(0)
+    if options.model is None:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=options.hidden_size,
+            intermediate_size=4 * options.hidden_size,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.kv_heads or options.heads,
+            max_position_embeddings=longest,
+            attn_implementation="mhla",
+            mhla=mhla,
+        )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    config = AutoConfig.from_pretrained(options.model)
+    given = {}
+    if getattr(config, "mhla", None) is None:
+        given = {"attn_implementation": "mhla", "mhla": mhla}
+    elif mhla:
+        raise ValueError(f"{options.model} is MHLA already; {' and '.join(mhla)} cannot be changed any more.")
+    positions = getattr(config, "max_position_embeddings", None)
+    if getattr(config, "rope_parameters", None) is None and positions is not None and positions < longest:
+        raise ValueError(f"contexts and tokens need {longest} positions, but {options.model} has {positions}.")
+    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, **given).to(device).eval()
+
+
+@torch.no_grad()
+def _measure_context(model: Any, context: int, options: DecodeOptions) -> dict[str, Any]:
+    implementations = {"mhla": "mhla", "softmax": "sdpa"}
+    fill = {"mhla": _fill_with_tokens, "softmax": _fill_with_random_states}
+    caches: dict[str, Any] = {}
+    report: dict[str, dict[str, Any]] = {}
+    for kind, implementation in implementations.items():
+        model.set_attn_implementation(implementation)
+        caches[kind] = _make_cache(model, context, options)
+        fill[kind](model, caches[kind], context, options.batch_size)
+        report[kind] = {"cache_bytes": sum(cache_layer_bytes(layer) for layer in caches[kind].layers)}
+        state = next((layer.state for layer in caches[kind].layers if isinstance(layer, MHLACacheLayer)), None)
+        if state is not None:
+            report[kind]["summary_dtype"] = str(state.summaries.dtype).removeprefix("torch.")
+    token = torch.zeros(options.batch_size, 1, dtype=torch.long, device=model.device)
+    seconds: dict[str, list[float]] = {kind: [] for kind in implementations}
+    # Token by token in turn, so that whatever else the machine does falls on both.
+    for step in range(options.warmup + options.tokens):
+        for kind, implementation in implementations.items():
+            model.set_attn_implementation(implementation)
+            synchronize(model.device)
+            start = time.perf_counter()
+            model(input_ids=token, past_key_values=caches[kind], use_cache=True)
+            synchronize(model.device)
+            if step >= options.warmup:
+                seconds[kind].append(time.perf_counter() - start)
+    model.set_attn_implementation("mhla")
+    for kind, times in seconds.items():
+        report[kind]["seconds_per_token"] = statistics.median(times)
+        report[kind]["mean_seconds_per_token"] = statistics.fmean(times)
+    return report
+
+
+def _make_cache(model: Any, context: int, options: DecodeOptions) -> Any:
+    from transformers import DynamicCache, StaticCache
+
+    if options.cache == "dynamic":
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=context + options.warmup + options.tokens)
+
+
+def _fill_with_tokens(model: Any, cache: Any, context: int, batch_size: int) -> None:
+    """Runs random tokens through the model without its head."""
+    tokens = torch.randint(0, model.config.vocab_size, (batch_size, context), device=model.device)
+    for part in tokens.split(PREFILL_TOKENS, dim=1):
+        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+
+
+def _fill_with_random_states(model: Any, cache: Any, context: int, batch_size: int) -> None:
+    """Lets one token through the model, which tells the shapes, and adds random keys and values after it."""
+    token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+    model.base_model(input_ids=token, past_key_values=cache, use_cache=True)
+    for index, layer in enumerate(cache.layers):
+        states = [
+            torch.randn(*tensor.shape[:2], context - 1, tensor.shape[3], dtype=tensor.dtype, device=tensor.device)
+            for tensor in (layer.keys, layer.values)
+        ]
+        cache.update(*states, index)
+
+
+def _growth(results: Sequence[dict[str, Any]], dtype: str) -> dict[str, float]:
+    rows = [row for row in results if row["dtype"] == dtype]
+    return {
+        kind: rows[-1][kind]["seconds_per_token"] / rows[0][kind]["seconds_per_token"] for kind in ("mhla", "softmax")
+    }
