@@ -1,7 +1,10 @@
 # `make demo` and `make test` need only Python >= 3.10, make and the network to PyPI.
 # Variables: VENV (where the virtual environment goes), PYTHON (which interpreter makes it),
-# DEMO (the demo's output folder), WORKERS (test processes), PYTEST_ARGS (more arguments for pytest).
+# DEMO (the demo's output folder), WORKERS (test processes), PYTEST_ARGS (more arguments for pytest),
+# LOWEST (where the virtual environment with the lowest transformers goes).
 VENV ?= .venv
+LOWEST ?= .venv-lowest
+CONSTRAINTS ?= constraints.txt
 DEMO ?= demo-output
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -9,15 +12,19 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$python && break; done)
 
 bin := $(VENV)/bin
-install := $(bin)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
+install := $(bin)/python -m pip install --disable-pip-version-check --no-input -c $(CONSTRAINTS)
+# What depends on the versions of transformers and huggingface_hub.
+version_tests := tests/transformers tests/test_conversion.py tests/test_hub.py tests/test_import.py \
+	tests/test_pipelines.py tests/test_versions.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow style quality clean
+.PHONY: help demo test test-slow test-lowest test-versions test-these-versions style quality clean
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
 	@echo "make test       install into $(VENV) and run the tests with coverage"
 	@echo "make test-slow  the slow tests too"
+	@echo "make test-versions  the tests of transformers models, with its lowest and newest supported versions"
 	@echo "make style      format the code;  make quality  check format, lint and types"
 	@echo "make clean      remove caches and build products"
 
@@ -30,7 +37,7 @@ $(bin)/python:
 		echo "error: $(PYTHON) cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
 # A stamp for each set of extras: installed again when what is to be installed changes.
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(bin)/python
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(bin)/python
 	$(install) -e ".[$*]"
 	@touch $@
 
@@ -44,6 +51,24 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(bin)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+# constraints.txt with the packages of constraints-lowest.txt as they are there.
+$(LOWEST)/constraints.txt: constraints.txt constraints-lowest.txt
+	@mkdir -p $(LOWEST)
+	sed -n 's/^\([A-Za-z0-9_.-]*==\).*/^\1/p' constraints-lowest.txt | grep -i -v -f - constraints.txt > $@.new
+	cat constraints-lowest.txt >> $@.new
+	mv $@.new $@
+
+test-these-versions: $(VENV)/.installed-dev
+	@$(bin)/python -c 'from importlib.metadata import version; \
+		print(*(f"{name} {version(name)}" for name in ("transformers", "huggingface_hub", "torch")), sep=", ")'
+	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist worksteal $(version_tests) $(PYTEST_ARGS)
+
+test-lowest:
+	$(MAKE) --no-print-directory test-these-versions VENV=$(LOWEST) CONSTRAINTS=$(LOWEST)/constraints.txt
+
+test-versions: test-lowest
+	$(MAKE) --no-print-directory test-these-versions
 
 style: $(VENV)/.installed-dev
 	$(bin)/ruff check --fix .
