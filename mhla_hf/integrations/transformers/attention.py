@@ -85,7 +85,7 @@ def mhla_attention_forward(
             f"The inputs of the model did not reach {type(module).__name__}: it drops keyword arguments, or was "
             "called outside its model. Pass mhla_inputs=ModelInputs() to call a layer alone."
         )
-    _check_mask(module, attention_mask)
+    _check_mask(module, attention_mask, given.model)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if query.shape[2] != mhla.num_heads or key.shape[2] != mhla.num_key_value_heads:
         raise ValueError(
@@ -145,9 +145,12 @@ def _is_hybrid(config: Any) -> bool:
     return config.mhla["layers"] is not None or any(kind != "full_attention" for kind in types)
 
 
-def _check_mask(module: nn.Module, mask: torch.Tensor | None) -> None:
+def _check_mask(module: nn.Module, mask: torch.Tensor | None, inputs: ModelInputs) -> None:
     """Refuses biases and masks that a model adds for its attention, and that MHLA would not see."""
-    if mask is not None and mask.dim() == 4 and (mask.is_floating_point() or not _is_hybrid(module.config)):
+    if mask is None or mask.dim() != 4:
+        return
+    # A boolean mask was either checked on its way in, or made for the softmax layers of a hybrid.
+    if mask.is_floating_point() or (inputs.padding is None and not _is_hybrid(module.config)):
         raise ValueError(
             f"{type(module).__name__} gives its attention a bias or mask of its own {tuple(mask.shape)}; MHLA follows "
             "padding and causality only."
