@@ -66,13 +66,20 @@ def max_positions(config: Any) -> int | None:
     return None
 
 
+def given_options(config: MHLAConfig) -> dict[str, Any]:
+    """A whole `MHLAConfig` as options: everything but a layout that it leaves open, which the model fills in."""
+    options = config.to_dict()
+    open_layout = {"blocks": None, "block_size": None, "grid": None, "layers": None, "resize": "auto", "causal": False}
+    return {name: value for name, value in options.items() if name not in open_layout or value != open_layout[name]}
+
+
 def resolve_sequence(
     given: Any, *, causal: bool, head_dim: int, positions: int | None, tested: bool = True
 ) -> MHLAConfig:
     """Options of a language model or encoder: what was given, over the defaults.
 
     Args:
-        given: `None`, a dict of some options, or a whole `MHLAConfig`, of which only the layout is filled in.
+        given: `None` or a dict of some options.
         causal: Whether the model looks back only.
         head_dim: K.
         positions: Longest sequence that the model was made for.
@@ -85,13 +92,7 @@ def resolve_sequence(
     defaults = causal_defaults(head_dim, positions) if causal else encoder_defaults(positions)
     if not tested:
         defaults["rope"] = "before_feature_map"
-    layout = {name: defaults[name] for name in ("causal", "resize")}
-    if isinstance(given, MHLAConfig):
-        options = given.to_dict()
-        defaults = {**options, **layout, "block_size": defaults["block_size"], "grid": defaults["grid"]}
-        options = {name: options[name] for name in ("block_size", "grid", "blocks") if options[name] is not None}
-    else:
-        options = _checked(given)
+    options = _checked(given)
     if options.get("blocks") is not None:
         raise ValueError(
             "blocks has no meaning for sequences: block boundaries must not move with the length. Give block_size."
@@ -119,7 +120,7 @@ def resolve_image(given: Any, grid: tuple[int, int]) -> MHLAConfig:
     """
     from ...layers.blocks import resolve_blocks
 
-    config = MHLAConfig.coerce(given if isinstance(given, MHLAConfig) else _checked(given))
+    config = MHLAConfig.from_dict(_checked(given))
     if config.is_sequence:
         raise ValueError("causal and resize='extend' are for sequences; this model attends over a grid of patches.")
     config = resolve_blocks(config, grid)

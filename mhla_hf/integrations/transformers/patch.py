@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is changed in transformers: three methods of `PreTrainedModel`, one class attribute, two registries.
+"""Everything that is changed in transformers: four methods of `PreTrainedModel`, one class attribute, two registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] takes everything back.
 """
@@ -11,8 +11,21 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+from ...config import MHLAConfig
+from .options import given_options
+
 
 _originals: dict[str, Any] = {}
+
+
+class _MHLAOptions:
+    """The attribute `mhla` of every configuration: None or plain JSON types, kept in the instance like any other."""
+
+    def __get__(self, config: Any, owner: Any = None) -> Any:
+        return self if config is None else config.__dict__.get("mhla")
+
+    def __set__(self, config: Any, value: Any) -> None:
+        config.__dict__["mhla"] = given_options(value) if isinstance(value, MHLAConfig) else value
 
 
 def install_configuration(module: ModuleType) -> None:
@@ -23,7 +36,7 @@ def install_configuration(module: ModuleType) -> None:
     """
     if not hasattr(module.PreTrainedConfig, "mhla"):
         # Without an annotation: configurations are dataclasses, and this must not become one of their fields.
-        module.PreTrainedConfig.mhla = None
+        module.PreTrainedConfig.mhla = _MHLAOptions()
 
 
 def install_models(module: ModuleType) -> None:
@@ -40,7 +53,7 @@ def install_models(module: ModuleType) -> None:
     install_configuration(configuration_utils)
     # Registers itself; by name, since it may be what is importing transformers just now.
     importlib.import_module(".attention", __package__)
-    for name in ("__init__", "post_init", "_initialize_weights"):
+    for name in ("__init__", "post_init", "_initialize_weights", "_move_missing_keys_from_meta_to_device"):
         _originals[name] = getattr(model_class, name)
 
     @functools.wraps(_originals["__init__"])
@@ -73,9 +86,17 @@ def install_models(module: ModuleType) -> None:
             initialize(module)
             module._is_hf_initialized = True
 
+    @functools.wraps(_originals["_move_missing_keys_from_meta_to_device"])
+    def _move_missing_keys(self: Any, missing_keys: Any, device_map: Any = None, *args: Any, **kwargs: Any) -> None:
+        from .attaching import refuse_on_disk
+
+        refuse_on_disk(missing_keys, device_map)
+        _originals["_move_missing_keys_from_meta_to_device"](self, missing_keys, device_map, *args, **kwargs)
+
     model_class.__init__ = __init__
     model_class.post_init = post_init
     model_class._initialize_weights = _initialize_weights
+    model_class._move_missing_keys_from_meta_to_device = _move_missing_keys
     model_class._has_mhla_patch = True
 
 

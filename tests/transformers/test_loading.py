@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where MHLA parameters come from and go to, and models that are refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from mhla_hf import MHLAConfig, convert
+from mhla_hf.integrations.transformers import patch
+
+from .mhla_models import IMAGE_OPTIONS, TEXT_OPTIONS, first_output, mhla_model, mhla_modules
+from .tiny_models import DECODER, FAMILIES, TEXT, VISION, inputs, softmax_model
+
+
+@pytest.fixture(scope="module")
+def softmax_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("softmax")
+    softmax_model("llama").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def mhla_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("mhla")
+    mhla_model("llama").save_pretrained(directory)
+    return directory
+
+
+GIVEN = inputs("llama", length=21)
+
+
+def test_defaults_follow_the_model(softmax_directory):
+    model = AutoModelForCausalLM.from_pretrained(softmax_directory, attn_implementation="mhla")
+    options = MHLAConfig.from_dict(model.config.mhla)
+    assert options.causal and options.block_size == (64,) and options.grid == (128,)
+    assert options.feature_map == "hedgehog" and options.mixing_constraint == "nonnegative"
+    assert mhla_modules(model)[0].mixing.shape == (2, 2)
+    encoder = softmax_model("bert", max_position_embeddings=512)
+    convert(encoder)
+    assert encoder.config.mhla["block_size"] == [8] and mhla_modules(encoder)[0].mixing.shape == (64, 64)
+    image = convert(softmax_model("vit"))
+    assert image.config.mhla["blocks"] == [2, 2] and image.config.mhla["grid"] == [4, 4]
+
+
+OPTIONS = {"dict": {"block_size": 4}, "config": MHLAConfig(feature_map="elu"), "block": MHLAConfig(block_size=4)}
+
+
+@pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
+def test_options_reach_every_way_of_building(options, softmax_directory):
+    loaded = AutoModelForCausalLM.from_pretrained(softmax_directory, attn_implementation="mhla", mhla=options)
+    alone = AutoModelForCausalLM.from_pretrained(softmax_directory, mhla=options)
+    config = LlamaConfig(**DECODER)
+    config.mhla = options
+    built = [loaded, alone, AutoModelForCausalLM.from_config(config), LlamaForCausalLM(copy.deepcopy(config))]
+    for model in built:
+        assert model.config._attn_implementation == "mhla"
+        assert model.config.mhla == loaded.config.mhla
+        stored = MHLAConfig.from_dict(model.config.mhla)
+        whole = isinstance(options, MHLAConfig)
+        assert stored.causal and stored.block_size == ((64,) if stored.feature_map == "elu" else (4,))
+        assert stored.feature_map == (options.feature_map if whole else "hedgehog")
+        assert {key for key, _ in model.named_parameters()} == {key for key, _ in loaded.named_parameters()}
+    json.dumps(loaded.config.to_dict())
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
+def test_copies_compute_the_same(how):
+    model = mhla_model("llama")
+    expected = first_output(model, **GIVEN)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        other = LlamaForCausalLM(copy.deepcopy(model.config)).eval()
+        other.load_state_dict(model.state_dict())
+    assert torch.equal(first_output(other, **GIVEN), expected)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"device_map": "cpu"},
+        {"device_map": {"": "cpu"}},
+        {"low_cpu_mem_usage": True},
+        {"device_map": {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu",
+                        "model.rotary_emb": "cpu", "lm_head": "cpu"}},
+    ],
+    ids=["device", "map", "memory", "disk"],
+)  # fmt: skip
+def test_placement(how, mhla_directory, softmax_directory, tmp_path):
+    expected = first_output(AutoModelForCausalLM.from_pretrained(mhla_directory).eval(), **GIVEN)
+    if "disk" in str(how):
+        how = {**how, "offload_folder": tmp_path}
+    model = AutoModelForCausalLM.from_pretrained(mhla_directory, **how).eval()
+    torch.testing.assert_close(first_output(model, **GIVEN), expected)
+    if "disk" in str(how):
+        with pytest.raises(ValueError, match="Convert the checkpoint first"):
+            AutoModelForCausalLM.from_pretrained(softmax_directory, attn_implementation="mhla", **how)
+        return
+    fresh = AutoModelForCausalLM.from_pretrained(softmax_directory, attn_implementation="mhla", **how).eval()
+    assert torch.equal(mhla_modules(fresh)[0].mixing, mhla_modules(fresh)[0].initial_tensor("mixing"))
+    assert first_output(fresh, **GIVEN).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_follow_the_dtype(dtype, mhla_directory, softmax_directory):
+    for directory, options in ((mhla_directory, {}), (softmax_directory, {"attn_implementation": "mhla"})):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        assert first_output(model, **GIVEN).isfinite().all()
+    reference = first_output(AutoModelForCausalLM.from_pretrained(mhla_directory), **GIVEN)
+    output = first_output(AutoModelForCausalLM.from_pretrained(mhla_directory, dtype=dtype), **GIVEN).float()
+    assert (output - reference).norm() / reference.norm() < 0.03
+
+
+def test_hybrids_keep_their_softmax_layers(tmp_path):
+    model = mhla_model("llama", layers=[0, 2])
+    assert [hasattr(layer.self_attn, "mhla") for layer in model.model.layers] == [True, False, True]
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(first_output(again, **GIVEN), first_output(model, **GIVEN))
+    with pytest.raises(ValueError, match="layers names 3, but LlamaModel has layers 0 to 2"):
+        mhla_model("llama", layers=[3])
+    with pytest.raises(ValueError, match="Layer 0 of Gemma3TextModel cannot be MHLA: .* sliding attention"):
+        mhla_model("gemma3", layers=[0])
+
+
+def test_tied_embeddings_stay_tied(tmp_path):
+    model = mhla_model("llama", sizes={"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_towers_have_options_of_their_own(tmp_path):
+    text = {**FAMILIES["clip_text"].sizes}
+    config = transformers.CLIPConfig(text_config=text, vision_config=dict(VISION), projection_dim=16)
+    given = {"input_ids": inputs("clip_text")["input_ids"], "pixel_values": torch.randn(2, 3, 16, 16)}
+    transformers.CLIPModel(config).save_pretrained(tmp_path / "softmax")
+
+    def implementations(model):
+        return model.config.text_config._attn_implementation, model.config.vision_config._attn_implementation
+
+    both = AutoModel.from_pretrained(tmp_path / "softmax", attn_implementation="mhla")
+    assert implementations(both) == ("mhla", "mhla") and len(mhla_modules(both)) == 6
+    one = AutoModel.from_pretrained(tmp_path / "softmax", mhla={"vision_config": IMAGE_OPTIONS}).eval()
+    assert implementations(one)[1] == "mhla" and implementations(one)[0] != "mhla" and len(mhla_modules(one)) == 3
+    named = AutoModel.from_pretrained(tmp_path / "softmax", attn_implementation={"text_config": "mhla"})
+    assert implementations(named)[0] == "mhla" and len(mhla_modules(named)) == 3
+    for index, model in enumerate((both.eval(), one)):
+        model.save_pretrained(tmp_path / str(index))
+        again = AutoModel.from_pretrained(tmp_path / str(index)).eval()
+        assert implementations(again) == implementations(model)
+        assert torch.equal(again(**given).logits_per_image, model(**given).logits_per_image)
+    placed = convert(transformers.CLIPModel(config), {"text_config": TEXT_OPTIONS})
+    assert implementations(placed)[0] == "mhla" and len(mhla_modules(placed)) == 3
+    placed.eval()(**given)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "gemma3"])
+def test_conversion_in_place(name):
+    model = softmax_model(name)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    given = inputs(name)
+    expected = first_output(model, **given)
+    assert convert(model) is model
+    assert (first_output(model, **given) - expected).abs().max() > 1e-3
+    for key, tensor in before.items():
+        assert torch.equal(model.state_dict()[key], tensor)
+    with pytest.raises(ValueError, match="is MHLA already"):
+        convert(model)
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(first_output(model, **given), expected)
+
+
+def test_conversion_in_place_follows_dtype_and_mode():
+    model = softmax_model("llama").to(torch.bfloat16).train()
+    convert(model, {"block_size": 4})
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(module.training for module in mhla_modules(model))
+
+
+def test_a_failed_conversion_leaves_the_model_as_it_was():
+    model = softmax_model("llama")
+    expected = first_output(model, **GIVEN)
+    with pytest.raises(ValueError, match="Unknown mhla option"):
+        convert(model, {"blocksize": 4})
+    assert model.config._attn_implementation == "sdpa" and model.config.mhla is None
+    assert torch.equal(first_output(model, **GIVEN), expected)
+    convert(model)
+
+
+def test_softmax_of_an_mhla_checkpoint_warns(mhla_directory, caplog):
+    transformers.utils.logging.get_logger("transformers").propagate = True
+    model = AutoModelForCausalLM.from_pretrained(mhla_directory, attn_implementation="sdpa")
+    assert "attends with softmax" in caplog.text and len(mhla_modules(model)) == 3
+
+
+def test_the_name_alone_is_not_enough():
+    model = softmax_model("llama")
+    model.set_attn_implementation("mhla")
+    with pytest.raises(ValueError, match="This model has no MHLA parameters"):
+        model(**GIVEN)
+
+
+SMALL = {**TEXT, "pad_token_id": 0}
+FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+REFUSED = {
+    "Falcon": (FALCON, "does not go through"),
+    "Bloom": (BLOOM, "does not go through"),
+    "MPNet": (SMALL, "does not go through"),
+    "Gemma2": ({**DECODER, "head_dim": 8}, "soft-capped"),
+    "Mistral": ({**DECODER, "sliding_window": 8}, "sliding window"),
+    "GptOss": ({**DECODER, "head_dim": 8, "num_local_experts": 2}, "attention sinks"),
+    "DeepseekV3": ({**SMALL, "n_routed_experts": 2}, "multi-head latent attention"),
+    "T5": (T5, "encoder-decoder"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_models_that_cannot_be_served_are_refused_with_the_reason(name):
+    sizes, reason = REFUSED[name]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    config.mhla = {}
+    with pytest.raises(ValueError, match=f"cannot use attn_implementation='mhla'.*{reason}"):
+        AutoModel.from_config(config)
+
+
+def test_a_bias_that_only_shows_in_the_call_is_refused():
+    config = transformers.BeitConfig(**VISION, use_relative_position_bias=True)
+    config.mhla = {"blocks": [2, 2]}
+    model = AutoModel.from_config(config)
+    with pytest.raises(ValueError, match="a bias or mask of its own"):
+        model(pixel_values=torch.randn(1, 3, 16, 16))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("llama", {"blocks": [4]}, "blocks has no meaning for sequences"),
+        ("llama", {"causal": False}, "contradicts the model, which looks back only"),
+        ("bert", {"causal": True}, "contradicts the model, which attends in both directions"),
+        ("llama", {"normalizer": "block_query"}, "needs blocks of equal size"),
+        ("llama", {"lepe_kernel": 3}, "lepe_kernel must be None"),
+        ("llama", {"wrong": 1}, "Unknown mhla option.*wrong.*Known options"),
+        ("vit", {"causal": True, "block_size": 4}, "are for sequences"),
+        ("vit", {"blocks": [2, 2, 2]}, "3 axes, but this model's token grid has 2"),
+        ("llama", [1], "mhla must be a dict of options or an MHLAConfig, got list"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        convert(softmax_model(name), options)
+
+
+def test_the_patch_can_be_taken_back():
+    patch.uninstall()
+    try:
+        config = LlamaConfig(**DECODER)
+        config.mhla = {"block_size": 4}
+        assert not mhla_modules(LlamaForCausalLM(config))
+    finally:
+        patch.install_models(transformers.modeling_utils)
+    assert mhla_modules(LlamaForCausalLM(config))
