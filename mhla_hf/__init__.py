@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from .integrations.adapters import register_with_peft
 from .integrations.diffusers_namespace import register_with_diffusers
 from .integrations.transformers import register_with_transformers
 from .versions import check_transformers
@@ -52,3 +53,4 @@ def __dir__() -> list[str]:
 check_transformers()
 register_with_diffusers()
 register_with_transformers()
+register_with_peft()
