@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -41,12 +42,11 @@ class PaddedText:
     def __call__(self, rows):
         length = max(len(row["input_ids"]) for row in rows)
         fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-        return {
-            key: torch.stack(
-                [torch.nn.functional.pad(row[key], (0, length - len(row[key])), value=value) for row in rows]
-            )
-            for key, value in fill.items()
-        }
+
+        def stacked(key):
+            return torch.stack([F.pad(row[key], (0, length - len(row[key])), value=fill[key]) for row in rows])
+
+        return {key: stacked(key) for key in fill}
 
 
 def arguments(directory, **options):

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""peft: LoRA of the projections with MHLA's own parameters trained next to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import mhla_hf  # noqa: F401
+from mhla_hf.integrations.transformers.attaching import convert_transformers_model
+
+from .mhla_models import mhla_modules
+from .tiny_files import save_softmax
+from .tiny_models import inputs
+
+
+SMALL_BLOCKS = {"block_size": 4}
+
+
+@pytest.fixture
+def softmax_directory(tmp_path):
+    return save_softmax("llama", tmp_path / "softmax")
+
+
+@pytest.fixture
+def mhla_directory(tmp_path, softmax_directory):
+    load(softmax_directory).save_pretrained(tmp_path / "mhla")
+    return tmp_path / "mhla"
+
+
+def load(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="mhla", mhla=SMALL_BLOCKS)
+
+
+def lora(**options):
+    defaults = {"r": 4, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["mhla"], "task_type": "CAUSAL_LM"}
+    return LoraConfig(**{**defaults, **options})
+
+
+def train(model, steps=5):
+    """A few steps on one batch; the losses."""
+    batch = inputs("llama", padding="right")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(**inputs("llama", padding="left")).logits
+
+
+def trained(directory, **options):
+    torch.manual_seed(0)
+    model = get_peft_model(load(directory), lora(**options))
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    return model
+
+
+def test_lora_and_mhla_train(mhla_directory):
+    torch.manual_seed(0)
+    model = get_peft_model(load(mhla_directory), lora())
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name or ".mhla.modules_to_save." in name for name in trainable)
+    assert sum(".mhla.modules_to_save." in name for name in trainable) == 9
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in trainable), name
+
+
+def test_an_adapter_comes_back(tmp_path, mhla_directory):
+    model = trained(mhla_directory)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = logits(model)
+    with torch.no_grad(), model.disable_adapter():
+        assert not torch.allclose(logits(model), expected, atol=1e-3)
+        torch.testing.assert_close(logits(model), logits(AutoModelForCausalLM.from_pretrained(mhla_directory)))
+    base = AutoModelForCausalLM.from_pretrained(mhla_directory)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(base, tmp_path / "adapter")), expected)
+    # The adapter names its base, which is the MHLA directory.
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")), expected)
+
+
+def test_generation_with_an_adapter(mhla_directory):
+    model = trained(mhla_directory).eval()
+    tokens = inputs("llama", batch=1, length=7)["input_ids"]
+    result = model.generate(input_ids=tokens, max_new_tokens=10, do_sample=False)
+    with torch.no_grad():
+        for _ in range(10):
+            tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(result, tokens)
+
+
+def test_merging_gives_a_plain_model(tmp_path, mhla_directory):
+    model = trained(mhla_directory)
+    expected = logits(model)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert reloaded.state_dict().keys() == load(mhla_directory).state_dict().keys()
+    assert len(mhla_modules(reloaded)) == 3
+    torch.testing.assert_close(logits(reloaded), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_gradient_checkpointing_with_frozen_embeddings(mhla_directory):
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        base = load(mhla_directory)
+        if checkpointing:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+            base.enable_input_require_grads()
+        model = get_peft_model(base, lora(init_lora_weights=False)).train()
+        model(**inputs("llama"), labels=inputs("llama")["input_ids"]).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_mhla_alone_trains(mhla_directory):
+    model = load(mhla_directory)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".mhla." in name)
+    losses = train(model)
+    assert losses[-1] < losses[0]
+
+
+def test_an_adapter_is_refused_by_a_base_without_mhla(tmp_path, softmax_directory, mhla_directory):
+    model = trained(mhla_directory)
+    model.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(softmax_directory)
+    before = logits(base)
+    with pytest.raises(ValueError, match="needs a base model with MHLA layers, but LlamaForCausalLM has none"):
+        PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="needs a base model with MHLA layers"):
+        get_peft_model(base, lora())
+    assert torch.equal(logits(base), before)
+    # Without MHLA's parameters an adapter is for anyone.
+    get_peft_model(base, lora(modules_to_save=None))
+    again = convert_transformers_model(AutoModelForCausalLM.from_pretrained(softmax_directory), SMALL_BLOCKS)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(again, tmp_path / "adapter")), logits(model))
