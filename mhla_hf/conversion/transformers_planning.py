@@ -62,7 +62,11 @@ def plan_transformers_model(
     softmax = _empty_model(component, model_class)
     if layers is not None:
         options = _with_layers(softmax, options, layers)
-    model = _empty_model(component, model_class, attn_implementation="mhla", mhla={} if options is None else options)
+    options = {} if options is None else options
+    towers = _towers(softmax, options)
+    # Options for some towers alone leave the others softmax.
+    implementation = dict.fromkeys(towers, "mhla") if towers else "mhla"
+    model = _empty_model(component, model_class, attn_implementation=implementation, mhla=options)
     report = _report(component, model)
     weights = [_plan_weights(weight_set, model, report, dtype, max_bytes) for weight_set in weight_sets]
     main = next((plan for plan in weights if plan.report.variant is None), weights[0])
@@ -129,14 +133,20 @@ def _with_layers(model: Any, options: MHLAConfig | Mapping[str, Any] | None, lay
     if not any(key in names for key in towers):
         modules = next(iter(towers.values()), [])
         return _replace_layers(options, _chosen(wanted, modules))
-    given: dict[str, Any] = dict(options) if isinstance(options, Mapping) else {}
-    by_tower = bool(given) and set(given) <= set(names.values())
+    given = _towers(model, options)
     chosen = {}
     for key, modules in towers.items():
         name = names.get(key)
-        if name is not None and (not by_tower or name in given):
-            chosen[name] = _replace_layers(given[name] if by_tower else options, _chosen(wanted, modules))
+        if name is not None and (not given or name in given):
+            chosen[name] = _replace_layers(given.get(name, options), _chosen(wanted, modules))
     return chosen
+
+
+def _towers(model: Any, options: MHLAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of each tower where they are given so, otherwise nothing."""
+    names = getattr(model.config, "sub_configs", {})
+    by_tower = isinstance(options, Mapping) and bool(options) and all(name in names for name in options)
+    return dict(options) if by_tower and options is not None else {}
 
 
 def _chosen(layers: str | list[int], modules: list[Any]) -> list[int] | None:
