@@ -96,7 +96,7 @@ class LayerInputsHook:
 
     def __init__(self, attention: nn.Module, layer_index: int, only_mhla: bool) -> None:
         names = ("hidden_states", "position_embeddings", "past_key_values", "layer_past", "past_key_value")
-        self.positions = _positions(attention, names)
+        self.positions = _positions(attention, (*names, "attention_mask", "position_ids"))
         self.layer_index, self.only_mhla = layer_index, only_mhla
         self.rotary, self.hands_on = uses_rotary(attention), passes_keywords(attention)
 
@@ -115,12 +115,29 @@ class LayerInputsHook:
         if hidden_states is None:
             hidden_states = args[0]
         rotary = given.get("position_embeddings") if self.rotary else None
-        inputs = LayerInputs(hidden_states, rotary, layer, kwargs.get("mhla_inputs"))
+        of_model = kwargs.get("mhla_inputs")
+        if of_model is None:
+            of_model = _inputs_of_layer(attention, given, cache, kwargs)
+        inputs = LayerInputs(hidden_states, rotary, layer, of_model)
         if self.hands_on:
             return args, {**kwargs, "mhla_layer_inputs": inputs}
         # Fetched by the attention function in this very call.
         attention._mhla_layer_inputs = inputs
         return None
+
+
+def _inputs_of_layer(attention: Any, given: dict[str, Any], cache: Any, kwargs: dict[str, Any]) -> ModelInputs | None:
+    """The model's inputs as far as its layers are given them, for calls of `model.forward`, which run no hooks.
+
+    `None` where that may not be everything: the size of images, and positions that could tell packed documents.
+    """
+    config, positions = attention.mhla.config, given.get("position_ids")
+    if not config.is_sequence or (config.causal and positions is None):
+        return None
+    # Whether the caller or the model made the cache cannot be told here; positions that start again tell anyway.
+    packing = {"position_ids": positions, "attention_mask": given.get("attention_mask")}
+    documents, count = _documents(packing, kwargs)
+    return ModelInputs(_padding(given.get("attention_mask"), cache), documents, count)
 
 
 def _padding(mask: Any, cache: Any) -> torch.Tensor | None:
