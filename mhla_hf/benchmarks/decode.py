@@ -5,6 +5,8 @@ One model does both: with its attention implementation set to `"sdpa"` the same 
 cache is filled by running random tokens through the model, in parts. The KV cache is filled with random keys and
 values, since a prompt costs softmax attention the square of its length and what the cache holds changes neither its
 size nor the time of a token. So prompts are not timed, only tokens after them.
+
+All contexts and both caches of a dtype are in memory together and take turns token by token.
 """
 
 from __future__ import annotations
@@ -106,11 +108,11 @@ def measure_decoding(options: DecodeOptions, progress: Callable[[str], None] | N
     results = []
     model: Any = None
     for dtype in options.dtypes:
+        if progress is not None:
+            progress(dtype)
         model = _load(options, parse_dtype(dtype), device)
-        for context in sorted(options.contexts):
-            if progress is not None:
-                progress(f"{dtype}, {context:,} tokens")
-            results.append({"dtype": dtype, "context": context, **_measure_context(model, context, options)})
+        rows = _measure(model, sorted(options.contexts), options)
+        results += [{"dtype": dtype, **row} for row in rows]
     layers = [module.mhla for module in model.modules() if hasattr(module, "mhla")]
     return {
         "benchmark": "decode",
@@ -163,36 +165,36 @@ def _load(options: DecodeOptions, dtype: torch.dtype | None, device: torch.devic
 
 
 @torch.no_grad()
-def _measure_context(model: Any, context: int, options: DecodeOptions) -> dict[str, Any]:
-    implementations = {"mhla": "mhla", "softmax": "sdpa"}
-    fill = {"mhla": _fill_with_tokens, "softmax": _fill_with_random_states}
-    caches: dict[str, Any] = {}
-    report: dict[str, dict[str, Any]] = {}
-    for kind, implementation in implementations.items():
-        model.set_attn_implementation(implementation)
-        caches[kind] = _make_cache(model, context, options)
-        fill[kind](model, caches[kind], context, options.batch_size)
-        report[kind] = {"cache_bytes": sum(cache_layer_bytes(layer) for layer in caches[kind].layers)}
-        state = next((layer.state for layer in caches[kind].layers if isinstance(layer, MHLACacheLayer)), None)
-        if state is not None:
-            report[kind]["summary_dtype"] = str(state.summaries.dtype).removeprefix("torch.")
-    token = torch.zeros(options.batch_size, 1, dtype=torch.long, device=model.device)
-    seconds: dict[str, list[float]] = {kind: [] for kind in implementations}
-    # Token by token in turn, so that whatever else the machine does falls on both.
-    for step in range(options.warmup + options.tokens):
-        for kind, implementation in implementations.items():
+def _measure(model: Any, contexts: Sequence[int], options: DecodeOptions) -> list[dict[str, Any]]:
+    caches: dict[tuple[int, str], Any] = {}
+    rows: dict[int, dict[str, Any]] = {
+        context: {"context": context, "mhla": {}, "softmax": {}} for context in contexts
+    }
+    for context in contexts:
+        for kind, (implementation, fill) in _KINDS.items():
             model.set_attn_implementation(implementation)
+            cache = caches[context, kind] = _make_cache(model, context, options)
+            fill(model, cache, context, options.batch_size)
+            rows[context][kind]["cache_bytes"] = sum(cache_layer_bytes(layer) for layer in cache.layers)
+        state = next(layer.state for layer in caches[context, "mhla"].layers if isinstance(layer, MHLACacheLayer))
+        rows[context]["mhla"]["summary_dtype"] = str(state.summaries.dtype).removeprefix("torch.")
+    token = torch.zeros(options.batch_size, 1, dtype=torch.long, device=model.device)
+    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in caches}
+    # All take turns token by token, so that whatever else the machine does falls on each of them.
+    for step in range(options.warmup + options.tokens):
+        for (context, kind), cache in caches.items():
+            model.set_attn_implementation(_KINDS[kind][0])
             synchronize(model.device)
             start = time.perf_counter()
-            model(input_ids=token, past_key_values=caches[kind], use_cache=True)
+            model(input_ids=token, past_key_values=cache, use_cache=True)
             synchronize(model.device)
             if step >= options.warmup:
-                seconds[kind].append(time.perf_counter() - start)
+                seconds[context, kind].append(time.perf_counter() - start)
     model.set_attn_implementation("mhla")
-    for kind, times in seconds.items():
-        report[kind]["seconds_per_token"] = statistics.median(times)
-        report[kind]["mean_seconds_per_token"] = statistics.fmean(times)
-    return report
+    for (context, kind), times in seconds.items():
+        rows[context][kind]["seconds_per_token"] = statistics.median(times)
+        rows[context][kind]["mean_seconds_per_token"] = statistics.fmean(times)
+    return list(rows.values())
 
 
 def _make_cache(model: Any, context: int, options: DecodeOptions) -> Any:
@@ -220,6 +222,10 @@ def _fill_with_random_states(model: Any, cache: Any, context: int, batch_size: i
             for tensor in (layer.keys, layer.values)
         ]
         cache.update(*states, index)
+
+
+# Attention implementation and how to fill the cache.
+_KINDS = {"mhla": ("mhla", _fill_with_tokens), "softmax": ("sdpa", _fill_with_random_states)}
 
 
 def _growth(results: Sequence[dict[str, Any]], dtype: str) -> dict[str, float]:

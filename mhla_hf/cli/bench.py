@@ -51,7 +51,7 @@ def decode_command(
     """Memory of the MHLA cache against the KV cache, and seconds per decoded token with both, at each context.
 
     The MHLA cache is filled by random tokens that run through the model in parts, the KV cache with random keys and
-    values; prompts are not timed. Times are medians; both caches take turns token by token.
+    values; prompts are not timed. Times are medians; all caches take turns token by token.
     """
     options: dict[str, Any] = {
         "model": model, "hidden_size": hidden_size, "layers": layers, "heads": heads, "kv_heads": kv_heads,
@@ -86,7 +86,7 @@ def _show(report: dict[str, Any]) -> None:
     table = Table(
         title=f"{report['model']['class']}, {report['machine']['device']}, {report['options']['cache']} cache"
     )
-    for column in ("dtype", "context", "MHLA cache", "KV cache", "MHLA / KV", "MHLA per token", "softmax per token"):
+    for column in ("dtype", "context", "MHLA cache", "KV cache", "MHLA / KV", "MHLA time", "softmax time"):
         table.add_column(column, justify="left" if column == "dtype" else "right")
     for row in report["results"]:
         mhla, softmax = row["mhla"], row["softmax"]
