@@ -68,7 +68,9 @@ def test_module_and_version():
     assert run_process("-m", "mhla_hf", "--version").stdout.strip() == f"mhla-hf {mhla_hf.__version__}"
 
 
-@pytest.mark.parametrize(("script", "option"), [("convert_wan", "--block-size"), ("import_official", "--base")])
+@pytest.mark.parametrize(
+    ("script", "option"), [("convert_wan", "--block-size"), ("convert_lm", "--layers"), ("import_official", "--base")]
+)
 def test_scripts_take_the_same_options(script, option):
     assert option in run_process(ROOT / f"conversion/{script}.py", "--help").stdout
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import torch.nn.functional as F
 
@@ -249,7 +249,7 @@ def _plan_import(
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
     config = {
         "_class_name": model_class.__name__,
-        "_diffusers_version": diffusers.__version__,
+        "_diffusers_version": version("diffusers"),
         **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
     }
     plan = WeightsPlan(split_into_shards(shards, max_bytes), files, weight_set_report(None, flat))

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-
 
 Shape = tuple[int, ...]
 
@@ -83,6 +81,9 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
             renamed[_MORE_NAMES[name]] = name
         else:
             plain[name] = name
+    # Importing diffusers takes seconds, and most conversions do not come here.
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
     # The table works on names alone and hands the values through, so the values may be the old names.
     renamed.update(convert_wan_transformer_to_diffusers(plain))
     return renamed

@@ -145,8 +145,9 @@ def _with_layers(model: Any, options: MHLAConfig | Mapping[str, Any] | None, lay
 def _towers(model: Any, options: MHLAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
     """The options of each tower where they are given so, otherwise nothing."""
     names = getattr(model.config, "sub_configs", {})
-    by_tower = isinstance(options, Mapping) and bool(options) and all(name in names for name in options)
-    return dict(options) if by_tower and options is not None else {}
+    if isinstance(options, Mapping) and all(name in names for name in options):
+        return dict(options)
+    return {}
 
 
 def _chosen(layers: str | list[int], modules: list[Any]) -> list[int] | None:

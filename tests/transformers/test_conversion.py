@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converting directories of transformers models: the same as loading them as MHLA, and what is refused."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -387,6 +388,24 @@ def test_everything_else_is_copied(llama_dir, tmp_path):
     assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape == (1, 7)
 
 
+def test_from_the_hub_cache(llama_dir, tmp_path):
+    """The layout of huggingface_hub's cache: snapshots of links to blobs named by their SHA-256."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "cache/models--someone--tiny-llama"
+    snapshot = repository / "snapshots" / commit
+    for folder in (repository / "blobs", repository / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    for path in llama_dir.iterdir():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, repository / "blobs" / digest)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / digest)
+    report = convert("someone/tiny-llama", tmp_path / "mhla", cache_dir=tmp_path / "cache", local_files_only=True)
+    assert report.source == {"location": "someone/tiny-llama", "revision": None, "commit": commit}
+    assert not any(path.is_symlink() for path in (tmp_path / "mhla").iterdir())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
+
+
 def test_sentence_transformers_directories(tmp_path):
     source = tmp_path / "softmax"
     transformers.BertModel(FAMILIES["bert"].config()).save_pretrained(source)
@@ -644,7 +663,7 @@ def test_supported_models_lists_both_libraries():
 def test_converting_in_place_leaves_the_other_library_alone():
     program = """
         import sys
-        import mhla_hf
+        import mhla_hf, mhla_hf.conversion
         from transformers import LlamaConfig, LlamaForCausalLM
 
         sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
