@@ -127,7 +127,9 @@ def mhla_mask(
     Raises:
         ValueError: If the model adds to its causal or bidirectional mask.
     """
-    if kwargs.get("use_vmap") or getattr(mask_function, "__qualname__", "").startswith("or_masks"):
+    # Names of functions cannot be read while compiling; a model does the same thing uncompiled.
+    name = "" if torch.compiler.is_compiling() else getattr(mask_function, "__qualname__", "")
+    if kwargs.get("use_vmap") or name.startswith("or_masks"):
         raise ValueError("This model changes its attention mask (for images or prefixes in a text); MHLA cannot.")
     if config.mhla is None:
         raise ValueError(_NOT_BUILT)
