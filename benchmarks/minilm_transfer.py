@@ -52,11 +52,11 @@ LINEAR = {"mixing_init": "uniform", "block_size": [512], "grid": [512]}
 """One block for all of the model's 512 positions."""
 
 
-def paragraphs(minimum_words: int = 8) -> list[str]:
-    """Paragraphs of the docstrings of the standard library, each once, in the order of the modules."""
+def paragraphs(modules: Sequence[str] = MODULES, minimum_words: int = 8) -> list[str]:
+    """Paragraphs of the docstrings of modules of the standard library, each once, in the order of the modules."""
     root = Path(sysconfig.get_path("stdlib"))
     found: dict[str, None] = {}
-    for name in MODULES:
+    for name in modules:
         files = [root / f"{name}.py"] if (root / f"{name}.py").exists() else sorted((root / name).rglob("*.py"))
         for file in files:
             tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
@@ -109,7 +109,7 @@ def run(
     *,
     steps: int,
     seed: int = 0,
-    learning_rate: float = 1e-2,
+    learning_rate: float = 3e-2,
     verbose: bool = False,
 ) -> dict[str, Any]:
     """Loads the model with MHLA, measures it, transfers for `steps` batches and measures it again."""

@@ -29,6 +29,7 @@ from .transfer import AttentionRecord, attention_matching_loss
 Batch = Mapping[str, torch.Tensor]
 
 _WARM_UP = 0.1
+_SMALLEST_MIXING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def transfer_attention(
     batches: Sequence[Batch],
     *,
     steps: int = 200,
-    learning_rate: float = 1e-2,
+    learning_rate: float = 3e-2,
     projections: Sequence[str] = (),
     projection_learning_rate: float = 1e-4,
     weight_decay: float = 0.0,
@@ -88,7 +89,8 @@ def transfer_attention(
             Tokens that `attention_mask` leaves out do not count.
         steps: Number of batches to learn from.
         learning_rate: Highest learning rate of the `mhla` parameters; it rises over the first tenth of the steps and
-            falls to zero along a cosine.
+            falls to zero along a cosine. Mixing weights learn at this times the mean weight that a block gives
+            to itself, since they are the smaller the more blocks there are.
         projections: Names, inside an attention module, of further submodules to train, for example
             `("query", "key")` for BERT and `("q_proj", "k_proj")` for Llama.
         projection_learning_rate: Highest learning rate of those.
@@ -236,8 +238,15 @@ def _parameter_groups(
     projection_learning_rate: float,
     weight_decay: float,
 ) -> list[dict[str, Any]]:
-    own = [parameter for module in attentions.values() for parameter in module.mhla.parameters()]
-    groups = [{"params": own, "lr": learning_rate, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = []
+    for module in attentions.values():
+        # A learning rate is a distance: mixing weights, the smaller the more blocks there are, get one of their size.
+        own_block = module.mhla.mixing_matrix().detach().diagonal(dim1=-2, dim2=-1).mean().item()
+        rate = learning_rate * max(own_block, _SMALLEST_MIXING_RATE)
+        others = [parameter for name, parameter in module.mhla.named_parameters() if name != "mixing"]
+        groups.append({"params": [module.mhla.mixing], "lr": rate, "weight_decay": 0.0})
+        if others:
+            groups.append({"params": others, "lr": learning_rate, "weight_decay": 0.0})
     shared: list[nn.Parameter] = []
     for name, module in attentions.items():
         for projection in projections:

