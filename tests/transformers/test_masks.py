@@ -77,7 +77,7 @@ def test_other_masks_are_refused(name):
     model = mhla_model(name)
     given = inputs(name, length=6)
     block = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
-    block[:, :, :, :3] = True
+    block[:, :, :3, :3], block[:, :, 3:, 3:] = True, True
     for mask in (block, torch.zeros(2, 1, 6, 6), torch.ones(2, 6, 6, dtype=torch.long)):
         with pytest.raises(ValueError, match="attention_mask must be a padding mask"):
             model(**given, attention_mask=mask)
@@ -113,3 +113,13 @@ def test_one_padding_mask_for_hybrids_too(layers):
         ids = given["input_ids"][row : row + 1, mask[row]]
         torch.testing.assert_close(output[row : row + 1, mask[row]], first_output(model, input_ids=ids),
                                    rtol=1e-5, atol=2e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_encoders_called_without_their_hooks(name):
+    # Some libraries call `forward` itself; padding is then read off what the layers get.
+    model = mhla_model(name)
+    given = inputs(name, length=13, padding="right")
+    expected = first_output(model, **given)
+    torch.testing.assert_close(model.base_model.forward(**given)[0], model.base_model(**given)[0])
+    assert torch.equal(first_output(model, **given), expected)

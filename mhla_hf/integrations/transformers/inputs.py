@@ -81,7 +81,9 @@ class ModelInputsHook:
             inputs = ModelInputs(grid=patch_grid(model.config, pixels.shape[-2], pixels.shape[-1]))
         else:
             documents, count = _documents(given, kwargs)
-            inputs = ModelInputs(_padding(given.get("attention_mask"), given.get("past_key_values")), documents, count)
+            causal = bool((model.config.mhla or {}).get("causal"))
+            padding = _padding(given.get("attention_mask"), given.get("past_key_values"), causal)
+            inputs = ModelInputs(padding, documents, count)
         return args, {**kwargs, "mhla_inputs": inputs}
 
 
@@ -137,10 +139,10 @@ def _inputs_of_layer(attention: Any, given: dict[str, Any], cache: Any, kwargs: 
     # Whether the caller or the model made the cache cannot be told here; positions that start again tell anyway.
     packing = {"position_ids": positions, "attention_mask": given.get("attention_mask")}
     documents, count = _documents(packing, kwargs)
-    return ModelInputs(_padding(given.get("attention_mask"), cache), documents, count)
+    return ModelInputs(_padding(given.get("attention_mask"), cache, config.causal), documents, count)
 
 
-def _padding(mask: Any, cache: Any) -> torch.Tensor | None:
+def _padding(mask: Any, cache: Any, causal: bool) -> torch.Tensor | None:
     """The padding `[B, all tokens]` in a model's `attention_mask`, or None for none."""
     if isinstance(mask, dict):
         # Made by `generate` for models with several kinds of layers.
@@ -148,7 +150,7 @@ def _padding(mask: Any, cache: Any) -> torch.Tensor | None:
     if mask is None:
         return None
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
-        return _padding_of_causal_mask(mask, cache)
+        return _padding_of_full_mask(mask, cache, causal)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise ValueError(_refused_mask(mask))
     mask = mask.bool()
@@ -158,17 +160,19 @@ def _padding(mask: Any, cache: Any) -> torch.Tensor | None:
     return mask
 
 
-def _padding_of_causal_mask(mask: torch.Tensor, cache: Any) -> torch.Tensor:
-    """The padding that a causal mask `[B, 1, T, all tokens]` shows, which `generate` makes for static caches."""
+def _padding_of_full_mask(mask: torch.Tensor, cache: Any, causal: bool) -> torch.Tensor:
+    """The padding that a mask `[B, 1, T, all tokens]` shows, as transformers makes them for softmax layers."""
     padding = mask[:, 0, -1]
     if torch.compiler.is_compiling():
         if mask.shape[2] > 1:
             raise ValueError(_refused_mask(mask))
         return padding
-    past = 0 if cache is None else int(cache.get_seq_length())
-    columns, rows = torch.arange(mask.shape[3], device=mask.device), torch.arange(mask.shape[2], device=mask.device)
-    causal = columns <= past + rows[:, None]
-    if not torch.equal(mask, (padding[:, None] & causal)[:, None].expand_as(mask)):
+    expected = padding[:, None].expand(-1, mask.shape[2], -1)
+    if causal:
+        past = 0 if cache is None else int(cache.get_seq_length())
+        rows = torch.arange(mask.shape[2], device=mask.device)
+        expected = expected & (torch.arange(mask.shape[3], device=mask.device) <= past + rows[:, None])
+    if not torch.equal(mask, expected[:, None].expand_as(mask)):
         raise ValueError(_refused_mask(mask))
     return padding
 
