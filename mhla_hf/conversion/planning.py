@@ -16,8 +16,9 @@ from ..config import MHLAConfig
 from ..models.registry import family_for, is_mhla_class
 from .options import parse_layers
 from .provenance import ComponentReport, WeightSetReport
-from .source import DIFFUSERS_FILES, Component, FileNames, WeightSet
+from .source import Component
 from .tensors import TensorEntry, split_into_shards
+from .weight_files import DIFFUSERS_FILES, FileNames, WeightSet
 
 
 # How many names an error message lists before it only counts.

@@ -26,9 +26,10 @@ from .planning import (
     plan_files,
 )
 from .provenance import ComponentReport
-from .source import TRANSFORMERS_FILES, Component, WeightSet
+from .source import Component
 from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry, read_json
 from .transformers_names import StoredNames
+from .weight_files import TRANSFORMERS_FILES, WeightSet
 
 
 # Heads that published checkpoints often lack, since nothing that they were made for uses them. transformers

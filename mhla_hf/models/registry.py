@@ -74,7 +74,9 @@ def family_for(class_name: str) -> ModelFamily:
     """
     family = FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
     if family is None:
-        raise ValueError(f"{class_name} has no MHLA version. Supported: {', '.join(sorted(FAMILIES))}.")
+        raise ValueError(
+            f"{class_name} has no MHLA version. Supported: {', '.join(sorted(FAMILIES))}, and models of transformers."
+        )
     return family
 
 
