@@ -176,8 +176,9 @@ def _measure(model: Any, contexts: Sequence[int], options: DecodeOptions) -> lis
             cache = caches[context, kind] = _make_cache(model, context, options)
             fill(model, cache, context, options.batch_size)
             rows[context][kind]["cache_bytes"] = sum(cache_layer_bytes(layer) for layer in cache.layers)
-        state = next(layer.state for layer in caches[context, "mhla"].layers if isinstance(layer, MHLACacheLayer))
-        rows[context]["mhla"]["summary_dtype"] = str(state.summaries.dtype).removeprefix("torch.")
+        states = [layer.state for layer in caches[context, "mhla"].layers if isinstance(layer, MHLACacheLayer)]
+        (dtype,) = {state.summaries.dtype for state in states if state is not None}
+        rows[context]["mhla"]["summary_dtype"] = str(dtype).removeprefix("torch.")
     token = torch.zeros(options.batch_size, 1, dtype=torch.long, device=model.device)
     seconds: dict[tuple[int, str], list[float]] = {key: [] for key in caches}
     # All take turns token by token, so that whatever else the machine does falls on each of them.

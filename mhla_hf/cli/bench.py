@@ -86,7 +86,7 @@ def _show(report: dict[str, Any]) -> None:
     table = Table(
         title=f"{report['model']['class']}, {report['machine']['device']}, {report['options']['cache']} cache"
     )
-    for column in ("dtype", "context", "MHLA cache", "KV cache", "MHLA / KV", "MHLA time", "softmax time"):
+    for column in ("dtype", "context", "MHLA cache", "KV cache", "ratio", "MHLA time", "softmax time"):
         table.add_column(column, justify="left" if column == "dtype" else "right")
     for row in report["results"]:
         mhla, softmax = row["mhla"], row["softmax"]
