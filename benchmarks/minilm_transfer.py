@@ -114,7 +114,10 @@ def run(
 ) -> dict[str, Any]:
     """Loads the model with MHLA, measures it, transfers for `steps` batches and measures it again."""
     model = AutoModel.from_pretrained(directory, attn_implementation="mhla", mhla=dict(options))
-    result: dict[str, Any] = {"options": options, "cosine_untrained": mean_cosine(model, reference, test)}
+    result: dict[str, Any] = {
+        "options": model.config.mhla,
+        "cosine_untrained": mean_cosine(model, reference, test),
+    }
     if steps:
         started = time.perf_counter()
         report = transfer_attention(
@@ -168,7 +171,7 @@ def main() -> None:
     if arguments.json:
         facts = {
             "date": date.today().isoformat(),
-            "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} CPU thread(s)",
+            "machine": f"{processor()}, {torch.get_num_threads()} CPU thread(s)",
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "model": "all-MiniLM-L6-v2",
             "text": "docstring paragraphs of the standard library of Python " + platform.python_version(),
@@ -181,6 +184,14 @@ def main() -> None:
         }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def processor() -> str:
+    """What the machine's processor is called."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def packaged_model() -> Path:
