@@ -248,6 +248,7 @@ def test_a_bias_that_only_shows_in_the_call_is_refused():
     ("name", "options", "message"),
     [
         ("llama", {"blocks": [4]}, "blocks has no meaning for sequences"),
+        ("llama", {"block_size": [4, 4]}, "has 2 axes, but a sequence has one"),
         ("llama", {"causal": False}, "contradicts the model, which looks back only"),
         ("bert", {"causal": True}, "contradicts the model, which attends in both directions"),
         ("llama", {"normalizer": "block_query"}, "needs blocks of equal size"),

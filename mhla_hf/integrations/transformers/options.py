@@ -106,6 +106,8 @@ def resolve_sequence(
     if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
         merged["mixing_range"] = None
     block = MHLAConfig.from_dict({"block_size": merged["block_size"]}).block_size
+    if block is not None and len(block) != 1:
+        raise ValueError(f"block_size={block} has {len(block)} axes, but a sequence has one.")
     if "grid" not in options and options.get("block_size") is not None and block is not None:
         wanted = positions or block[0] * MAX_SEQUENCE_BLOCKS
         merged["grid"] = [max(block[0], min(wanted, block[0] * MAX_SEQUENCE_BLOCKS))]
