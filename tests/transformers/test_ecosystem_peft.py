@@ -151,3 +151,25 @@ def test_an_adapter_is_refused_by_a_base_without_mhla(tmp_path, softmax_director
     get_peft_model(base, lora(modules_to_save=None))
     again = convert_transformers_model(AutoModelForCausalLM.from_pretrained(softmax_directory), SMALL_BLOCKS)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(again, tmp_path / "adapter")), logits(model))
+
+
+def test_adapters_loaded_by_transformers(tmp_path, softmax_directory, mhla_directory):
+    model = trained(mhla_directory)
+    model.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(mhla_directory)
+    base.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(logits(base), logits(model))
+    # A directory with nothing but an adapter stands for the adapter on its base.
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")), logits(model))
+    with pytest.raises(ValueError, match="needs a base model with MHLA layers"):
+        AutoModelForCausalLM.from_pretrained(softmax_directory).load_adapter(str(tmp_path / "adapter"))
+
+
+def test_all_linear_leaves_the_gate_to_modules_to_save(softmax_directory):
+    base = AutoModelForCausalLM.from_pretrained(
+        softmax_directory, attn_implementation="mhla", mhla={**SMALL_BLOCKS, "output_gate": True}
+    )
+    model = get_peft_model(base, lora(target_modules="all-linear"))
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and ".mhla." in name]
+    assert any(name.endswith("modules_to_save.default.gate.weight") for name in names)
+    assert not any("lora_" in name for name in names)
