@@ -11,6 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mhla_hf import BlockLayout
+from mhla_hf.integrations.transformers import rotary
 from mhla_hf.layers.feature_maps import FIXED_FEATURE_MAPS
 from mhla_hf.ops import extend_mixing, naive_mhla_attention
 
@@ -154,6 +155,17 @@ def test_rotations_are_undone_and_applied_again(name):
         # Scaled angles scale queries and keys before the map, and do not scale features after it: the same here.
         assert before.model.rotary_emb.attention_scaling > 1.1
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_yarn", "phi", "gpt_neox"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_angles_are_undone(name, dtype, monkeypatch):
+    monkeypatch.setattr(rotary, "_CHECKED", set())
+    model = mhla_model(name)
+    given = inputs(name, length=23)
+    expected = first_output(model, **given)
+    output = first_output(model.to(dtype), **given).float()
+    assert (output - expected).norm() / expected.norm() < (0.05 if dtype == torch.bfloat16 else 0.01)
 
 
 def test_layers_without_rotary_embeddings_are_left_alone():

@@ -14,6 +14,7 @@ from ...config import MHLAConfig
 MAX_SEQUENCE_BLOCKS = 64
 SMALLEST_CAUSAL_BLOCK = 64
 SMALLEST_ENCODER_BLOCK = 8
+_NULLABLE = ("layers", "mixing_range", "lepe_kernel")
 
 
 def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
@@ -102,13 +103,14 @@ def resolve_sequence(
         raise ValueError(f"causal={options['causal']} contradicts the model, which {direction}.")
     if options.get("normalizer", defaults.get("normalizer")) == "block_query":
         raise ValueError("normalizer='block_query' needs blocks of equal size; sequences allow 'query' and 'none'.")
-    merged = {**defaults, **options}
+    # Every option of a sequence has a default but these, whose None means something.
+    merged = {**defaults, **{name: value for name, value in options.items() if value is not None or name in _NULLABLE}}
     if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
         merged["mixing_range"] = None
     block = MHLAConfig.from_dict({"block_size": merged["block_size"]}).block_size
     if block is not None and len(block) != 1:
         raise ValueError(f"block_size={block} has {len(block)} axes, but a sequence has one.")
-    if "grid" not in options and options.get("block_size") is not None and block is not None:
+    if options.get("grid") is None and options.get("block_size") is not None and block is not None:
         wanted = positions or block[0] * MAX_SEQUENCE_BLOCKS
         merged["grid"] = [max(block[0], min(wanted, block[0] * MAX_SEQUENCE_BLOCKS))]
     return MHLAConfig.from_dict({**merged, "resize": "extend", "causal": causal})

@@ -54,9 +54,8 @@ class Rotation:
 
     @property
     def _scale(self) -> torch.Tensor:
-        """s as `[B or 1, T, 1]`."""
-        cos, sin = self.cos[..., :1].float(), self.sin[..., :1].float()
-        return (cos.square() + sin.square()).sqrt()
+        """s as `[B or 1, T, R]`, for each pair by itself: half precision rounds cosine and sine."""
+        return (self.cos.float().square() + self.sin.float().square()).sqrt()
 
     def rotate(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rotates `[B, T, H, K]` without scaling."""
