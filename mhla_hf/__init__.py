@@ -24,6 +24,7 @@ _PUBLIC_NAMES = {
     "MHLA": "layers.mhla",
     "MHLACache": "integrations.transformers.cache",
     "MHLAConfig": "config",
+    "MHLADiTTransformer2DModel": "models.dit",
     "MHLAWanTransformer3DModel": "models.wan",
     "convert": "pipelines",
     "convert_pretrained": "conversion",

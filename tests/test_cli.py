@@ -69,7 +69,13 @@ def test_module_and_version():
 
 
 @pytest.mark.parametrize(
-    ("script", "option"), [("convert_wan", "--block-size"), ("convert_lm", "--layers"), ("import_official", "--base")]
+    ("script", "option"),
+    [
+        ("convert_wan", "--block-size"),
+        ("convert_dit", "--blocks"),
+        ("convert_lm", "--layers"),
+        ("import_official", "--base"),
+    ],
 )
 def test_scripts_take_the_same_options(script, option):
     assert option in run_process(ROOT / f"conversion/{script}.py", "--help").stdout

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import mhla_hf
+from mhla_hf.models.registry import MHLA_CLASSES
 
 
 REPOSITORY = Path(__file__).parent.parent
@@ -87,7 +88,7 @@ def test_diffusers_is_the_same_but_for_the_new_names():
     assert stock.pop("found") is None
     for after in (last, imported_first):
         assert after.pop("found") == "MHLAWanTransformer3DModel"
-        assert set(after["names"]) - set(stock["names"]) == {"MHLAWanTransformer3DModel"}
+        assert set(after["names"]) - set(stock["names"]) == set(MHLA_CLASSES)
         assert {**after, "names": None} == {**stock, "names": None}
 
 
@@ -98,8 +99,9 @@ def test_public_names_resolve_and_unknown_ones_do_not():
         getattr(mhla_hf, "no_such_name")  # noqa: B009
     import diffusers
 
-    assert diffusers.MHLAWanTransformer3DModel is mhla_hf.MHLAWanTransformer3DModel
-    assert mhla_hf.MHLAWanTransformer3DModel.__module__ == "diffusers"
+    for name in MHLA_CLASSES:
+        assert getattr(diffusers, name) is getattr(mhla_hf, name)
+        assert getattr(mhla_hf, name).__module__ == "diffusers"
     with pytest.raises(AttributeError):
         getattr(diffusers, "no_such_name")  # noqa: B009
 

@@ -4,7 +4,7 @@
 Sizes are the smallest at which nothing degenerates: two heads of width 12 (the narrowest that rotary embeddings over
 three axes can split), two layers, 16 latent channels as in Wan 2.1, and a character tokenizer built in memory.
 `wan_transformer` makes the model alone, `wan_inputs` what its `forward` takes, `wan_pipeline` everything, and
-`digits_model` gives the sizes of the demo's own model.
+`digits_model` gives the sizes of the demo's own model. The image models have the same in `tiny_images.py`.
 """
 
 from __future__ import annotations

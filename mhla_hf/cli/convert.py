@@ -149,7 +149,8 @@ def _show(report: "ConversionReport") -> None:
     written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"
     console.print(f"Wrote {report.destination} ({written}); {FILE_NAME} says what came from where.", highlight=False)
     if any(part.initialised for part in report.components.values()):
-        how = "the model" if "model" in report.components else "with mhla-hf train wan"
+        is_wan = all(part.target_class == "MHLAWanTransformer3DModel" for part in report.components.values())
+        how = "with mhla-hf train wan" if is_wan and "model" not in report.components else "the model"
         console.print(f"The new parameters are untrained: fine-tune {how}.", highlight=False)
 
 

@@ -105,7 +105,7 @@ def _plan(component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, *op
         from .transformers_planning import plan_transformers_model
 
         return plan_transformers_model(component, mhla, *options)
-    return plan_component(component, MHLAConfig.coerce(mhla), *options)
+    return plan_component(component, mhla, *options)
 
 
 def write_result(

@@ -60,7 +60,7 @@ class ComponentPlan:
 
 def plan_component(
     component: Component,
-    options: MHLAConfig,
+    mhla: MHLAConfig | Mapping[str, Any] | None,
     layers: str | Iterable[int] | None,
     dtype: torch.dtype | None,
     variant: str | None,
@@ -70,7 +70,7 @@ def plan_component(
 
     Args:
         component: What to convert.
-        options: The options.
+        mhla: The options; the model's defaults for what is not given.
         layers: As for `convert_pretrained`, as are all others; so are the errors.
         dtype: Type to cast to.
         variant: The only variant to convert.
@@ -83,10 +83,12 @@ def plan_component(
             f"{component.folder} is a {component.class_name} already; convert the model it was made from."
         )
     family = family_for(component.class_name)
+    target_class = family.load_class()
+    options = target_class.coerce_options(mhla)
     upstream = empty_model(getattr(diffusers, family.upstream), component.config)
     if layers is not None:
         options = options.replace(layers=parse_layers(layers, upstream.config.num_layers))
-    model = empty_model(family.load_class(), {**component.config, "mhla": options.to_dict()})
+    model = empty_model(target_class, {**component.config, "mhla": options.to_dict()})
     expected = {name: tuple(tensor.shape) for name, tensor in upstream.state_dict().items()}
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     report = component_report(component.class_name, model)

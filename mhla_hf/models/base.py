@@ -6,11 +6,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
 from accelerate.utils import offload_weight, save_offload_index
+from diffusers.models.modeling_utils import ModelMixin
 
 from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
@@ -34,17 +36,21 @@ else:
 class MHLAModelMixin(_Upstream):
     """Goes before a diffusers model class in the bases of its MHLA version.
 
-    Subclasses set `default_grid` and write `_self_attentions` and `_use_mhla`. The constructor is the upstream one
-    plus the keyword `mhla`.
+    Subclasses set `default_grid` and write `_self_attentions` and `_use_mhla`; where a model's options have other
+    defaults than `MHLAConfig`, they set `default_options`. The constructor is the upstream one plus the keyword
+    `mhla`.
     """
 
     # The token grid that block counts are derived from when the options give neither blocks nor grid.
     default_grid: ClassVar[tuple[int, ...]]
+    # What suits the model better than the defaults of `MHLAConfig`; options given as a dict are laid over it.
+    default_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Only classes that name the mixin themselves: FSDP2 subclasses a model's class again.
-        if MHLAModelMixin in cls.__bases__ and "__init__" not in cls.__dict__:
+        # Only classes that name a mixin themselves: FSDP2 subclasses a model's class again.
+        mixed_in = any(issubclass(base, MHLAModelMixin) and not issubclass(base, ModelMixin) for base in cls.__bases__)
+        if mixed_in and issubclass(cls, ModelMixin) and "__init__" not in cls.__dict__:
             upstream = next(base for base in cls.__mro__[1:] if not issubclass(base, MHLAModelMixin))
 
             # diffusers reads the constructor's signature to tell config entries from unknown ones.
@@ -76,8 +82,31 @@ class MHLAModelMixin(_Upstream):
             "head_dim": attention.to_q.out_features // attention.heads,
         }
 
+    @classmethod
+    def coerce_options(cls, options: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
+        """Returns options as an `MHLAConfig`: a dict is laid over the model's own defaults.
+
+        Args:
+            options: The options; an `MHLAConfig` is complete and returned as it is.
+
+        Raises:
+            ValueError: If an option is unknown or has a value that is not allowed.
+        """
+        if isinstance(options, Mapping):
+            return MHLAConfig.from_dict({**cls.default_options, **options})
+        return MHLAConfig.coerce(cls.default_options if options is None else options)
+
+    @classmethod
+    def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """The token grid that block counts are derived from in a model of this configuration.
+
+        Args:
+            config: The model's configuration.
+        """
+        return cls.default_grid
+
     def _install_mhla(self, options: MHLAConfig | Mapping[str, Any] | None) -> None:
-        config = resolve_blocks(MHLAConfig.coerce(options), self.default_grid)
+        config = resolve_blocks(self.coerce_options(options), self.reference_grid(self.config))
         if config.causal:
             raise ValueError(f"causal=True is for language models; {type(self).__name__} attends in both directions.")
         attentions = self._self_attentions()
@@ -188,8 +217,8 @@ def _check_overrides(name: Any, model: Any) -> None:
     """Refuses options under which stored weights of a fitting shape would mean something else."""
     if model._mhla_options_of_checkpoint is None:
         return
-    stored, wanted = MHLAConfig.from_dict(model._mhla_options_of_checkpoint), model.mhla_config
-    before, now = (reference_blocks(config, model.default_grid) for config in (stored, wanted))
+    stored, wanted = model.coerce_options(model._mhla_options_of_checkpoint), model.mhla_config
+    before, now = (reference_blocks(config, model.reference_grid(model.config)) for config in (stored, wanted))
     if before != now:
         raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
     if stored.mixing_constraint != wanted.mixing_constraint:
@@ -250,7 +279,7 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
     if isinstance(model, MHLAModelMixin):
         raise ValueError(f"This {type(model).__name__} is MHLA already; load its softmax original to convert it anew.")
     target = mhla_class_for(type(model).__name__)
-    options = resolve_blocks(MHLAConfig.coerce(mhla), target.default_grid)
+    options = resolve_blocks(target.coerce_options(mhla), target.reference_grid(model.config))
     options.mhla_layers(len(target._self_attentions(model)))
     model.__class__ = target
     model._install_mhla(options)

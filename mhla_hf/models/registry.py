@@ -49,7 +49,17 @@ _WAN = ModelFamily(
     kind="video",
 )
 
-FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN,)}
+_DIT = ModelFamily(
+    name="dit",
+    upstream="DiTTransformer2DModel",
+    mhla_class="MHLADiTTransformer2DModel",
+    module="mhla_hf.models.dit",
+    pipelines=("DiTPipeline",),
+    layers="transformer_blocks.{index}.attn1.mhla",
+    kind="image",
+)
+
+FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT)}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
 
 

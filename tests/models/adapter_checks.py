@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA through diffusers' own adapter methods, and fused projections: what every MHLA model must do."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -22,6 +24,10 @@ def randomize_lora(model: torch.nn.Module) -> None:
 
 
 class AdapterChecks(ModelCase):
+    """Attributes: fuses_by_model: Whether the diffusers class fuses projections; else single layers can be fused."""
+
+    fuses_by_model: ClassVar[bool] = True
+
     def with_lora(self, **options):
         model = self.make_mhla(**options)
         model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="gaussian"))
@@ -97,8 +103,11 @@ class AdapterChecks(ModelCase):
     def test_fused_projections(self):
         model = self.make_mhla(**OPTION_SETS["everything"])
         expected, keys = self.run(model), set(model.state_dict())
-        model.fuse_qkv_projections()
+        if self.fuses_by_model:
+            model.fuse_qkv_projections()
         for attention in model._self_attentions():
+            if not self.fuses_by_model:
+                attention.fuse_projections()
             assert attention.fused_projections
             # What is fused is what is used.
             attention.to_qkv.weight.data.mul_(2.0)
@@ -106,6 +115,8 @@ class AdapterChecks(ModelCase):
         for attention in model._self_attentions():
             attention.to_qkv.weight.data.div_(2.0)
         torch.testing.assert_close(self.run(model), expected)
+        if not self.fuses_by_model:
+            return
         model.unfuse_qkv_projections()
         assert set(model.state_dict()) == keys
         torch.testing.assert_close(self.run(model), expected)

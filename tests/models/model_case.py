@@ -6,9 +6,12 @@ A family's test module subclasses `ModelCase` once and mixes it with each `*Chec
 
 import contextlib
 import logging
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+
+from mhla_hf import MHLAConfig
 
 
 # Kinds of MHLA layer, as changes to a case's own options.
@@ -35,11 +38,15 @@ class ModelCase:
         upstream: The diffusers class.
         mhla_class: Its MHLA class.
         options: MHLA options that fit the tiny model's inputs.
+        block_list: Name of the model's list of layers.
+        upstream_size: A size of `inputs` that the diffusers class takes too.
     """
 
     upstream: ClassVar[type]
     mhla_class: ClassVar[type]
     options: ClassVar[dict[str, Any]]
+    block_list: ClassVar[str] = "blocks"
+    upstream_size: ClassVar[Any] = 0
 
     def make(self, cls: type | None = None, **overrides: Any) -> torch.nn.Module:
         """A tiny model of `cls` in evaluation mode; `overrides` go to its constructor."""
@@ -54,6 +61,10 @@ class ModelCase:
         """A tiny MHLA model; `trained` moves the MHLA parameters off their initial values."""
         model = self.make(self.mhla_class, mhla={**self.options, **options})
         return perturb_mhla(model) if trained else model
+
+    def full_options(self, **options: Any) -> MHLAConfig:
+        """All options of `make_mhla(**options)`: the class's defaults, the case's, and these."""
+        return MHLAConfig(**{**self.mhla_class.default_options, **self.options, **options})
 
     def run(self, model: torch.nn.Module, size: int = 0, **options: Any) -> torch.Tensor:
         """The model's output without gradients."""
@@ -120,3 +131,19 @@ def recorded_warnings():
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def captured(module: torch.nn.Module):
+    """Yields a list that collects the arguments, the keywords and the output of every call of `module`."""
+    calls: list[SimpleNamespace] = []
+
+    def record(_, arguments, keywords, output):
+        calls.append(SimpleNamespace(arguments=arguments, keywords=keywords, output=output))
+
+    handle = module.register_forward_hook(record, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+    assert calls

@@ -62,7 +62,7 @@ class SavingChecks(ModelCase):
             loaded = self.mhla_class.from_pretrained(tmp_path)
         assert warnings == []
         assert type(loaded) is self.mhla_class and not loaded.training
-        assert loaded.config.mhla == model.config.mhla == MHLAConfig(**{**self.options, **options}).to_dict()
+        assert loaded.config.mhla == model.config.mhla == self.full_options(**options).to_dict()
         assert loaded.mhla_layers == model.mhla_layers
         assert_same_parameters(loaded, model)
         # Not to the bit: where a file puts its tensors in memory decides how they are summed.
@@ -166,8 +166,9 @@ class SavingChecks(ModelCase):
         device_map = {"": "disk"}
         if not everything:
             names = [name for name, _ in [*whole.named_children(), *whole.named_parameters(recurse=False)]]
-            device_map = {name: "cpu" for name in names if name != "blocks"}
-            device_map.update({f"blocks.{index}": ("cpu", "disk")[index % 2] for index in range(len(whole.blocks))})
+            device_map = {name: "cpu" for name in names if name != self.block_list}
+            count = len(whole._self_attentions())
+            device_map.update({f"{self.block_list}.{index}": ("cpu", "disk")[index % 2] for index in range(count)})
         model = self.mhla_class.from_pretrained(
             ordinary_dir, mhla=self.options, device_map=device_map, offload_folder=tmp_path
         )
@@ -176,7 +177,7 @@ class SavingChecks(ModelCase):
 
     def test_options_are_resolved_and_saved(self, ordinary_dir, tmp_path):
         model = self.mhla_class.from_pretrained(ordinary_dir)
-        assert model.mhla_config.grid == self.mhla_class.default_grid
+        assert model.mhla_config.grid == self.mhla_class.reference_grid(model.config)
         assert model.mhla_config.blocks is not None
         model.save_pretrained(tmp_path)
         assert self.mhla_class.from_pretrained(tmp_path).config.mhla == model.config.mhla
@@ -195,7 +196,6 @@ class SavingChecks(ModelCase):
     @pytest.mark.parametrize(
         "override, message",
         [
-            ({"blocks": [1, 1, 2]}, "blocks"),
             ({"mixing_heads": "per_head"}, "do not fit the MHLA weights"),
             ({"mixing_constraint": "nonnegative"}, "mixing_constraint"),
             ({"layers": [1]}, "leave out .*blocks.0.attn1.mhla"),
@@ -212,6 +212,11 @@ class SavingChecks(ModelCase):
         self.make_mhla(output_norm=True).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=message):
             self.mhla_class.from_pretrained(tmp_path, mhla=override)
+
+    def test_another_number_of_blocks_is_refused(self, mhla_dir):
+        blocks = [max(1, count - 1) for count in self.options["blocks"]]
+        with pytest.raises(ValueError, match="are for blocks"):
+            self.mhla_class.from_pretrained(mhla_dir, mhla={"blocks": blocks})
 
     def test_same_number_of_blocks_in_another_arrangement_is_refused(self, mhla_dir):
         blocks = self.options["blocks"][::-1]
@@ -267,9 +272,9 @@ class SavingChecks(ModelCase):
     def test_convert_in_place_equals_loading(self, options, ordinary_dir, tmp_path):
         mhla = {**self.options, **options}
         model = self.upstream.from_pretrained(ordinary_dir)
-        weight = model.proj_out.weight
+        weight = next(model.parameters())
         converted = convert(model, mhla)
-        assert converted is model and type(model) is self.mhla_class and model.proj_out.weight is weight
+        assert converted is model and type(model) is self.mhla_class and next(model.parameters()) is weight
         assert not any(module.training for module in model.modules())
         loaded = self.mhla_class.from_pretrained(ordinary_dir, mhla=mhla)
         assert_same_parameters(model, loaded)
@@ -291,9 +296,9 @@ class SavingChecks(ModelCase):
 
     def test_failed_conversion_leaves_the_model_alone(self):
         model = self.make(self.upstream)
-        keys, expected = set(model.state_dict()), self.run(model)
+        keys, expected = set(model.state_dict()), self.run(model, self.upstream_size)
         for mhla in ({"layers": [7]}, {"blocks": [2]}, {"no_such": 1}, {"causal": True, "block_size": [4]}):
             with pytest.raises(ValueError):
                 convert(model, mhla)
         assert type(model) is self.upstream and set(model.state_dict()) == keys and "mhla" not in model.config
-        assert torch.equal(self.run(model), expected)
+        assert torch.equal(self.run(model, self.upstream_size), expected)

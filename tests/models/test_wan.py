@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is particular to Wan: which layers are MHLA, every grid against the dense definition, and what is refused."""
 
-import contextlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 from diffusers import ContextParallelConfig
@@ -12,29 +9,13 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanR
 from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, mhla_attention
 from mhla_hf.models.wan import MHLAWanAttnProcessor
 from tests import tiny
-from tests.models.model_case import perturb_mhla, relative_error
+from tests.models.model_case import captured, perturb_mhla, relative_error
 from tests.models.wan_case import WanCase, WanImageToVideoCase
 
 
 CASE = WanCase()
 # Frames, height and width of latents: one frame, odd sizes, sizes that the blocks do not divide, tall and wide ones.
 GRIDS = [(3, 4, 8), (1, 4, 8), (1, 2, 2), (5, 6, 14), (7, 10, 6), (2, 16, 4), (4, 2, 26), (1, 8, 12)]
-
-
-@contextlib.contextmanager
-def captured(module, name):
-    """Collects the keyword and positional arguments and the output of every call of `module`."""
-    calls = []
-
-    def record(_, arguments, keywords, output):
-        calls.append(SimpleNamespace(arguments=arguments, keywords=keywords, output=output))
-
-    handle = module.register_forward_hook(record, with_kwargs=True)
-    try:
-        yield calls
-    finally:
-        handle.remove()
-    assert calls, name
 
 
 def rotate(tokens, latents, model):
@@ -86,7 +67,7 @@ def test_hybrid_keeps_softmax_layers_exactly():
     model = CASE.make(MHLAWanTransformer3DModel, mhla={**CASE.options, "layers": [2]}, num_layers=3)
     model.load_state_dict(stock.state_dict(), strict=False)
     for size in range(3):
-        with captured(model.blocks[1], "mhla") as ours, captured(stock.blocks[1], "stock") as theirs:
+        with captured(model.blocks[1]) as ours, captured(stock.blocks[1]) as theirs:
             outputs = CASE.run(model, size), CASE.run(stock, size)
         assert torch.equal(ours[0].output, theirs[0].output)
         assert relative_error(*outputs) > 1e-3
@@ -115,7 +96,7 @@ def test_bad_layers_are_named():
 def test_every_grid_matches_the_dense_definition(options, size):
     model = CASE.make_mhla(**options, resize="blocks")
     inputs = CASE.inputs(size, batch=2)
-    with captured(model.blocks[1].attn1.mhla, "mhla") as calls, torch.no_grad():
+    with captured(model.blocks[1].attn1.mhla) as calls, torch.no_grad():
         output = model(**inputs).sample
     assert output.shape == inputs["hidden_states"].shape
     (call,) = calls
@@ -162,7 +143,7 @@ def test_resize(resize, size, blocks):
     model = CASE.make_mhla(resize=resize)
     inputs = CASE.inputs(size)
     module = model.blocks[0].attn1.mhla
-    with captured(module, "mhla") as calls, torch.no_grad():
+    with captured(module) as calls, torch.no_grad():
         model(**inputs)
     layout = module.layout_for(calls[0].keywords["grid"])
     assert layout.blocks == blocks
@@ -179,7 +160,7 @@ def test_block_size_at_other_grids():
     assert module.mixing.shape == (6, 6)
     for size in GRIDS:
         inputs = CASE.inputs(size)
-        with captured(module, "mhla") as calls, torch.no_grad():
+        with captured(module) as calls, torch.no_grad():
             model(**inputs)
         layout = module.layout_for(calls[0].keywords["grid"])
         expected = dense_attention(calls[0], model, inputs["hidden_states"], layout, module.mixing_matrix(layout))
@@ -189,7 +170,7 @@ def test_block_size_at_other_grids():
 def test_one_block_is_vanilla_linear_attention():
     model = CASE.make_mhla(trained=False, blocks=[1, 1, 1])
     inputs = CASE.inputs(2)
-    with captured(model.blocks[0].attn1.mhla, "mhla") as calls, torch.no_grad():
+    with captured(model.blocks[0].attn1.mhla) as calls, torch.no_grad():
         model(**inputs)
     query, key, value = calls[0].arguments
     query, key = torch.relu(query), torch.relu(key)
@@ -229,7 +210,7 @@ def test_image_to_video_cross_attention_is_upstreams():
     case = WanImageToVideoCase()
     model, stock = case.make_mhla(layers=[1]), case.make()
     stock.load_state_dict({name: value for name, value in model.state_dict().items() if ".mhla." not in name})
-    with captured(model.blocks[0].attn2, "mhla") as ours, captured(stock.blocks[0].attn2, "stock") as theirs:
+    with captured(model.blocks[0].attn2) as ours, captured(stock.blocks[0].attn2) as theirs:
         case.run(model, 2), case.run(stock, 2)
     assert torch.equal(ours[0].output, theirs[0].output)
 

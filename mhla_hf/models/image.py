@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the image models that use diffusers' `Attention` share: attention, processor and the place of both.
+
+`Attention` sees a flat token sequence. Each model's file says how the token grid gets to it; here it is a keyword
+argument, so nothing is remembered between calls: checkpointing, compilation and two forwards at different grids
+before one backward cannot go wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn as nn
+from diffusers.models.attention_processor import Attention
+
+from .base import MHLAModelMixin
+
+
+class MHLAImageAttnProcessor:
+    """Stateless processor of an MHLA self-attention layer; the parameters live in `attn.mhla`."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attends over `hidden_states` `[B, T, hidden]`, T = height · width of `grid`, row-major.
+
+        Raises:
+            ValueError: For cross-attention, an attention mask, a missing grid or other arguments: none of them can
+                be served.
+        """
+        if encoder_hidden_states is not None:
+            raise ValueError("MHLA is self-attention; encoder_hidden_states must be None.")
+        if attention_mask is not None:
+            raise ValueError("MHLA layers of image models take no attention_mask.")
+        if grid is None:
+            raise ValueError("MHLA layers of image models need grid=(height, width) in tokens; their model gives it.")
+        if kwargs:
+            raise ValueError(f"MHLA layers of image models take no {', '.join(kwargs)}.")
+        if attn.fused_projections:
+            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        else:
+            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        # Where there are such norms, they go across heads.
+        query = query if attn.norm_q is None else attn.norm_q(query)
+        key = key if attn.norm_k is None else attn.norm_k(key)
+        query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
+        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states)
+        output = output.flatten(2, 3).type_as(hidden_states)
+        return attn.to_out[1](attn.to_out[0](output))
+
+
+class MHLAImageAttention(Attention):
+    """Self-attention of every layer, MHLA or not: only MHLA layers are told the grid."""
+
+    def set_processor(self, processor: object) -> None:
+        """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.
+
+        Raises:
+            ValueError: If a layer that has MHLA parameters is given another kind of processor.
+        """
+        if hasattr(self, "mhla") and not isinstance(processor, MHLAImageAttnProcessor):
+            raise ValueError(
+                f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Load the original "
+                "checkpoint instead, or leave this layer out of `layers` when you convert."
+            )
+        super().set_processor(processor)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if not hasattr(self, "mhla"):
+            return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, grid=grid, **kwargs)
+
+
+class MHLAImageModelMixin(MHLAModelMixin):
+    """`MHLAModelMixin` for models with `transformer_blocks[i].attn1`, and square `sample_size` and `patch_size`."""
+
+    default_grid = (32, 32)
+    processor_class: ClassVar[type] = MHLAImageAttnProcessor
+    _keep_in_fp32_modules: ClassVar[list[str]] = ["mixing", "output_norm"]
+
+    @classmethod
+    def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """The grid of an image of the size that the model was made for, in patches."""
+        size = config["sample_size"] // config["patch_size"]
+        return (size, size)
+
+    def _self_attentions(self) -> list[nn.Module]:
+        return [block.attn1 for block in self.transformer_blocks]
+
+    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+        for attention in attentions:
+            attention.__class__ = MHLAImageAttention
+        for index in mhla_layers:
+            attentions[index].set_processor(self.processor_class())

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Complete image pipelines: loading, converting in place and by command, saving, and plain diffusers loading."""
+
+import json
+import shutil
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from typer.testing import CliRunner
+
+from mhla_hf import MHLAConfig, convert, load_pipeline
+from mhla_hf.cli.main import app
+from tests.models.model_case import assert_fresh, assert_same_parameters, perturb_mhla, recorded_warnings
+
+
+MHLA = {"blocks": [2, 2]}
+
+
+def command(*arguments):
+    """Runs a command of `mhla-hf` in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
+
+
+class ImagePipelineChecks:
+    """Attributes: sizes: Heights and widths of the images to draw; mhla_class: Class of the MHLA transformer."""
+
+    sizes: ClassVar[tuple[tuple[int, int], ...]]
+    mhla_class: ClassVar[Any]
+
+    @classmethod
+    def make_pipeline(cls, transformer_cls=None, **overrides):
+        """A complete tiny pipeline."""
+        raise NotImplementedError
+
+    def generate(self, pipeline, size=None, **options):
+        """Seeded images as an array `[N, height, width, 3]`."""
+        raise NotImplementedError
+
+    def images(self, pipeline):
+        """One image of each size."""
+        images = [self.generate(pipeline, size) for size in self.sizes]
+        assert all(image.shape[1:] == (*size, 3) for image, size in zip(images, self.sizes))
+        assert all(np.isfinite(image).all() for image in images)
+        return images
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def ordinary_dir(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("ordinary")
+        cls.make_pipeline().save_pretrained(folder)
+        return folder
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def mhla_dir(cls, tmp_path_factory):
+        """A trained MHLA pipeline."""
+        folder = tmp_path_factory.mktemp("mhla")
+        pipeline = cls.make_pipeline(cls.mhla_class, mhla={**MHLA, "output_gate": True, "lepe_kernel": 3})
+        perturb_mhla(pipeline.transformer)
+        pipeline.save_pretrained(folder)
+        return folder
+
+    def test_load_pipeline_from_an_ordinary_directory(self, ordinary_dir):
+        with recorded_warnings() as warnings:
+            pipeline = load_pipeline(ordinary_dir, attn_implementation="mhla", mhla=MHLA)
+        assert len([message for message in warnings if "Fine-tune" in message]) == 1
+        stock = DiffusionPipeline.from_pretrained(ordinary_dir)
+        assert type(pipeline) is type(stock) and type(pipeline.transformer) is self.mhla_class
+        assert pipeline.transformer.mhla_config == MHLAConfig(**{**self.mhla_class.default_options, **MHLA})
+        assert_fresh(pipeline.transformer)
+        assert_same_parameters(pipeline.transformer, stock.transformer, only_common=True)
+        self.images(pipeline)
+
+    def test_plain_diffusers_draws_the_same(self, mhla_dir, tmp_path):
+        first = load_pipeline(mhla_dir)
+        second = DiffusionPipeline.from_pretrained(mhla_dir)
+        assert type(second) is type(first) and type(second.transformer) is self.mhla_class
+        assert_same_parameters(second.transformer, first.transformer)
+        images = self.images(first)
+        for actual, expected in zip(self.images(second), images):
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
+        second.save_pretrained(tmp_path)
+        for actual, expected in zip(self.images(DiffusionPipeline.from_pretrained(tmp_path)), images):
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+    def test_convert_in_place_and_by_command(self, ordinary_dir, tmp_path):
+        pipeline = convert(DiffusionPipeline.from_pretrained(ordinary_dir), {**MHLA, "layers": [1], "lepe_kernel": 3})
+        options = ("--blocks", "2,2", "--layers", "1", "--lepe", "3")
+        result = command("convert", ordinary_dir, tmp_path / "mhla", *options)
+        assert result.exit_code == 0, result.output
+        converted = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+        assert type(converted.transformer) is self.mhla_class and converted.transformer.mhla_layers == [1]
+        assert converted.transformer.config.mhla == pipeline.transformer.config.mhla
+        assert_same_parameters(converted.transformer, pipeline.transformer)
+        notes = json.loads((tmp_path / "mhla/conversion.json").read_text())["components"]["transformer"]
+        assert notes["target_class"] == self.mhla_class.__name__ and notes["mhla_layers"] == [1]
+        pipeline.save_pretrained(tmp_path / "saved")
+        index = json.loads((tmp_path / "saved/model_index.json").read_text())
+        assert index["transformer"] == ["diffusers", self.mhla_class.__name__]
+        saved = DiffusionPipeline.from_pretrained(tmp_path / "saved")
+        for one, two, three in zip(self.images(pipeline), self.images(converted), self.images(saved)):
+            np.testing.assert_allclose(two, one, atol=1e-5)
+            np.testing.assert_allclose(three, one, atol=1e-5)
+
+    def test_default_conversion_by_command(self, ordinary_dir, tmp_path):
+        assert command("convert", ordinary_dir / "transformer", tmp_path / "mhla", "--quiet").exit_code == 0
+        stored = json.loads((tmp_path / "mhla/config.json").read_text())["mhla"]
+        assert stored == self.make_pipeline(self.mhla_class).transformer.config.mhla
+
+    def test_half_precision(self, mhla_dir):
+        pipeline = load_pipeline(mhla_dir, torch_dtype=torch.bfloat16)
+        assert pipeline.transformer.dtype == torch.bfloat16
+        assert pipeline.transformer.mhla_modules()[0].mixing.dtype == torch.float32
+        self.images(pipeline)
+
+    # What the command refuses
+
+    def refused(self, source, tmp_path, *parts):
+        result = command("convert", source, tmp_path / "result", "--blocks", "2,2")
+        assert result.exit_code == 1 and len(result.output.strip().splitlines()) == 1, result.output
+        assert all(part in result.output for part in parts), result.output
+        assert not (tmp_path / "result").exists()
+
+    def test_convert_refuses_an_mhla_directory(self, mhla_dir, tmp_path):
+        self.refused(mhla_dir, tmp_path, f"{self.mhla_class.__name__} already")
+
+    def test_convert_refuses_another_architecture(self, ordinary_dir, tmp_path):
+        self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted", "DiTTransformer2DModel")
+
+    def test_convert_refuses_damaged_weights(self, ordinary_dir, tmp_path):
+        source = tmp_path / "transformer"
+        shutil.copytree(ordinary_dir / "transformer", source)
+        weights = source / "diffusion_pytorch_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        self.refused(source, tmp_path, weights.name)
+
+    def test_convert_refuses_a_missing_shard(self, ordinary_dir, tmp_path):
+        source = tmp_path / "transformer"
+        transformer = DiffusionPipeline.from_pretrained(ordinary_dir).transformer
+        transformer.save_pretrained(source, max_shard_size="30KB")
+        lost = sorted(source.glob("*-of-*.safetensors"))[1]
+        lost.unlink()
+        self.refused(source, tmp_path, lost.name)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiT pipelines."""
+
+import numpy as np
+import torch
+
+from mhla_hf import MHLADiTTransformer2DModel, load_pipeline
+from tests import tiny_images
+from tests.models.image_pipeline_checks import ImagePipelineChecks
+
+
+class TestDiTPipeline(ImagePipelineChecks):
+    mhla_class = MHLADiTTransformer2DModel
+    # The pipeline draws squares of the model's own size only.
+    sizes = ((16, 16),)
+
+    @classmethod
+    def make_pipeline(cls, transformer_cls=None, **overrides):
+        return tiny_images.dit_pipeline(transformer_cls, **overrides)
+
+    def generate(self, pipeline, size=None, labels=(3,), **options):
+        pipeline.set_progress_bar_config(disable=True)
+        generator = [torch.Generator().manual_seed(label) for label in labels]
+        arguments = {"num_inference_steps": 2, "generator": generator, "output_type": "np", **options}
+        return pipeline(class_labels=list(labels), **arguments).images
+
+    def test_guidance_and_batches(self, mhla_dir):
+        pipeline = load_pipeline(mhla_dir)
+        for scale in (1.0, 4.0):
+            together = self.generate(pipeline, labels=(3, 5), guidance_scale=scale)
+            apart = [self.generate(pipeline, labels=(label,), guidance_scale=scale)[0] for label in (3, 5)]
+            np.testing.assert_allclose(together, np.stack(apart), atol=1e-4)
+
+    def test_images_of_another_size_than_the_weights_were_made_for(self, mhla_dir):
+        """As someone would who trains at one resolution and draws at another."""
+        pipeline = load_pipeline(mhla_dir)
+        pipeline.transformer.register_to_config(sample_size=12)
+        assert self.generate(pipeline).shape == (1, 24, 24, 3)
