@@ -104,6 +104,11 @@ class MHLAConfig:
     layers: tuple[int, ...] | None = None
     causal: bool = False
 
+    def __new__(cls, **options: Any) -> MHLAConfig:
+        config = object.__new__(cls)
+        object.__setattr__(config, "_given", tuple(options))
+        return config
+
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
@@ -171,6 +176,11 @@ class MHLAConfig:
         """Returns every option as plain JSON types (tuples become lists)."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def given_options(self) -> dict[str, Any]:
+        """Returns the options that the constructor was called with, as plain JSON types; models default the others."""
+        options = self.to_dict()
+        return {name: options[name] for name in options if name in self.__dict__["_given"]}
 
     def to_json_string(self) -> str:
         """Returns the options as indented JSON with sorted keys."""

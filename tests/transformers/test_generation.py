@@ -167,8 +167,37 @@ def test_crop_takes_tokens_back(llama):
     torch.testing.assert_close(output, llama(ids, use_cache=False).logits[:, 17:], rtol=1e-5, atol=1e-5)
     long = DynamicCache(config=llama.config)
     llama(ids.repeat(1, 4), past_key_values=long, use_cache=True)
-    with pytest.raises(ValueError, match="last 64 tokens, not 65"):
+    with pytest.raises(ValueError, match="last 64 tokens, of which 64 are left, not 65"):
         long.crop(-65)
+    long.crop(-40)
+    with pytest.raises(ValueError, match="of which 24 are left, not 30"):
+        long.crop(-30)
+    long.crop(-20)
+    output = llama(ids[:, :9], past_key_values=long).logits
+    whole = torch.cat([ids.repeat(1, 2), ids[:, :9]], dim=1)
+    torch.testing.assert_close(output, llama(whole, use_cache=False).logits[:, 60:], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_full_static_cache_is_refused(llama):
+    ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(6))
+    cache = StaticCache(config=llama.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="The static cache is full: it was made for 32 tokens"):
+        llama(ids, past_key_values=cache)
+    cache = StaticCache(config=llama.config, max_cache_len=32)
+    llama(ids[:, :32], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="The static cache is full"):
+        llama(ids[:, 32:33], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_softmax_refuses_a_cache_of_summaries(llama):
+    model = copy.deepcopy(llama)
+    cache = DynamicCache(config=model.config)
+    model(**prompt(False), past_key_values=cache)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="filled by MHLA attention"):
+        model(prompt(False)["input_ids"][:, :1], past_key_values=cache)
 
 
 @torch.no_grad()

@@ -49,6 +49,61 @@ def test_defaults_follow_the_model(softmax_directory):
     assert image.config.mhla["blocks"] == [2, 2] and image.config.mhla["grid"] == [4, 4]
 
 
+def test_options_as_a_dict_and_as_a_config_are_the_same():
+    given = {"block_size": 8, "mixing_heads": "per_head"}
+    first, second = (convert(softmax_model("llama"), options) for options in (given, MHLAConfig(**given)))
+    assert first.config.mhla == second.config.mhla and first.config.mhla["feature_map"] == "hedgehog"
+    explicit = convert(softmax_model("llama"), MHLAConfig(feature_map="relu"))
+    assert explicit.config.mhla["feature_map"] == "relu" and explicit.config.mhla["mixing_init"] == "uniform"
+    assert MHLAConfig(eps=0.1).given_options() == {"eps": 0.1}
+    assert copy.deepcopy(MHLAConfig(eps=0.1)).given_options() == {"eps": 0.1}
+
+
+def test_single_options_over_a_checkpoints_own(tmp_path, caplog):
+    model = mhla_model("llama", normalizer="none", rope="before_feature_map", output_norm=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, mhla={"eps": 1e-5}).eval()
+    assert (
+        again.config.mhla == {**model.config.mhla, "eps": 1e-5} and "change what its weights mean" not in caplog.text
+    )
+    assert torch.equal(first_output(again, **GIVEN), first_output(model, **GIVEN))
+    changed = AutoModelForCausalLM.from_pretrained(tmp_path, mhla={"normalizer": "query"})
+    assert changed.config.mhla["normalizer"] == "query" and changed.config.mhla["rope"] == "before_feature_map"
+    assert "normalizer='none'; the ones given change what its weights mean" in caplog.text
+
+
+def test_a_softmax_model_with_the_same_configuration_object_is_not_run_wrongly():
+    teacher = softmax_model("llama")
+    student = LlamaForCausalLM(teacher.config)
+    convert(student, {"block_size": 4})
+    ids = GIVEN["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    with pytest.raises(ValueError, match="This model has no MHLA parameters"):
+        teacher(ids, attention_mask=mask)
+
+
+def test_rotations_under_a_condition_are_left_where_they_are():
+    sizes = {**DECODER, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    config = transformers.Cohere2Config(**sizes)
+    config.mhla = {}
+    assert AutoModelForCausalLM.from_config(config).config.mhla["rope"] == "before_feature_map"
+    config = transformers.Cohere2Config(**sizes)
+    config.mhla = {"rope": "after_feature_map"}
+    with pytest.raises(ValueError, match="use mhla={'rope': 'before_feature_map'}"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_attention_that_does_not_say_is_causal():
+    model = mhla_model("llama")
+    for layer in model.model.layers:
+        del layer.self_attn.is_causal
+    ids = GIVEN["input_ids"]
+    changed = ids.clone()
+    changed[:, 10:] = 5
+    torch.testing.assert_close(model(ids).logits[:, :10], model(changed).logits[:, :10])
+
+
 OPTIONS = {"dict": {"block_size": 4}, "config": MHLAConfig(feature_map="elu"), "block": MHLAConfig(block_size=4)}
 
 
@@ -63,9 +118,8 @@ def test_options_reach_every_way_of_building(options, softmax_directory):
         assert model.config._attn_implementation == "mhla"
         assert model.config.mhla == loaded.config.mhla
         stored = MHLAConfig.from_dict(model.config.mhla)
-        whole = isinstance(options, MHLAConfig)
         assert stored.causal and stored.block_size == ((64,) if stored.feature_map == "elu" else (4,))
-        assert stored.feature_map == (options.feature_map if whole else "hedgehog")
+        assert stored.feature_map == ("elu" if options == OPTIONS["config"] else "hedgehog")
         assert {key for key, _ in model.named_parameters()} == {key for key, _ in loaded.named_parameters()}
     json.dumps(loaded.config.to_dict())
 
@@ -224,6 +278,7 @@ REFUSED = {
     "GptOss": ({**DECODER, "head_dim": 8, "num_local_experts": 2}, "attention sinks"),
     "DeepseekV3": ({**SMALL, "n_routed_experts": 2}, "multi-head latent attention"),
     "T5": (T5, "encoder-decoder"),
+    "GPT2": ({"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True}, "cross-attention"),
 }
 
 

@@ -123,3 +123,21 @@ def test_encoders_called_without_their_hooks(name):
     expected = first_output(model, **given)
     torch.testing.assert_close(model.base_model.forward(**given)[0], model.base_model(**given)[0])
     assert torch.equal(first_output(model, **given), expected)
+
+
+def test_cumulative_lengths_in_a_hybrid():
+    # transformers itself only separates documents by positions, and not with a cache.
+    model = mhla_model("llama", layers=[0, 2])
+    ids, positions = packed("llama")
+    lengths = {"cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES}
+    for given in ({"position_ids": positions, "use_cache": False, **lengths}, {"position_ids": positions}):
+        torch.testing.assert_close(
+            first_output(model, input_ids=ids, **given), alone(model, ids, use_cache=False), rtol=1e-5, atol=2e-5
+        )
+
+
+def test_positions_given_once_for_the_batch():
+    model = mhla_model("llama")
+    ids, positions = packed("llama", batch=2)
+    output = first_output(model, input_ids=ids, position_ids=positions[:1], use_cache=False)
+    torch.testing.assert_close(output, alone(model, ids, use_cache=False), rtol=1e-5, atol=2e-5)

@@ -28,7 +28,7 @@ from .geometry import (
 )
 from .inputs import NAME, LayerInputsHook, ModelInputsHook
 from .options import max_positions, resolve_image, resolve_sequence
-from .rotary import rotation_of, uses_rotary
+from .rotary import rotates_sometimes, rotation_of, uses_rotary
 
 
 logger = logging.get_logger(__name__)
@@ -87,7 +87,19 @@ def attach(model: PreTrainedModel) -> int:
     count = sum(isinstance(module, MHLA) for module in model.modules())
     if count == 0 and wants_mhla(model.config) and _has_attention(model) and _sees_inputs(model):
         raise ValueError(_not_dispatching(model))
+    _leave_other_towers_softmax(model)
     return count
+
+
+def _leave_other_towers_softmax(model: PreTrainedModel) -> None:
+    """Sets towers that have no MHLA layers back to softmax, where a whole composite model was asked for MHLA."""
+    for name, tower in _towers(model.config).items():
+        if tower._attn_implementation == NAME and tower.mhla is None and not _towers(tower):
+            tower._attn_implementation_internal = "sdpa"
+            logger.warning_once(
+                f"{name} of {type(model).__name__} has no attention that can be MHLA and keeps softmax. Ask for "
+                f"single parts by attn_implementation={{'text_config': 'mhla'}} and the like."
+            )
 
 
 def check_class(model: PreTrainedModel, config: Any) -> None:
@@ -160,7 +172,7 @@ def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAC
         return resolve_image(config.mhla, patch_grid(config))
     return resolve_sequence(
         config.mhla,
-        causal=bool(getattr(attention, "is_causal", False)),
+        causal=bool(getattr(attention, "is_causal", True)),
         head_dim=heads_of(attention).head_dim,
         positions=max_positions(config),
         tested=is_tested(config.model_type),
@@ -187,7 +199,9 @@ def _chosen_layers(
 
 
 def _check_rotary(attention: nn.Module, options: MHLAConfig) -> None:
-    if options.rope == "after_feature_map" and uses_rotary(attention) and rotation_of(attention) is None:
+    if options.rope != "after_feature_map" or not uses_rotary(attention):
+        return
+    if rotation_of(attention) is None or rotates_sometimes(attention):
         raise ValueError(
             f"{type(attention).__name__} rotates its queries in a way that cannot be undone; "
             "use mhla={'rope': 'before_feature_map'}."

@@ -100,8 +100,8 @@ def mhla_attention_forward(
         # Scaled already, in the query alone; the feature map wants both sides alike.
         query, key = query * module.scaling**-0.5, key * module.scaling**0.5
     if mhla.config.is_sequence:
-        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        sequence = _token_sequence(module, given.model, given.cache, query.shape[1], bool(causal))
+        causal = _is_causal(module, is_causal)
+        sequence = _token_sequence(module, given.model, given.cache, query.shape[:2], causal)
         where: dict[str, Any] = {"sequence": sequence}
     else:
         where = {"grid": given.model.grid}
@@ -159,17 +159,46 @@ def _check_mask(module: nn.Module, mask: torch.Tensor | None, inputs: ModelInput
         )
 
 
-def _softmax(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    if getattr(module.config, "mhla", None) is None:
+def _softmax(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    is_causal: bool | None,
+    mhla_inputs: ModelInputs | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """SDPA for the layers of a hybrid that are softmax."""
+    # A mask of padding alone was made for a model without such layers, whose configuration this one shares.
+    if getattr(module.config, "mhla", None) is None or (attention_mask is not None and attention_mask.dim() != 4):
         raise ValueError(_NOT_BUILT)
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
+    documents = None if mhla_inputs is None else mhla_inputs.documents
+    if documents is not None and key.shape[2] == query.shape[2]:
+        same = (documents[:, None, :, None] == documents[:, None, None, :]).expand(query.shape[0], -1, -1, -1)
+        if attention_mask is not None:
+            attention_mask = attention_mask & same
+        else:
+            attention_mask = same.tril() if _is_causal(module, is_causal) else same
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, query, key, value, attention_mask, is_causal=is_causal, **kwargs
+    )  # fmt: skip
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """As transformers' SDPA: the call says so, else the module, and one that does not say is causal."""
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _token_sequence(
-    module: nn.Module, inputs: ModelInputs, cache: MHLACacheLayer | None, length: int, causal: bool
+    module: nn.Module, inputs: ModelInputs, cache: MHLACacheLayer | None, shape: torch.Size, causal: bool
 ) -> TokenSequence:
-    valid = inputs.padding
-    if cache is not None and inputs.documents is not None:
+    length, valid, documents = shape[1], inputs.padding, inputs.documents
+    if documents is not None:
+        # Positions are often given once for the whole batch.
+        documents = documents.expand(shape[0], -1)
+    if cache is not None and documents is not None:
         cache.mark_unusable("This cache was filled with packed sequences, which cannot be continued.")
         cache = None
     if valid is not None:
@@ -181,7 +210,7 @@ def _token_sequence(
             )
     if cache is not None and not causal:
         raise ValueError(f"{type(module).__name__} attends in both directions and cannot decode with a cache.")
-    return TokenSequence(causal, valid, inputs.documents, inputs.num_documents, cache)
+    return TokenSequence(causal, valid, documents, inputs.num_documents, cache)
 
 
 AttentionInterface.register(NAME, mhla_attention_forward)

@@ -49,6 +49,8 @@ class MHLACacheLayer(CacheLayerMixin):
         self.state: MHLAState | None = None
         self._length: int | torch.Tensor = 0
         self._before: int | torch.Tensor = 0
+        # How many tokens can be taken back just now.
+        self._rewindable: int | torch.Tensor = 0
         self._last: dict[str, torch.Tensor] | None = None
         self._mixing: torch.Tensor | None = None
         self._unusable: str | None = None
@@ -61,6 +63,7 @@ class MHLACacheLayer(CacheLayerMixin):
         if self.max_cache_len is not None:
             # A tensor, so that compiled decoding is not compiled anew for every token.
             self._length = torch.zeros((), dtype=torch.long, device=self.device)
+            self._rewindable = torch.zeros((), dtype=torch.long, device=self.device)
         self.is_initialized = True
 
     def update(
@@ -102,7 +105,7 @@ class MHLACacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything."""
         self.state = self._last = self._mixing = self._unusable = None
-        self._length = self._before = 0
+        self._length = self._before = self._rewindable = 0
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -135,17 +138,18 @@ class MHLACacheLayer(CacheLayerMixin):
         if count >= length:
             self.reset()
             return
-        if count > REWINDABLE_TOKENS or self._last is None or self._mixing is None:
+        if count > int(self._rewindable) or self._last is None or self._mixing is None:
             raise ValueError(
-                f"An MHLA cache can take back its last {REWINDABLE_TOKENS} tokens, not {count}: it keeps summaries. "
-                "Start again from the beginning of the text."
+                f"An MHLA cache can take back its last {REWINDABLE_TOKENS} tokens, of which {int(self._rewindable)} "
+                f"are left, not {count}: it keeps summaries. Assisted decoding must draft fewer (num_assistant_tokens, "
+                "prompt_lookup_num_tokens); else start again from the beginning of the text."
             )
         slots = torch.arange(length - count, length, device=self.device) % REWINDABLE_TOKENS
         last = {name: tensor.index_select(1, slots) for name, tensor in self._last.items()}
         self.state = rewind_state(
             self.state, self._mixing, last["key"], last["normalizer_key"], last["value"], last["valid"]
         )
-        self._length = self._length - count
+        self._length, self._rewindable = self._length - count, self._rewindable - count
 
     # What attention uses.
 
@@ -199,6 +203,7 @@ class MHLACacheLayer(CacheLayerMixin):
         # The positions in `_before` and `_length` bound those of every batch entry.
         needed = self.max_cache_len if self.max_cache_len is not None else int(self._length)
         room = -(-needed // block_size)
+        self._check_room(key.shape[1])
         if state is None:
             dtype = accumulation_dtype(value.dtype)
             return empty_state(
@@ -210,6 +215,17 @@ class MHLACacheLayer(CacheLayerMixin):
             raise ValueError(f"The cache has a batch of {state.current.shape[0]}, but the input has {key.shape[0]}.")
         # Grown by half as much again, so that growing costs little for each token.
         return state if room <= state.num_blocks else state.with_room(max(room, state.num_blocks * 3 // 2))
+
+    def _check_room(self, new_tokens: int) -> None:
+        """Refuses tokens that a static cache was not made for."""
+        if not isinstance(self._length, torch.Tensor) or self.max_cache_len is None:
+            return
+        message = f"The static cache is full: it was made for {self.max_cache_len} tokens."
+        if new_tokens == 1 or torch.compiler.is_compiling():
+            # Nothing is read back while decoding.
+            torch._assert_async(self._length <= self.max_cache_len, message)
+        elif int(self._length) > self.max_cache_len:
+            raise ValueError(message)
 
     def _keep_last(
         self, key: torch.Tensor, normalizer_key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
@@ -227,6 +243,10 @@ class MHLACacheLayer(CacheLayerMixin):
                 for name, tensor in tokens.items()
             }
         kept = min(length, REWINDABLE_TOKENS)
+        more = self._rewindable + kept
+        self._rewindable = (
+            more.clamp(max=REWINDABLE_TOKENS) if isinstance(more, torch.Tensor) else min(more, REWINDABLE_TOKENS)
+        )
         columns = self._before + torch.arange(length - kept, length, device=key.device)
         for name, tensor in tokens.items():
             self._last[name].index_copy_(1, columns % REWINDABLE_TOKENS, tensor.detach()[:, length - kept :])
@@ -303,6 +323,19 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     static = layer.max_cache_len if isinstance(layer, StaticLayer) else None
     cache.layers[index] = MHLACacheLayer(static, is_compileable=only_mhla)
     return cache.layers[index]
+
+
+def check_softmax_cache(cache: Any, index: int) -> None:
+    """Refuses a cache of block summaries where softmax attention is about to look for keys and values.
+
+    Raises:
+        ValueError: If the cache's layer keeps MHLA state.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    layers = getattr(cache, "layers", ())
+    if index < len(layers) and isinstance(layers[index], MHLACacheLayer):
+        raise ValueError("This cache was filled by MHLA attention; softmax attention needs a new one.")
 
 
 def _summary_dtype(model_dtype: torch.dtype, accumulation: torch.dtype) -> torch.dtype:

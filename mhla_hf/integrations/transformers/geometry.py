@@ -16,6 +16,7 @@ import torch.nn as nn
 _UNSUPPORTED_CONFIG = {
     "attn_logit_softcapping": "its attention logits are soft-capped",
     "alibi": "it uses ALiBi biases",
+    "add_cross_attention": "it attends to an encoder as well (cross-attention)",
     "kv_lora_rank": "its keys and values are compressed (multi-head latent attention)",
 }
 _RELATIVE = ("relative_key", "relative_key_query")

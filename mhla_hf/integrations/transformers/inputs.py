@@ -15,12 +15,20 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .cache import MHLACacheLayer, mhla_cache_layer
+from .cache import MHLACacheLayer, check_softmax_cache, mhla_cache_layer
 from .geometry import is_image_model, passes_keywords, patch_grid
 from .rotary import uses_rotary
 
 
 NAME = "mhla"
+_MODEL_ARGUMENTS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "pixel_values",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class ModelInputsHook:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.positions = _positions(model, ("attention_mask", "position_ids", "past_key_values", "pixel_values"))
+        self.positions = _positions(model, _MODEL_ARGUMENTS)
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if kwargs.get("mhla_inputs") is not None or model.config._attn_implementation != NAME:
@@ -82,7 +90,9 @@ class ModelInputsHook:
         else:
             documents, count = _documents(given, kwargs)
             causal = bool((model.config.mhla or {}).get("causal"))
-            padding = _padding(given.get("attention_mask"), given.get("past_key_values"), causal)
+            tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+            decoding = tokens is not None and tokens.shape[1] == 1
+            padding = _padding(given.get("attention_mask"), given.get("past_key_values"), causal, decoding)
             inputs = ModelInputs(padding, documents, count)
         return args, {**kwargs, "mhla_inputs": inputs}
 
@@ -105,11 +115,12 @@ class LayerInputsHook:
     def __call__(
         self, attention: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        if attention.config._attn_implementation != NAME:
-            return None
         given = {name: _argument(args, kwargs, index, name) for name, index in self.positions.items()}
         caches = [given.get(name) for name in ("past_key_values", "layer_past", "past_key_value")]
         cache = next((cache for cache in caches if cache is not None), None)
+        if attention.config._attn_implementation != NAME:
+            check_softmax_cache(cache, self.layer_index)
+            return None
         layer = None
         if cache is not None:
             layer = mhla_cache_layer(cache, self.layer_index, only_mhla=self.only_mhla)
@@ -142,7 +153,7 @@ def _inputs_of_layer(attention: Any, given: dict[str, Any], cache: Any, kwargs: 
     return ModelInputs(_padding(given.get("attention_mask"), cache, config.causal), documents, count)
 
 
-def _padding(mask: Any, cache: Any, causal: bool) -> torch.Tensor | None:
+def _padding(mask: Any, cache: Any, causal: bool, decoding: bool = False) -> torch.Tensor | None:
     """The padding `[B, all tokens]` in a model's `attention_mask`, or None for none."""
     if isinstance(mask, dict):
         # Made by `generate` for models with several kinds of layers.
@@ -154,8 +165,9 @@ def _padding(mask: Any, cache: Any, causal: bool) -> torch.Tensor | None:
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise ValueError(_refused_mask(mask))
     mask = mask.bool()
-    # Reading the mask once saves every layer the work on padding that is not there. A single token has little of it.
-    if mask.shape[1] > 1 and not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
+    # Reading the mask once saves every layer the work on padding that is not there. A single token has little of it,
+    # and nothing is read back from the device while decoding.
+    if not decoding and not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
         return None
     return mask
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,32 @@ from typing import Any
 from ...config import MHLAConfig
 
 
+logger = logging.getLogger(__name__)
+
+
 # As many rows of mixing weights as are learned; longer texts go by distance.
 MAX_SEQUENCE_BLOCKS = 64
 SMALLEST_CAUSAL_BLOCK = 64
 SMALLEST_ENCODER_BLOCK = 8
+_ALL_OPTIONS = tuple(MHLAConfig().to_dict())
+# Options that leave the shapes of the weights alone and change what they compute.
+_TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "layers")
 _NULLABLE = ("layers", "mixing_range", "lepe_kernel")
+
+
+def is_complete(options: Any) -> bool:
+    """Whether options are those of a model that was made: every one is there."""
+    return isinstance(options, Mapping) and set(options) == set(_ALL_OPTIONS)
+
+
+def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Warns of options that change what stored weights mean."""
+    changed = [name for name in _TRAINED_WITH if name in given and given[name] != stored[name]]
+    if changed:
+        made_with = ", ".join(f"{name}={stored[name]!r}" for name in changed)
+        logger.warning(
+            "The MHLA options of this model were %s; the ones given change what its weights mean.", made_with
+        )
 
 
 def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
@@ -65,13 +87,6 @@ def max_positions(config: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
-
-
-def given_options(config: MHLAConfig) -> dict[str, Any]:
-    """A whole `MHLAConfig` as options: everything but a layout that it leaves open, which the model fills in."""
-    options = config.to_dict()
-    open_layout = {"blocks": None, "block_size": None, "grid": None, "layers": None, "resize": "auto", "causal": False}
-    return {name: value for name, value in options.items() if name not in open_layout or value != open_layout[name]}
 
 
 def resolve_sequence(

@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from ...config import MHLAConfig
-from .options import given_options
+from .options import is_complete, warn_of_changes
 
 
 _originals: dict[str, Any] = {}
 
 
 class _MHLAOptions:
-    """The attribute `mhla` of every configuration: None or plain JSON types, kept in the instance like any other."""
+    """The attribute `mhla` of every configuration: None or plain JSON types, kept in the instance like any other.
+
+    A dict of some options is laid over the options of a model that was made already; set None first to drop those.
+    """
 
     def __get__(self, config: Any, owner: Any = None) -> Any:
         return self if config is None else config.__dict__.get("mhla")
 
     def __set__(self, config: Any, value: Any) -> None:
-        config.__dict__["mhla"] = given_options(value) if isinstance(value, MHLAConfig) else value
+        if isinstance(value, MHLAConfig):
+            value = value.given_options()
+        stored = config.__dict__.get("mhla")
+        if is_complete(stored) and isinstance(value, Mapping) and not is_complete(value):
+            # Single options given over a checkpoint's own, as `from_pretrained(..., mhla={...})` does.
+            warn_of_changes(stored, value)
+            value = {**stored, **value}
+        config.__dict__["mhla"] = value
 
 
 def install_configuration(module: ModuleType) -> None:

@@ -7,9 +7,12 @@ the features are rotated, all with the model's own `apply_rotary_pos_emb`: any o
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +36,22 @@ def uses_rotary(attention: nn.Module) -> bool:
         return False
     code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
     return code is not None and any("rotary" in name or "rope" in name for name in code.co_names)
+
+
+@lru_cache(maxsize=64)
+def _rotates_under_a_condition(forward: Callable[..., Any]) -> bool:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    branches = [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
+    calls = [node for branch in branches for node in ast.walk(branch) if isinstance(node, ast.Call)]
+    return any("rotary" in ast.unparse(call.func) for call in calls)
+
+
+def rotates_sometimes(attention: nn.Module) -> bool:
+    """Whether an attention class rotates under a condition that is not its `use_rope`: one cannot tell when."""
+    return not hasattr(attention, "use_rope") and _rotates_under_a_condition(inspect.unwrap(type(attention).forward))
 
 
 @dataclass(frozen=True)
