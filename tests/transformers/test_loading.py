@@ -329,3 +329,26 @@ def test_the_patch_can_be_taken_back():
     finally:
         patch.install_models(transformers.modeling_utils)
     assert mhla_modules(LlamaForCausalLM(config))
+
+
+def test_language_models_inside_multi_modal_ones(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
+    text = {**DECODER, "rope_parameters": rope, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
+    tokens = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    torch.manual_seed(0)
+    model = transformers.Qwen2VLForConditionalGeneration._from_config(config, attn_implementation="mhla").eval()
+    # Its image tower has no grid that MHLA would know: it keeps softmax.
+    assert (model.config.text_config._attn_implementation, model.config.vision_config._attn_implementation) == (
+        "mhla",
+        "sdpa",
+    )
+    ids = torch.tensor([[1, 52, 50, 50, 50, 50, 53, 5, 6, 7]])
+    given = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    given |= {"input_ids": ids, "mm_token_type_ids": (ids == 50).long(), "do_sample": False, "max_new_tokens": 6}
+    output = model.generate(**given)
+    assert torch.equal(output, model.generate(**given, use_cache=False))
+    model.save_pretrained(tmp_path)
+    again = transformers.Qwen2VLForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert torch.equal(again.generate(**given), output)

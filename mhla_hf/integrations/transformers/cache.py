@@ -141,8 +141,8 @@ class MHLACacheLayer(CacheLayerMixin):
         if count > int(self._rewindable) or self._last is None or self._mixing is None:
             raise ValueError(
                 f"An MHLA cache can take back its last {REWINDABLE_TOKENS} tokens, of which {int(self._rewindable)} "
-                f"are left, not {count}: it keeps summaries. Assisted decoding must draft fewer (num_assistant_tokens, "
-                "prompt_lookup_num_tokens); else start again from the beginning of the text."
+                f"are left, not {count}: it keeps summaries. Assisted decoding must draft fewer (num_assistant_tokens "
+                "or prompt_lookup_num_tokens); else start again from the beginning of the text."
             )
         slots = torch.arange(length - count, length, device=self.device) % REWINDABLE_TOKENS
         last = {name: tensor.index_select(1, slots) for name, tensor in self._last.items()}
