@@ -73,6 +73,7 @@ def test_module_and_version():
     [
         ("convert_wan", "--block-size"),
         ("convert_dit", "--blocks"),
+        ("convert_sana", "--mixing-init"),
         ("convert_lm", "--layers"),
         ("import_official", "--base"),
     ],

@@ -6,7 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    DDIMScheduler,
+    DiTPipeline,
+    DiTTransformer2DModel,
+    DPMSolverMultistepScheduler,
+    SanaPipeline,
+    SanaSprintPipeline,
+    SanaTransformer2DModel,
+    SCMScheduler,
+)
+from transformers import Gemma2Config, Gemma2Model
+
+from tests.tiny import character_tokenizer
 
 
 DIT: dict[str, Any] = {
@@ -60,5 +74,110 @@ def dit_pipeline(transformer_cls: type | None = None, **transformer_overrides: A
     """A complete DiT pipeline of 16x16 pictures; arguments as for `tiny.wan_pipeline`."""
     transformer = dit_transformer(transformer_cls, **transformer_overrides)
     pipeline = DiTPipeline(transformer=transformer, vae=dit_vae(), scheduler=DDIMScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+CAPTION_DIM = 16
+
+SANA: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 12,
+    "cross_attention_dim": 24,
+    "caption_channels": CAPTION_DIM,
+    # The pipeline's bins of aspect ratios are for 16, 32, 64 or 128: pictures of 512 pixels and more.
+    "sample_size": 16,
+}
+"""Constructor arguments of the text-to-image transformer."""
+
+SANA_SPRINT: dict[str, Any] = {**SANA, "guidance_embeds": True, "qk_norm": "rms_norm_across_heads"}
+"""The same for SANA-Sprint, which is told the guidance scale."""
+
+
+def sana_transformer(cls: type | None = None, *, sprint: bool = False, seed: int = 0, **overrides: Any):
+    """A tiny SANA in evaluation mode, fp32; arguments as for `tiny.wan_transformer`."""
+    torch.manual_seed(seed)
+    sizes = SANA_SPRINT if sprint else SANA
+    return (cls or SanaTransformer2DModel)(**{**sizes, **overrides}).eval()
+
+
+def sana_inputs(
+    batch: int = 1,
+    height: int = 4,
+    width: int = 6,
+    *,
+    sprint: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Keyword arguments for the transformer's `forward`; every latent is a token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    inputs = {
+        "hidden_states": random(batch, 4, height, width),
+        "encoder_hidden_states": random(batch, 7, CAPTION_DIM),
+        "timestep": torch.full((batch,), 500.0),
+        # The last two tokens of a prompt are padding.
+        "encoder_attention_mask": (torch.arange(7) < 5).long().expand(batch, 7),
+    }
+    if sprint:
+        inputs["guidance"] = torch.full((batch,), 0.45, dtype=dtype)
+    return inputs
+
+
+def sana_vae() -> AutoencoderDC:
+    """An autoencoder with four latent channels and pictures 32 times as wide."""
+    torch.manual_seed(0)
+    stages = 6
+    return AutoencoderDC(
+        latent_channels=4,
+        encoder_block_out_channels=(4,) * stages,
+        decoder_block_out_channels=(4,) * stages,
+        encoder_layers_per_block=(1,) * stages,
+        decoder_layers_per_block=(1,) * stages,
+        encoder_qkv_multiscales=((),) * stages,
+        decoder_qkv_multiscales=((),) * stages,
+    ).eval()
+
+
+def gemma(vocabulary_size: int) -> Gemma2Model:
+    """A one-layer Gemma 2 of width `CAPTION_DIM`."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=vocabulary_size,
+        hidden_size=CAPTION_DIM,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return Gemma2Model(config).eval()
+
+
+def sana_pipeline(
+    transformer_cls: type | None = None, *, sprint: bool = False, **transformer_overrides: Any
+) -> SanaPipeline | SanaSprintPipeline:
+    """A complete SANA or SANA-Sprint pipeline; arguments as for `tiny.wan_pipeline`."""
+    tokenizer = character_tokenizer()
+    parts = {
+        "tokenizer": tokenizer,
+        "text_encoder": gemma(len(tokenizer)),
+        "vae": sana_vae(),
+        "transformer": sana_transformer(transformer_cls, sprint=sprint, **transformer_overrides),
+    }
+    if sprint:
+        pipeline = SanaSprintPipeline(**parts, scheduler=SCMScheduler())
+    else:
+        options = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+        pipeline = SanaPipeline(**parts, scheduler=DPMSolverMultistepScheduler(**options))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -59,7 +59,18 @@ _DIT = ModelFamily(
     kind="image",
 )
 
-FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT)}
+_SANA = ModelFamily(
+    name="sana",
+    upstream="SanaTransformer2DModel",
+    mhla_class="MHLASanaTransformer2DModel",
+    module="mhla_hf.models.sana",
+    pipelines=("SanaPipeline", "SanaSprintPipeline"),
+    layers="transformer_blocks.{index}.attn1.mhla",
+    kind="image",
+    note="linear already: the same images until fine-tuned",
+)
+
+FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT, _SANA)}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
 
 

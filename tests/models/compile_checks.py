@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.models.model_case import OPTION_SETS, ModelCase, perturb_mhla, relative_error
+from tests.models.model_case import OPTION_SETS, ModelCase, gradient_error, perturb_mhla, relative_error
 
 
 # Everything that a layer can be; with one layer there is nothing to mix with softmax.
@@ -35,11 +35,11 @@ class CompileChecks(ModelCase):
                 model.zero_grad()
                 output = function(**self.inputs(size)).sample
                 output.square().mean().backward()
-                results.append((output.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+                gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+                results.append((output.detach(), gradients))
             (expected, gradients), (actual, compiled_gradients) = results
             assert relative_error(actual, expected) < 1e-5
-            for gradient, compiled_gradient in zip(gradients, compiled_gradients):
-                assert relative_error(compiled_gradient, gradient) < 1e-4
+            assert gradient_error(compiled_gradients, gradients) < 1e-4
 
     @pytest.mark.parametrize(
         "options, sizes", [("default", (0, 1)), ("everything", (2,))], ids=["default-two_grids", "everything-ragged"]

@@ -113,6 +113,15 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
+def gradient_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest relative error of gradients by name, those left out that are rounding errors themselves: a bias of
+    the keys changes nothing under softmax."""
+    noise = 1e-6 * max(gradient.norm() for gradient in expected.values())
+    return max(
+        relative_error(actual[name], gradient) for name, gradient in expected.items() if gradient.norm() > noise
+    )
+
+
 @contextlib.contextmanager
 def recorded_warnings():
     """Yields a list that collects every warning logged by diffusers or this package (diffusers' do not propagate)."""

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared memory checks on SANA."""
+
+from tests.models.memory_checks import MemoryChecks
+from tests.models.sana_case import SanaCase
+
+
+class TestSanaMemory(SanaCase, MemoryChecks):
+    pass
