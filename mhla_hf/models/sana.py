@@ -41,6 +41,7 @@ class MHLASanaTransformerBlock(SanaTransformerBlock):
         width: int | None = None,
     ) -> torch.Tensor:
         """As upstream (`attention_mask` has no effect there either)."""
+        assert timestep is not None and height is not None and width is not None
         modulation = self.scale_shift_table[None] + timestep.reshape(hidden_states.shape[0], 6, -1)
         shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = modulation.chunk(6, dim=1)
 
