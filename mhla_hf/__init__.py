@@ -25,6 +25,7 @@ _PUBLIC_NAMES = {
     "MHLACache": "integrations.transformers.cache",
     "MHLAConfig": "config",
     "MHLADiTTransformer2DModel": "models.dit",
+    "MHLAPixArtTransformer2DModel": "models.pixart",
     "MHLASanaTransformer2DModel": "models.sana",
     "MHLAWanTransformer3DModel": "models.wan",
     "convert": "pipelines",

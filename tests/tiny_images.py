@@ -13,12 +13,15 @@ from diffusers import (
     DiTPipeline,
     DiTTransformer2DModel,
     DPMSolverMultistepScheduler,
+    PixArtAlphaPipeline,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
     SanaPipeline,
     SanaSprintPipeline,
     SanaTransformer2DModel,
     SCMScheduler,
 )
-from transformers import Gemma2Config, Gemma2Model
+from transformers import Gemma2Config, Gemma2Model, T5Config, T5EncoderModel
 
 from tests.tiny import character_tokenizer
 
@@ -55,7 +58,7 @@ def dit_inputs(
     }
 
 
-def dit_vae() -> AutoencoderKL:
+def image_vae() -> AutoencoderKL:
     """An autoencoder with four latent channels that halves height and width."""
     torch.manual_seed(0)
     stages = 2
@@ -73,7 +76,7 @@ def dit_vae() -> AutoencoderKL:
 def dit_pipeline(transformer_cls: type | None = None, **transformer_overrides: Any) -> DiTPipeline:
     """A complete DiT pipeline of 16x16 pictures; arguments as for `tiny.wan_pipeline`."""
     transformer = dit_transformer(transformer_cls, **transformer_overrides)
-    pipeline = DiTPipeline(transformer=transformer, vae=dit_vae(), scheduler=DDIMScheduler())
+    pipeline = DiTPipeline(transformer=transformer, vae=image_vae(), scheduler=DDIMScheduler())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -179,5 +182,56 @@ def sana_pipeline(
     else:
         options = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
         pipeline = SanaPipeline(**parts, scheduler=DPMSolverMultistepScheduler(**options))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+PIXART: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "cross_attention_dim": 24,
+    "caption_channels": CAPTION_DIM,
+    "sample_size": 8,
+    "patch_size": 2,
+}
+"""Constructor arguments of the text-to-image transformer; half of its output is the learned variance."""
+
+
+def pixart_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
+    """A tiny PixArt in evaluation mode, fp32; arguments as for `tiny.wan_transformer`."""
+    torch.manual_seed(seed)
+    return (cls or PixArtTransformer2DModel)(**{**PIXART, **overrides}).eval()
+
+
+def pixart_inputs(
+    batch: int = 1, height: int = 8, width: int = 12, *, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> dict[str, Any]:
+    """Keyword arguments for the transformer's `forward`; the token grid is `(height / 2, width / 2)`."""
+    inputs = sana_inputs(batch, height, width, dtype=dtype, seed=seed)
+    return {**inputs, "timestep": torch.full((batch,), 500)}
+
+
+def t5_encoder(vocabulary_size: int) -> T5EncoderModel:
+    """A one-layer T5 encoder of width `CAPTION_DIM`."""
+    torch.manual_seed(0)
+    sizes = {"d_model": CAPTION_DIM, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5EncoderModel(T5Config(vocab_size=vocabulary_size, **sizes)).eval()
+
+
+def pixart_pipeline(
+    transformer_cls: type | None = None, *, sigma: bool = False, **transformer_overrides: Any
+) -> PixArtAlphaPipeline | PixArtSigmaPipeline:
+    """A complete PixArt pipeline, alpha or sigma; arguments as for `tiny.wan_pipeline`."""
+    tokenizer = character_tokenizer()
+    pipeline = (PixArtSigmaPipeline if sigma else PixArtAlphaPipeline)(
+        tokenizer=tokenizer,
+        text_encoder=t5_encoder(len(tokenizer)),
+        vae=image_vae(),
+        transformer=pixart_transformer(transformer_cls, **transformer_overrides),
+        scheduler=DPMSolverMultistepScheduler(),
+    )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

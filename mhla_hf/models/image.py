@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the image models that use diffusers' `Attention` share: attention, processor and the place of both.
+"""What the models that use diffusers' `Attention` share, those of images and SANA-Video: attention and processor.
 
 `Attention` sees a flat token sequence. Each model's file says how the token grid gets to it; here it is a keyword
 argument, so nothing is remembered between calls: checkpointing, compilation and two forwards at different grids
@@ -16,6 +16,7 @@ import torch.nn as nn
 from diffusers.models.attention_processor import Attention
 
 from .base import MHLAModelMixin
+from .rotary import pairwise_rotary
 
 
 class MHLAImageAttnProcessor:
@@ -27,10 +28,11 @@ class MHLAImageAttnProcessor:
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        grid: tuple[int, int] | None = None,
+        grid: tuple[int, ...] | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attends over `hidden_states` `[B, T, hidden]`, T = height · width of `grid`, row-major.
+        """Attends over `hidden_states` `[B, T, hidden]`, the T tokens of `grid`, row-major.
 
         Raises:
             ValueError: For cross-attention, an attention mask, a missing grid or other arguments: none of them can
@@ -39,11 +41,11 @@ class MHLAImageAttnProcessor:
         if encoder_hidden_states is not None:
             raise ValueError("MHLA is self-attention; encoder_hidden_states must be None.")
         if attention_mask is not None:
-            raise ValueError("MHLA layers of image models take no attention_mask.")
+            raise ValueError("MHLA layers take no attention_mask.")
         if grid is None:
-            raise ValueError("MHLA layers of image models need grid=(height, width) in tokens; their model gives it.")
+            raise ValueError("MHLA layers need grid, the number of tokens along each axis; their own model gives it.")
         if kwargs:
-            raise ValueError(f"MHLA layers of image models take no {', '.join(kwargs)}.")
+            raise ValueError(f"MHLA layers take no {', '.join(kwargs)}.")
         if attn.fused_projections:
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
@@ -52,7 +54,8 @@ class MHLAImageAttnProcessor:
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
-        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states)
+        rotary = None if rotary_emb is None else pairwise_rotary(rotary_emb)
+        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
 
@@ -78,7 +81,7 @@ class MHLAImageAttention(Attention):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        grid: tuple[int, int] | None = None,
+        grid: tuple[int, ...] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         if not hasattr(self, "mhla"):
@@ -89,7 +92,8 @@ class MHLAImageAttention(Attention):
 class MHLAImageModelMixin(MHLAModelMixin):
     """`MHLAModelMixin` for models with `transformer_blocks[i].attn1`, and square `sample_size` and `patch_size`."""
 
-    default_grid = (32, 32)
+    default_grid: ClassVar[tuple[int, ...]] = (32, 32)
+    attention_class: ClassVar[type] = MHLAImageAttention
     processor_class: ClassVar[type] = MHLAImageAttnProcessor
     _keep_in_fp32_modules: ClassVar[list[str]] = ["mixing", "output_norm"]
 
@@ -104,6 +108,6 @@ class MHLAImageModelMixin(MHLAModelMixin):
 
     def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
         for attention in attentions:
-            attention.__class__ = MHLAImageAttention
+            attention.__class__ = self.attention_class
         for index in mhla_layers:
             attentions[index].set_processor(self.processor_class())

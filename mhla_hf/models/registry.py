@@ -70,7 +70,17 @@ _SANA = ModelFamily(
     note="linear already: the same images until fine-tuned",
 )
 
-FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT, _SANA)}
+_PIXART = ModelFamily(
+    name="pixart",
+    upstream="PixArtTransformer2DModel",
+    mhla_class="MHLAPixArtTransformer2DModel",
+    module="mhla_hf.models.pixart",
+    pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
+    layers="transformer_blocks.{index}.attn1.mhla",
+    kind="image",
+)
+
+FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT, _PIXART, _SANA)}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
 
 

@@ -19,6 +19,7 @@ from diffusers.models.transformers.transformer_wan import (
 )
 
 from .base import MHLAModelMixin
+from .rotary import pairwise_rotary
 
 
 class MHLAWanAttnProcessor:
@@ -47,13 +48,7 @@ class MHLAWanAttnProcessor:
         query, key, value = _get_qkv_projections(attn, hidden_states, None)
         query, key = attn.norm_q(query), attn.norm_k(key)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
-        cosine, sine = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
-
-        def rotary(tokens: torch.Tensor) -> torch.Tensor:
-            even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
-            rotated = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
-            return rotated.flatten(-2).type_as(tokens)
-
+        rotary = pairwise_rotary(rotary_emb)
         output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MHLA for PixArt. The token grid travels in `cross_attention_kwargs`, which blocks hand to both their attentions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from diffusers.loaders import PeftAdapterMixin
+from diffusers.models.attention_processor import Attention, FusedAttnProcessor2_0
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+
+from .image import MHLAImageAttention, MHLAImageModelMixin
+
+
+class MHLAPixArtTransformer2DModel(MHLAImageModelMixin, PixArtTransformer2DModel, PeftAdapterMixin):
+    """`PixArtTransformer2DModel` (alpha and sigma) whose self-attention is MHLA in the chosen layers.
+
+    Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
+    `config.json`. `from_pretrained` loads MHLA checkpoints, and ordinary PixArt ones with fresh MHLA parameters.
+    Besides it takes LoRA adapters, which upstream's class does not.
+    """
+
+    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers_namespace`.
+    __module__ = "diffusers"
+
+    _repeated_blocks = ["BasicTransformerBlock"]
+    _skip_layerwise_casting_patterns = [*PixArtTransformer2DModel._skip_layerwise_casting_patterns, "mhla"]
+
+    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+        super()._use_mhla(attentions, mhla_layers)
+        for block in self.transformer_blocks:
+            # It is handed the grid as well, and has no use for it.
+            block.attn2.__class__ = MHLAImageAttention
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        timestep: torch.LongTensor | None = None,
+        added_cond_kwargs: dict[str, torch.Tensor] | None = None,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        return_dict: bool = True,
+    ) -> Transformer2DModelOutput | tuple[torch.Tensor]:
+        """As upstream. MHLA layers take no `attention_mask` (`ValueError`)."""
+        grid = tuple(size // self.config.patch_size for size in hidden_states.shape[-2:])
+        return super().forward(
+            hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            timestep=timestep,
+            added_cond_kwargs=added_cond_kwargs,
+            cross_attention_kwargs={**(cross_attention_kwargs or {}), "grid": grid},
+            attention_mask=attention_mask,
+            encoder_attention_mask=encoder_attention_mask,
+            return_dict=return_dict,
+        )
+
+    def fuse_qkv_projections(self) -> None:
+        """As upstream; MHLA layers keep their processor, which uses fused projections too."""
+        self.original_attn_processors = self.attn_processors
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.fuse_projections()
+                if not hasattr(module, "mhla"):
+                    module.set_processor(FusedAttnProcessor2_0())
+
+    def unfuse_qkv_projections(self) -> None:
+        """Takes fused projections away again, where there are some."""
+        processors = getattr(self, "original_attn_processors", None)
+        if processors is None:
+            return
+        self.set_attn_processor(processors)
+        self.original_attn_processors = None
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.fused_projections = False
+                for name in ("to_qkv", "to_kv"):
+                    if hasattr(module, name):
+                        delattr(module, name)

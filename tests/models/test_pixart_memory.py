@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared memory checks on PixArt."""
+
+from tests.models.memory_checks import MemoryChecks
+from tests.models.pixart_case import PixArtCase
+
+
+class TestPixArtMemory(PixArtCase, MemoryChecks):
+    pass
