@@ -27,6 +27,7 @@ _PUBLIC_NAMES = {
     "MHLADiTTransformer2DModel": "models.dit",
     "MHLAPixArtTransformer2DModel": "models.pixart",
     "MHLASanaTransformer2DModel": "models.sana",
+    "MHLASanaVideoTransformer3DModel": "models.sana_video",
     "MHLAWanTransformer3DModel": "models.wan",
     "convert": "pipelines",
     "convert_pretrained": "conversion",

@@ -42,7 +42,8 @@ def load_pipeline(
         attn_implementation: `"mhla"` loads supported components as their MHLA classes (parameters that the
             checkpoint does not have are initialised, with one warning). `None` loads the pipeline as it was saved.
             `"softmax"` also does, and refuses MHLA checkpoints.
-        mhla: Options; over an MHLA checkpoint a dict overrides single options of the stored ones.
+        mhla: Options. A dict is laid over the model's own defaults, or over the stored options of an MHLA checkpoint;
+            an `MHLAConfig` is taken as it is.
         **kwargs: As for `DiffusionPipeline.from_pretrained`: `torch_dtype`, `variant`, `revision`, `token`,
             components by name, ... Files are loaded from safetensors unless `use_safetensors` says otherwise.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny complete image pipelines with random weights, as `tiny.py` makes them for Wan."""
+"""Tiny complete pipelines of image models and SANA-Video with random weights, as `tiny.py` makes them for Wan."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from diffusers import (
     SanaPipeline,
     SanaSprintPipeline,
     SanaTransformer2DModel,
+    SanaVideoPipeline,
+    SanaVideoTransformer3DModel,
     SCMScheduler,
 )
 from transformers import Gemma2Config, Gemma2Model, T5Config, T5EncoderModel
 
-from tests.tiny import character_tokenizer
+from tests.tiny import character_tokenizer, wan_vae
 
 
 DIT: dict[str, Any] = {
@@ -232,6 +234,50 @@ def pixart_pipeline(
         vae=image_vae(),
         transformer=pixart_transformer(transformer_cls, **transformer_overrides),
         scheduler=DPMSolverMultistepScheduler(),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+SANA_VIDEO: dict[str, Any] = {
+    **{name: value for name, value in SANA.items() if name != "sample_size"},
+    "in_channels": 16,
+    "out_channels": 16,
+    "rope_max_seq_len": 64,
+}
+"""Constructor arguments of the text-to-video transformer."""
+
+
+def sana_video_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
+    """A tiny SANA-Video in evaluation mode, fp32; arguments as for `tiny.wan_transformer`."""
+    torch.manual_seed(seed)
+    return (cls or SanaVideoTransformer3DModel)(**{**SANA_VIDEO, **overrides}).eval()
+
+
+def sana_video_inputs(
+    batch: int = 1,
+    frames: int = 3,
+    height: int = 4,
+    width: int = 8,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Keyword arguments for the transformer's `forward`; the token grid is `(frames, height / 2, width / 2)`."""
+    latents = torch.randn(batch, 16, frames, height, width, generator=torch.Generator().manual_seed(seed))
+    return {**sana_inputs(batch, dtype=dtype, seed=seed), "hidden_states": latents.to(dtype)}
+
+
+def sana_video_pipeline(transformer_cls: type | None = None, **transformer_overrides: Any) -> SanaVideoPipeline:
+    """A complete SANA-Video pipeline with Wan's autoencoder; arguments as for `tiny.wan_pipeline`."""
+    tokenizer = character_tokenizer()
+    options = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    pipeline = SanaVideoPipeline(
+        tokenizer=tokenizer,
+        text_encoder=gemma(len(tokenizer)),
+        vae=wan_vae(),
+        transformer=sana_video_transformer(transformer_cls, **transformer_overrides),
+        scheduler=DPMSolverMultistepScheduler(**options),
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -80,7 +80,18 @@ _PIXART = ModelFamily(
     kind="image",
 )
 
-FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT, _PIXART, _SANA)}
+_SANA_VIDEO = ModelFamily(
+    name="sana-video",
+    upstream="SanaVideoTransformer3DModel",
+    mhla_class="MHLASanaVideoTransformer3DModel",
+    module="mhla_hf.models.sana_video",
+    pipelines=("SanaVideoPipeline",),
+    layers="transformer_blocks.{index}.attn1.mhla",
+    kind="video",
+    note="linear already: the same videos until fine-tuned",
+)
+
+FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT, _PIXART, _SANA, _SANA_VIDEO)}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
 
 

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
-from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
+from ..models.registry import is_mhla_class, mhla_class_for
 from ..sources import PIPELINE_INDEX, find_pipeline
 from .config import SOFTMAX
+
+
+# Other families of the registry have another objective.
+TRAINABLE = ("WanTransformer3DModel", "MHLAWanTransformer3DModel")
 
 
 def read_index(directory: Path) -> dict[str, Any]:
@@ -23,15 +27,15 @@ def component_config(directory: Path, component: str) -> dict[str, Any]:
     """Reads a component's `config.json`.
 
     Raises:
-        ValueError: If the pipeline lacks the component, or it is not a supported transformer.
+        ValueError: If the pipeline lacks the component, or it is a transformer that cannot be trained here.
     """
     path = directory / component / "config.json"
     if not path.is_file():
         raise ValueError(f"component: {directory} has no {component}")
     config = json.loads(path.read_text(encoding="utf-8"))
     name = config.get("_class_name", "")
-    if name not in FAMILIES and not is_mhla_class(name):
-        raise ValueError(f"component: {component} of {directory} is a {name}; supported: {', '.join(FAMILIES)}")
+    if name not in TRAINABLE:
+        raise ValueError(f"component: {component} of {directory} is a {name}; supported: {', '.join(TRAINABLE)}")
     return config
 
 

@@ -16,19 +16,27 @@ from mhla_hf.cli.main import app
 from tests.models.model_case import assert_fresh, assert_same_parameters, perturb_mhla, recorded_warnings
 
 
-MHLA = {"blocks": [2, 2]}
-
-
 def command(*arguments):
     """Runs a command of `mhla-hf` in this process."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
 
 
 class ImagePipelineChecks:
-    """Attributes: sizes: Heights and widths of the images to draw; mhla_class: Class of the MHLA transformer."""
+    """A family's pipelines.
+
+    Attributes:
+        sizes: Heights and widths of the images to draw.
+        mhla_class: Class of the MHLA transformer.
+        mhla: Options for it.
+    """
 
     sizes: ClassVar[tuple[tuple[int, int], ...]]
     mhla_class: ClassVar[Any]
+    mhla: ClassVar[dict[str, Any]] = {"blocks": [2, 2]}
+
+    def axes(self):
+        """The block counts as one types them."""
+        return ",".join(map(str, self.mhla["blocks"]))
 
     @classmethod
     def make_pipeline(cls, transformer_cls=None, **overrides):
@@ -58,18 +66,18 @@ class ImagePipelineChecks:
     def mhla_dir(cls, tmp_path_factory):
         """A trained MHLA pipeline."""
         folder = tmp_path_factory.mktemp("mhla")
-        pipeline = cls.make_pipeline(cls.mhla_class, mhla={**MHLA, "output_gate": True, "lepe_kernel": 3})
+        pipeline = cls.make_pipeline(cls.mhla_class, mhla={**cls.mhla, "output_gate": True, "lepe_kernel": 3})
         perturb_mhla(pipeline.transformer)
         pipeline.save_pretrained(folder)
         return folder
 
     def test_load_pipeline_from_an_ordinary_directory(self, ordinary_dir):
         with recorded_warnings() as warnings:
-            pipeline = load_pipeline(ordinary_dir, attn_implementation="mhla", mhla=MHLA)
+            pipeline = load_pipeline(ordinary_dir, attn_implementation="mhla", mhla=self.mhla)
         assert len([message for message in warnings if "Fine-tune" in message]) == 1
         stock = DiffusionPipeline.from_pretrained(ordinary_dir)
         assert type(pipeline) is type(stock) and type(pipeline.transformer) is self.mhla_class
-        assert pipeline.transformer.mhla_config == MHLAConfig(**{**self.mhla_class.default_options, **MHLA})
+        assert pipeline.transformer.mhla_config == MHLAConfig(**{**self.mhla_class.default_options, **self.mhla})
         assert_fresh(pipeline.transformer)
         assert_same_parameters(pipeline.transformer, stock.transformer, only_common=True)
         self.images(pipeline)
@@ -87,8 +95,10 @@ class ImagePipelineChecks:
             np.testing.assert_allclose(actual, expected, atol=1e-5)
 
     def test_convert_in_place_and_by_command(self, ordinary_dir, tmp_path):
-        pipeline = convert(DiffusionPipeline.from_pretrained(ordinary_dir), {**MHLA, "layers": [1], "lepe_kernel": 3})
-        options = ("--blocks", "2,2", "--layers", "1", "--lepe", "3")
+        pipeline = convert(
+            DiffusionPipeline.from_pretrained(ordinary_dir), {**self.mhla, "layers": [1], "lepe_kernel": 3}
+        )
+        options = ("--blocks", self.axes(), "--layers", "1", "--lepe", "3")
         result = command("convert", ordinary_dir, tmp_path / "mhla", *options)
         assert result.exit_code == 0, result.output
         converted = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
@@ -119,7 +129,7 @@ class ImagePipelineChecks:
     # What the command refuses
 
     def refused(self, source, tmp_path, *parts):
-        result = command("convert", source, tmp_path / "result", "--blocks", "2,2")
+        result = command("convert", source, tmp_path / "result", "--blocks", self.axes())
         assert result.exit_code == 1 and len(result.output.strip().splitlines()) == 1, result.output
         assert all(part in result.output for part in parts), result.output
         assert not (tmp_path / "result").exists()

@@ -6,7 +6,7 @@ import torch
 
 from mhla_hf import MHLADiTTransformer2DModel, load_pipeline
 from tests import tiny_images
-from tests.models.image_pipeline_checks import ImagePipelineChecks
+from tests.models.image_pipeline_checks import ImagePipelineChecks, command
 
 
 class TestDiTPipeline(ImagePipelineChecks):
@@ -36,3 +36,10 @@ class TestDiTPipeline(ImagePipelineChecks):
         pipeline = load_pipeline(mhla_dir)
         pipeline.transformer.register_to_config(sample_size=12)
         assert self.generate(pipeline).shape == (1, 24, 24, 3)
+
+    def test_the_training_for_wan_is_refused(self, mhla_dir, tmp_path):
+        arguments = ("--model", mhla_dir, "--data", "digits", "--output", tmp_path / "run", "--max-steps", "1")
+        result = command("train", "wan", *arguments)
+        assert result.exit_code == 1 and "is a MHLADiTTransformer2DModel; supported: Wan" in result.output, (
+            result.output
+        )

@@ -8,7 +8,7 @@ from diffusers import DiffusionPipeline
 
 from mhla_hf import MHLASanaTransformer2DModel, load_pipeline
 from tests import tiny_images
-from tests.models.image_pipeline_checks import MHLA, ImagePipelineChecks
+from tests.models.image_pipeline_checks import ImagePipelineChecks
 
 
 class SanaPipelines(ImagePipelineChecks):
@@ -50,7 +50,7 @@ class TestSanaPipeline(SanaPipelines):
     def test_resolution_binning(self, ordinary_dir):
         """Sizes in between are drawn at the nearest of the model's own and cut."""
         stock = DiffusionPipeline.from_pretrained(ordinary_dir)
-        pipeline = load_pipeline(ordinary_dir, mhla=MHLA)
+        pipeline = load_pipeline(ordinary_dir, mhla=self.mhla)
         size = (400, 600)
         options = {"use_resolution_binning": True, "num_inference_steps": 1}
         actual, expected = (self.generate(each, size, **options) for each in (pipeline, stock))

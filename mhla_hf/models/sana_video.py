@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MHLA for SANA-Video, whose own self-attention is linear. The token grid travels in the rotary tables, as for Wan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn as nn
+from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel, WanRotaryPosEmbed
+
+from .image import MHLAImageAttention, MHLAImageModelMixin
+
+
+class MHLASanaVideoRotaryPosEmbed(WanRotaryPosEmbed):
+    """Rotary tables with upstream's values in the shape `(1, frames, height, width, 1, width of a head)`."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size))
+        cosine, sine = super().forward(hidden_states)
+        return cosine.unflatten(1, grid), sine.unflatten(1, grid)
+
+
+class MHLASanaVideoAttention(MHLAImageAttention):
+    """Self-attention of every layer, MHLA or not: flattens the rotary tables and passes the grid on."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        grid: tuple[int, ...] | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if rotary_emb is not None and rotary_emb[0].ndim == 6:
+            grid = tuple(rotary_emb[0].shape[1:4])
+            rotary_emb = (rotary_emb[0].flatten(1, 3), rotary_emb[1].flatten(1, 3))
+        return super().forward(
+            hidden_states, encoder_hidden_states, attention_mask, grid=grid, rotary_emb=rotary_emb, **kwargs
+        )
+
+
+class MHLASanaVideoTransformer3DModel(MHLAImageModelMixin, SanaVideoTransformer3DModel):
+    """`SanaVideoTransformer3DModel` whose self-attention is MHLA in the chosen layers.
+
+    Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
+    `config.json`. `from_pretrained` loads MHLA checkpoints, and ordinary SANA-Video ones with fresh MHLA parameters,
+    which leave the videos as they were unless the options change the feature map, the normaliser, where rotary
+    embeddings meet it, or the mixing weights' start. Layers left out of `layers` keep SANA's linear attention.
+    """
+
+    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers_namespace`.
+    __module__ = "diffusers"
+
+    # 81 frames of 480 × 832 as Wan's autoencoder makes them, in patches of 2 × 2.
+    default_grid = (21, 30, 52)
+    default_options = MappingProxyType({"mixing_init": "uniform", "eps": 1e-15})
+    attention_class = MHLASanaVideoAttention
+    _repeated_blocks = ["SanaVideoTransformerBlock"]
+    _skip_layerwise_casting_patterns = [*SanaVideoTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]
+
+    @classmethod
+    def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """`default_grid`: the configuration does not tell the number of frames."""
+        return cls.default_grid
+
+    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+        self.rope.__class__ = MHLASanaVideoRotaryPosEmbed
+        super()._use_mhla(attentions, mhla_layers)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is particular to SANA-Video: its own attention is linear, and MHLA starts as exactly that."""
+
+import functools
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_sana_video import SanaLinearAttnProcessor3_0, WanRotaryPosEmbed
+
+import mhla_hf.layers.mhla
+from mhla_hf import convert, mhla_attention
+from mhla_hf.models.image import MHLAImageAttnProcessor
+from tests.models.model_case import OPTION_SETS, captured, gradient_error, relative_error
+from tests.models.sana_video_case import SanaVideoCase
+
+
+CASE = SanaVideoCase()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"blocks": [1, 1, 1], "mixing_init": "linear"},
+        {"blocks": [3, 1, 2]},
+        {"blocks": [2, 2, 2], "mixing_heads": "per_head", "mixing_constraint": "nonnegative"},
+        {"block_size": [1, 2, 2], "grid": [3, 2, 4], "resize": "block_size"},
+        {"blocks": [3, 1, 2], "output_gate": True, "lepe_kernel": 3},
+        {"layers": [1]},
+    ],
+    ids=["one_block", "blocks", "per_head", "block_size", "gate_and_convolution", "hybrid"],
+)
+def test_a_converted_model_is_the_stock_model(options):
+    """At every grid: those that the blocks divide, ragged ones, and ones that the weights are resampled for."""
+    stock = CASE.make()
+    sizes = [*CASE.sizes, (1, 2, 2), (7, 10, 6), (6, 8, 16)]
+    expected = [CASE.run(stock, size, batch=2) for size in sizes]
+    model = convert(stock, options)
+    for size, output in zip(sizes, expected):
+        assert relative_error(CASE.run(model, size, batch=2), output) < 1e-5, size
+
+
+def test_other_starts_are_not_the_stock_model():
+    stock = CASE.make()
+    expected = CASE.run(stock)
+    model = convert(stock, {"blocks": [3, 1, 2], "mixing_init": "linear"})
+    assert relative_error(CASE.run(model), expected) > 1e-3
+
+
+def test_layers_choose_what_is_mhla():
+    model = CASE.make_mhla(layers=[1])
+    assert model.mhla_layers == [1]
+    kinds = [type(attention.processor) for attention in model._self_attentions()]
+    assert kinds == [SanaLinearAttnProcessor3_0, MHLAImageAttnProcessor]
+    with pytest.raises(ValueError, match="SanaLinearAttnProcessor3_0 would ignore"):
+        model._self_attentions()[1].set_processor(SanaLinearAttnProcessor3_0())
+
+
+@pytest.mark.parametrize("size", [(3, 4, 8), (5, 6, 14), (1, 2, 26)], ids=str)
+def test_attention_is_told_the_grid_of_its_input(size):
+    model = CASE.make_mhla()
+    with captured(model._self_attentions()[0].mhla) as calls:
+        output = CASE.run(model, size)
+    assert output.shape == (1, 16, *size)
+    assert tuple(calls[0].keywords["grid"]) == (size[0], size[1] // 2, size[2] // 2)
+
+
+@pytest.mark.parametrize("options", ["default", "everything", "rope_first"])
+def test_gradients_equal_those_of_the_naive_form(options, monkeypatch):
+    model = CASE.make_mhla(**OPTION_SETS[options]).double()
+    inputs = CASE.inputs(2, dtype=torch.float64)
+
+    def gradients():
+        model.zero_grad()
+        model(**inputs).sample.square().mean().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    actual = gradients()
+    monkeypatch.setattr(mhla_hf.layers.mhla, "mhla_attention", functools.partial(mhla_attention, backend="naive"))
+    assert gradient_error(actual, gradients()) < 1e-6
+
+
+def test_rotary_tables_keep_upstream_values():
+    model, latents = CASE.make_mhla(), CASE.inputs(2)["hidden_states"]
+    stock = WanRotaryPosEmbed(12, (1, 2, 2), 64)
+    for ours, theirs in zip(model.rope(latents), stock(latents)):
+        assert ours.shape == (1, 5, 3, 7, 1, 12)
+        assert torch.equal(ours.flatten(1, 3), theirs)
