@@ -84,17 +84,19 @@ class MHLAModelMixin(_Upstream):
 
     @classmethod
     def coerce_options(cls, options: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
-        """Returns options as an `MHLAConfig`: a dict is laid over the model's own defaults.
+        """Returns options as an `MHLAConfig`: those that were given, over the model's own defaults.
 
         Args:
-            options: The options; an `MHLAConfig` is complete and returned as it is.
+            options: The options. Of an `MHLAConfig`, those that its constructor was called with.
 
         Raises:
             ValueError: If an option is unknown or has a value that is not allowed.
         """
-        if isinstance(options, Mapping):
-            return MHLAConfig.from_dict({**cls.default_options, **options})
-        return MHLAConfig.coerce(cls.default_options if options is None else options)
+        if isinstance(options, MHLAConfig):
+            options = options.given_options()
+        if options is not None and not isinstance(options, Mapping):
+            return MHLAConfig.from_dict(options)
+        return MHLAConfig.from_dict({**cls.default_options, **(options or {})})
 
     @classmethod
     def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -65,9 +65,8 @@ class ImageChecks(ModelCase):
         assert model.mhla_config == MHLAConfig(**{**defaults, "blocks": [2, 2]})
         given = {"blocks": [2, 2], "mixing_init": "cos", "eps": 1e-3}
         assert self.make(self.mhla_class, mhla=given).mhla_config == MHLAConfig(**{**defaults, **given})
-        # A whole configuration is meant as it is.
-        config = MHLAConfig(blocks=(2, 2))
-        assert self.make(self.mhla_class, mhla=config).mhla_config == config
+        # A configuration says the same as a dict of what it was made with.
+        assert self.make(self.mhla_class, mhla=MHLAConfig(**given)).mhla_config == MHLAConfig(**{**defaults, **given})
 
     # Every grid, against the dense definition
 
