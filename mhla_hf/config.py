@@ -213,7 +213,7 @@ class MHLAConfig:
 
     def replace(self, **changes: Any) -> MHLAConfig:
         """Returns a copy with some options changed; the copy is validated like a new configuration."""
-        return type(self).from_dict({**self.to_dict(), **changes})
+        return type(self).from_dict({**self.given_options(), **changes})
 
     def mhla_layers(self, num_layers: int) -> list[int]:
         """Returns the indices of the MHLA layers in a model of `num_layers` layers.

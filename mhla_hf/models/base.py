@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -135,8 +136,12 @@ class MHLAModelMixin(_Upstream):
 
     @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """As upstream. A dict given as `mhla` overrides single options of the ones in `config`."""
+        """As upstream. Options given as `mhla` override single options of the ones in `config`."""
+        if isinstance(config, (str, os.PathLike)):
+            config = cls.load_config(config)
         stored, given = dict(config or {}).get("mhla"), kwargs.get("mhla")
+        if isinstance(given, MHLAConfig):
+            given = given.given_options()
         if stored is not None and isinstance(given, Mapping):
             kwargs["mhla"] = merge_options(stored, given)
         result = super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)

@@ -60,7 +60,15 @@ class MHLAPixArtTransformer2DModel(MHLAImageModelMixin, PixArtTransformer2DModel
         )
 
     def fuse_qkv_projections(self) -> None:
-        """As upstream; MHLA layers keep their processor, which uses fused projections too."""
+        """As upstream; MHLA layers keep their processor, which uses fused projections too.
+
+        Raises:
+            ValueError: If there are adapters on the projections, whose part would be lost.
+        """
+        if getattr(self, "original_attn_processors", None) is not None:
+            return
+        if any(hasattr(module, "base_layer") for module in self.modules()):
+            raise ValueError("Projections with adapters cannot be fused: call fuse_lora() or unload_lora() before.")
         self.original_attn_processors = self.attn_processors
         for module in self.modules():
             if isinstance(module, Attention):

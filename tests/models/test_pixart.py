@@ -4,6 +4,7 @@
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
+from peft import LoraConfig
 
 from mhla_hf.models.image import MHLAImageAttnProcessor
 from tests.models.image_checks import ImageChecks
@@ -36,3 +37,15 @@ class TestPixArt(PixArtCase, ImageChecks):
         model.unfuse_qkv_projections()
         assert [type(attention.processor) for attention in model._self_attentions()][0] is AttnProcessor2_0
         torch.testing.assert_close(self.run(model), expected)
+
+
+def test_adapters_are_not_lost_in_fused_projections():
+    case = TestPixArt()
+    model = case.make_mhla()
+    model.fuse_qkv_projections()
+    model.fuse_qkv_projections()
+    model.unfuse_qkv_projections()
+    assert case.run(model).isfinite().all()
+    model.add_adapter(LoraConfig(target_modules=["to_q", "to_k", "to_v"]))
+    with pytest.raises(ValueError, match="Projections with adapters cannot be fused"):
+        model.fuse_qkv_projections()

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from mhla_hf import convert
+from mhla_hf import MHLAConfig, convert
 from mhla_hf.models.sana import MHLASanaTransformerBlock
 from tests.models.image_checks import ImageChecks
 from tests.models.model_case import relative_error
@@ -82,3 +82,13 @@ class TestSanaSprint(SanaSprintCase):
         model(**self.inputs()).sample.square().mean().backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_options_as_a_config_and_a_path_for_a_config(tmp_path):
+    case = TestSana()
+    model = convert(case.make(), MHLAConfig(blocks=(2, 3)).replace(output_gate=True))
+    assert model.mhla_config.mixing_init == "uniform" and model.mhla_config.output_gate
+    # diffusers' EMA of training scripts builds the model from the path of its configuration.
+    model.save_config(tmp_path)
+    again = case.mhla_class.from_config(str(tmp_path))
+    assert again.mhla_config == model.mhla_config
