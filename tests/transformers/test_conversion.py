@@ -209,11 +209,14 @@ def test_conversion_in_place_gives_the_same(llama_dir, tmp_path):
         mhla_hf.convert(model)
 
 
-def test_whole_configurations_are_taken(llama_dir, tmp_path):
+def test_configurations_say_what_they_were_made_with(llama_dir, tmp_path):
     options = MHLAConfig(block_size=4, causal=True, feature_map="elu")
     convert(llama_dir, tmp_path / "mhla", options, layers="1,2")
     mhla = config_of(tmp_path / "mhla")["mhla"]
-    assert (mhla["feature_map"], mhla["mixing_constraint"], mhla["layers"]) == ("elu", "none", [1, 2])
+    assert (mhla["feature_map"], mhla["layers"]) == ("elu", [1, 2])
+    # What was left out is the model's default, as it is for a dict and for a model in memory.
+    model = mhla_hf.convert(AutoModelForCausalLM.from_pretrained(llama_dir), options.replace(layers=[1, 2]))
+    assert mhla == model.config.mhla and mhla["mixing_constraint"] == "nonnegative"
 
 
 # Which layers
