@@ -10,7 +10,14 @@ import torch
 
 from ..layout import BlockLayout
 from ..sequence_layout import SequenceLayout
-from .numerics import accumulation_dtype, check_normalizer, mix_summaries, repeat_heads
+from .numerics import (
+    accumulation_dtype,
+    check_normalizer,
+    from_head_blocks,
+    head_blocks,
+    mix_summaries,
+    repeat_heads,
+)
 
 
 def block_mhla_attention(
@@ -46,15 +53,15 @@ def block_mhla_attention(
 
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
     with torch.autocast(query.device.type, enabled=False):
-        query_blocks = _head_blocks(query.to(dtype), layout)
-        key_blocks = _head_blocks(key.to(dtype), layout)
-        value_blocks = _head_blocks(value.to(dtype), layout)
+        query_blocks = head_blocks(query.to(dtype), layout)
+        key_blocks = head_blocks(key.to(dtype), layout)
+        value_blocks = head_blocks(value.to(dtype), layout)
         summary = key_blocks.transpose(-1, -2) @ value_blocks
         mixed_summary = mix_summaries(mixing, summary, num_heads)
         output = query_blocks @ mixed_summary
         if normalizer != "none":
-            plain_query_blocks = query_blocks if plain_query is query else _head_blocks(plain_query.to(dtype), layout)
-            plain_key_blocks = key_blocks if plain_key is key else _head_blocks(plain_key.to(dtype), layout)
+            plain_query_blocks = query_blocks if plain_query is query else head_blocks(plain_query.to(dtype), layout)
+            plain_key_blocks = key_blocks if plain_key is key else head_blocks(plain_key.to(dtype), layout)
             key_sum = plain_key_blocks.sum(dim=-2)
             if normalizer == "query":
                 denominator = plain_query_blocks @ mix_summaries(mixing, key_sum.unsqueeze(-1), num_heads)
@@ -64,17 +71,7 @@ def block_mhla_attention(
                 own = (plain_query_blocks @ key_sum.unsqueeze(-1)).squeeze(-1)
                 denominator = (mixing @ own).unsqueeze(-1)
             # Divided token by token: the empty slots of ragged blocks have no denominator.
-            output = _from_head_blocks(output, layout) / (_from_head_blocks(denominator, layout) + eps)
+            output = from_head_blocks(output, layout) / (from_head_blocks(denominator, layout) + eps)
         else:
-            output = _from_head_blocks(output, layout)
+            output = from_head_blocks(output, layout)
         return output.to(value.dtype)
-
-
-def _head_blocks(tokens: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
-    """`[B, T, H, D]` to `[B, H, M, N, D]`."""
-    return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
-
-
-def _from_head_blocks(blocks: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
-    """`[B, H, M, N, D]` to `[B, T, H, D]`."""
-    return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))

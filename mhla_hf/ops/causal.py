@@ -10,7 +10,14 @@ import torch
 
 from ..layout import BlockLayout
 from ..sequence_layout import SequenceLayout, earlier_blocks
-from .numerics import accumulation_dtype, check_normalizer, mix_summaries, repeat_heads
+from .numerics import (
+    accumulation_dtype,
+    check_normalizer,
+    from_head_blocks,
+    head_blocks,
+    mix_summaries,
+    repeat_heads,
+)
 
 
 def causal_mhla_attention(
@@ -59,37 +66,27 @@ def causal_mhla_attention(
         # The products below multiply what a token must not see by zero, which does not stop a NaN.
         bad = ~(key.isfinite().all(-1) & plain_key.isfinite().all(-1) & value.isfinite().all(-1))
         key, plain_key, clean_value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, plain_key, value))
-        query, key, clean_value = (_chunks(x.to(dtype), layout) for x in (query, key, clean_value))
+        query, key, clean_value = (head_blocks(x.to(dtype), layout) for x in (query, key, clean_value))
         output = _prefix_and_own(query, key, clean_value, mixing)
         if normalizer != "none":
-            plain_query = _chunks(plain_query.to(dtype), layout)
-            plain_key = _chunks(plain_key.to(dtype), layout)
+            plain_query = head_blocks(plain_query.to(dtype), layout)
+            plain_key = head_blocks(plain_key.to(dtype), layout)
             if normalizer == "query":
                 ones = plain_key.new_ones(*plain_key.shape[:-1], 1)
                 denominator = _prefix_and_own(plain_query, plain_key, ones, mixing)
             else:
                 denominator = _block_query_denominator(plain_query, plain_key, mixing)
             # Without the empty slots, whose denominator may be zero.
-            output = _tokens(output, layout) / (_tokens(denominator, layout) + eps)
+            output = from_head_blocks(output, layout) / (from_head_blocks(denominator, layout) + eps)
         else:
-            output = _tokens(output, layout)
+            output = from_head_blocks(output, layout)
         output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))
     return output.to(value.dtype)
 
 
-def _chunks(tokens: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
-    """`[B, T, H, D]` to `[B, H, M, C, D]`, zeros in empty slots."""
-    return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
-
-
-def _tokens(chunks: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
-    """Undoes `_chunks`: `[B, T, H, D]`."""
-    return layout.from_blocks(chunks.permute(0, 2, 3, 1, 4))
-
-
 def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_heads: int) -> torch.Tensor:
     """Tokens at or after a bad one `[B, T, H_kv]` of their document and head: bool `[B, T, H, 1]`."""
-    flags = _chunks(bad.unsqueeze(-1).to(torch.float32), layout).squeeze(-1)
+    flags = head_blocks(bad.unsqueeze(-1).to(torch.float32), layout).squeeze(-1)
     before = (
         layout.earlier_blocks()
         if isinstance(layout, SequenceLayout)
@@ -97,7 +94,7 @@ def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_h
     )
     earlier = before.to(flags.dtype) @ flags.sum(dim=-1, keepdim=True)
     counts = (flags.cumsum(dim=-1) + earlier).unsqueeze(-1)
-    return repeat_heads(_tokens(counts, layout), num_heads, 2) > 0
+    return repeat_heads(from_head_blocks(counts, layout), num_heads, 2) > 0
 
 
 def _diagonal(mixing: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forms of the operator share: accumulation dtype, grouped heads, and the check of the normaliser's name."""
+"""What the forms share: accumulation dtype, blocks of heads, grouped heads, and the check of the normaliser's name."""
 
 from __future__ import annotations
 
 import torch
 
 from ..config import NORMALIZERS
+from ..layout import BlockLayout
+from ..sequence_layout import SequenceLayout
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,6 +19,16 @@ def check_normalizer(normalizer: str, allowed: tuple[str, ...] = NORMALIZERS, wh
     """Raises `ValueError` unless `normalizer` is one of `allowed`; `why` says what the others lack."""
     if normalizer not in allowed:
         raise ValueError(f"normalizer={normalizer!r} is not one of {', '.join(map(repr, allowed))}{why}.")
+
+
+def head_blocks(tokens: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
+    """`[B, T, H, D]` to `[B, H, M, N, D]`, zeros in empty slots."""
+    return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
+
+
+def from_head_blocks(blocks: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
+    """Undoes [`head_blocks`]: `[B, T, H, D]`."""
+    return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))
 
 
 def repeat_heads(tensor: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:

@@ -20,7 +20,14 @@ import torch.nn.functional as F
 
 from ..sequence_layout import SequenceLayout, mixing_at
 from .causal import spoilt_tokens
-from .numerics import accumulation_dtype, check_normalizer, mix_summaries, repeat_heads
+from .numerics import (
+    accumulation_dtype,
+    check_normalizer,
+    from_head_blocks,
+    head_blocks,
+    mix_summaries,
+    repeat_heads,
+)
 
 
 @dataclass(frozen=True)
@@ -155,10 +162,10 @@ def mhla_extend(
         bad = ~(key.isfinite().all(-1) & plain_key.isfinite().all(-1) & value.isfinite().all(-1))
         key, plain_key, value_blocks = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, plain_key, value))
         query, plain_query, key, plain_key, value_blocks = (
-            _blocks(F.pad(x.to(dtype), (0, 0, 0, 0, size, 0)), layout)
+            head_blocks(F.pad(x.to(dtype), (0, 0, 0, 0, size, 0)), layout)
             for x in (query, plain_query, key, plain_key, value_blocks)
         )
-        spoilt_blocks = _blocks(F.pad(bad.unsqueeze(-1), (0, 0, 0, 0, size, 0)), layout).any(dim=-2, keepdim=True)
+        spoilt_blocks = head_blocks(F.pad(bad.unsqueeze(-1), (0, 0, 0, 0, size, 0)), layout).any(dim=-2, keepdim=True)
         products = key.transpose(-1, -2) @ value_blocks
         summaries = torch.cat([products, plain_key.sum(dim=-2).unsqueeze(-1)], dim=-1)
         first = torch.arange(summaries.shape[2], device=valid.device)[:, None, None] == 0
@@ -176,10 +183,10 @@ def mhla_extend(
 
         key, plain_key, value_blocks = (repeat_heads(x, num_heads, 1) for x in (key, plain_key, value_blocks))
         own = (query @ key.transpose(-1, -2)).tril() @ value_blocks
-        output = _tokens(query @ prefix[..., :-1] + diagonal * own, layout)
+        output = from_head_blocks(query @ prefix[..., :-1] + diagonal * own, layout)
         if normalizer == "query":
             own = (plain_query @ plain_key.transpose(-1, -2)).tril().sum(dim=-1, keepdim=True)
-            output = output / (_tokens(plain_query @ prefix[..., -1:] + diagonal * own, layout) + eps)
+            output = output / (from_head_blocks(plain_query @ prefix[..., -1:] + diagonal * own, layout) + eps)
         spoilt = spoilt_tokens(F.pad(bad, (0, 0, size, 0)), layout, num_heads)
         output = output.masked_fill(spoilt, float("nan"))[:, size:].masked_fill(~valid[..., None, None], 0)
         state = _advance(state, summaries.masked_fill(spoilt_blocks, float("nan")), local, valid, mixing)
@@ -291,16 +298,6 @@ def _check_normalizer(normalizer: str) -> None:
 def _current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:
     """Index of the block that the last token went to, `[B]`."""
     return (position - 1).clamp(min=0) // block_size
-
-
-def _blocks(tokens: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-    """`[B, T, H, D]` to `[B, H, n, C, D]`."""
-    return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
-
-
-def _tokens(blocks: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-    """Undoes `_blocks`."""
-    return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))
 
 
 def _weights(mixing: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
