@@ -34,6 +34,26 @@ else:
     _Upstream = object
 
 
+class KeepsMHLAProcessor(_Upstream):
+    """Goes before an attention class of diffusers in the bases of its MHLA version."""
+
+    # What computes the attention of a layer with MHLA parameters.
+    mhla_processor_class: ClassVar[type]
+
+    def set_processor(self, processor: object) -> None:
+        """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.
+
+        Raises:
+            ValueError: If a layer that has MHLA parameters is given another kind of processor.
+        """
+        if hasattr(self, "mhla") and not isinstance(processor, self.mhla_processor_class):
+            raise ValueError(
+                f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Load the original "
+                "checkpoint instead, or leave this layer out of `layers` when you convert."
+            )
+        super().set_processor(processor)
+
+
 class MHLAModelMixin(_Upstream):
     """Goes before a diffusers model class in the bases of its MHLA version.
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from diffusers.models.attention_processor import Attention
 
-from .base import MHLAModelMixin
+from .base import KeepsMHLAProcessor, MHLAModelMixin
 from .rotary import pairwise_rotary
 
 
@@ -60,21 +60,10 @@ class MHLAImageAttnProcessor:
         return attn.to_out[1](attn.to_out[0](output))
 
 
-class MHLAImageAttention(Attention):
+class MHLAImageAttention(KeepsMHLAProcessor, Attention):
     """Self-attention of every layer, MHLA or not: only MHLA layers are told the grid."""
 
-    def set_processor(self, processor: object) -> None:
-        """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.
-
-        Raises:
-            ValueError: If a layer that has MHLA parameters is given another kind of processor.
-        """
-        if hasattr(self, "mhla") and not isinstance(processor, MHLAImageAttnProcessor):
-            raise ValueError(
-                f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Load the original "
-                "checkpoint instead, or leave this layer out of `layers` when you convert."
-            )
-        super().set_processor(processor)
+    mhla_processor_class = MHLAImageAttnProcessor
 
     def forward(
         self,

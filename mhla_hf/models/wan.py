@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_wan import (
     _get_qkv_projections,
 )
 
-from .base import MHLAModelMixin
+from .base import KeepsMHLAProcessor, MHLAModelMixin
 from .rotary import pairwise_rotary
 
 
@@ -63,23 +63,12 @@ class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
         return cosine.unflatten(1, grid), sine.unflatten(1, grid)
 
 
-class MHLAWanAttention(WanAttention):
+class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
     """Self-attention of every layer, MHLA or softmax: flattens the rotary tables and passes the grid on to MHLA."""
 
     _available_processors = [*WanAttention._available_processors, MHLAWanAttnProcessor]
 
-    def set_processor(self, processor: object) -> None:
-        """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.
-
-        Raises:
-            ValueError: If a layer that has MHLA parameters is given another kind of processor.
-        """
-        if hasattr(self, "mhla") and not isinstance(processor, MHLAWanAttnProcessor):
-            raise ValueError(
-                f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Load the softmax "
-                "checkpoint instead, or leave this layer out of `layers` when you convert."
-            )
-        super().set_processor(processor)
+    mhla_processor_class = MHLAWanAttnProcessor
 
     def forward(
         self,
