@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise prediction as DiT is trained: pure functions of tensors.
+
+A clean sample x_0 and noise eps give x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps, and the model predicts eps (Ho et
+al., "Denoising Diffusion Probabilistic Models", 2020). With twice as many output channels it also predicts the
+variance of a denoising step, trained by the variational bound (Nichol and Dhariwal, "Improved Denoising Diffusion
+Probabilistic Models", arXiv 2102.09672, whose L_hybrid this is).
+
+Shapes: B batch, C channels, T diffusion steps; the axes after the channels are free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+from diffusers.models.embeddings import LabelEmbedding
+
+
+# The weight of the variational bound in L_hybrid is this times T, the number of terms that one drawn step stands for.
+VARIATIONAL_BOUND_WEIGHT = 1e-3
+# Half the distance of two grey levels of 8-bit pictures in [-1, 1].
+_HALF_BIN = 1 / 255
+_SMALLEST_PROBABILITY = 1e-12
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """What training needs to know of T diffusion steps; each tensor is `[T]`, fp32.
+
+    Attributes:
+        betas: Variance that a step adds.
+        alphas_cumprod: abar_t, the share of the clean sample's variance that is left.
+        posterior_clean: Weight of x_0 in the mean of q(x_{t-1} | x_t, x_0).
+        posterior_noisy: Weight of x_t in it.
+        posterior_variance: Variance of q(x_{t-1} | x_t, x_0); 0 at t = 0.
+        posterior_log_variance: Its logarithm; at t = 0 that of t = 1, as Improved DDPM clips it.
+    """
+
+    betas: torch.Tensor
+    alphas_cumprod: torch.Tensor
+    posterior_clean: torch.Tensor
+    posterior_noisy: torch.Tensor
+    posterior_variance: torch.Tensor
+    posterior_log_variance: torch.Tensor
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> NoiseSchedule:
+        """Builds the schedule that a diffusers scheduler samples with.
+
+        Args:
+            config: The scheduler's `config`; any class that `DDPMScheduler` can be made from.
+
+        Raises:
+            ValueError: If the scheduler has no betas, is for another prediction than the noise, has fewer than two
+                steps, or ends at a signal of zero, where no noise can be predicted.
+        """
+        if "beta_schedule" not in config:
+            name = config.get("_class_name", "this scheduler")
+            raise ValueError(
+                f"Noise prediction needs a scheduler with betas (DDPM, DDIM, DPMSolver); {name} has none."
+            )
+        prediction_type = config.get("prediction_type", "epsilon")
+        if prediction_type != "epsilon":
+            raise ValueError(f"prediction_type={prediction_type!r} of the scheduler must be 'epsilon' to be trained.")
+        if config.get("use_flow_sigmas"):
+            raise ValueError("use_flow_sigmas of the scheduler must be False: noise prediction follows its betas.")
+        if config.get("rescale_betas_zero_snr"):
+            raise ValueError("rescale_betas_zero_snr of the scheduler must be False to predict noise.")
+        betas = DDPMScheduler.from_config(config).betas.double()
+        if len(betas) < 2:
+            raise ValueError(f"num_train_timesteps={len(betas)} of the scheduler must be at least 2.")
+        alphas_cumprod = (1 - betas).cumprod(0)
+        before = torch.cat([betas.new_ones(1), alphas_cumprod[:-1]])
+        noise_share = 1 - alphas_cumprod
+        posterior_variance = betas * (1 - before) / noise_share
+        clipped = torch.cat([posterior_variance[1:2], posterior_variance[1:]])
+        tensors = {
+            "betas": betas,
+            "alphas_cumprod": alphas_cumprod,
+            "posterior_clean": betas * before.sqrt() / noise_share,
+            "posterior_noisy": (1 - before) * (1 - betas).sqrt() / noise_share,
+            "posterior_variance": posterior_variance,
+            "posterior_log_variance": clipped.log(),
+        }
+        return cls(**{name: tensor.float() for name, tensor in tensors.items()})
+
+    @property
+    def num_timesteps(self) -> int:
+        """T."""
+        return len(self.betas)
+
+    def to(self, device: torch.device | str) -> NoiseSchedule:
+        """The schedule on another device."""
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def timesteps_from_uniform(uniform: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
+    """Maps uniform draws in [0, 1) to timesteps 0 to T - 1, int64, same shape; every timestep is as likely."""
+    return (uniform.double() * schedule.num_timesteps).long().clamp(0, schedule.num_timesteps - 1)
+
+
+def add_noise(
+    clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor, schedule: NoiseSchedule
+) -> torch.Tensor:
+    """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps.
+
+    Args:
+        clean: x_0 `[B, C, ...]`.
+        noise: eps, same shape.
+        timesteps: `[B]`, int64, 0 to T - 1.
+        schedule: The noise schedule.
+
+    Returns:
+        x_t, same shape and dtype as `clean`.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """
+    if noise.shape != clean.shape:
+        raise ValueError(f"noise must be shaped like clean, {tuple(clean.shape)}; it is {tuple(noise.shape)}.")
+    if timesteps.shape != clean.shape[:1]:
+        raise ValueError(f"timesteps must be one for each of the {len(clean)} samples; got {tuple(timesteps.shape)}.")
+    alphas_cumprod = _at(schedule.alphas_cumprod, timesteps, clean.ndim)
+    return (alphas_cumprod.sqrt() * clean + (1 - alphas_cumprod).sqrt() * noise).to(clean.dtype)
+
+
+def noise_prediction_losses(
+    model_output: torch.Tensor,
+    noise: torch.Tensor,
+    noisy: torch.Tensor,
+    clean: torch.Tensor,
+    timesteps: torch.Tensor,
+    schedule: NoiseSchedule,
+) -> torch.Tensor:
+    """L_simple of each sample, plus the weighted variational bound where the model predicts variances (L_hybrid).
+
+    Args:
+        model_output: `[B, C, ...]`, the predicted noise, or `[B, 2 C, ...]` with the variances after it.
+        noise: eps `[B, C, ...]`.
+        noisy: x_t, same shape.
+        clean: x_0, same shape.
+        timesteps: `[B]`, int64.
+        schedule: The noise schedule.
+
+    Returns:
+        `[B]`, fp32. The bound's gradient reaches the predicted variances only.
+
+    Raises:
+        ValueError: If the output has neither C nor 2 C channels.
+    """
+    losses = squared_errors(model_output, noise)
+    if model_output.shape[1] == noise.shape[1]:
+        return losses
+    bound = variational_bounds(model_output, noisy, clean, timesteps, schedule)
+    return losses + VARIATIONAL_BOUND_WEIGHT * schedule.num_timesteps * bound
+
+
+def squared_errors(model_output: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """L_simple: the mean squared error of the predicted noise of each sample, `[B]`, fp32.
+
+    Args:
+        model_output: `[B, C, ...]` or `[B, 2 C, ...]`; channels after the first C are left out.
+        noise: eps `[B, C, ...]`.
+
+    Raises:
+        ValueError: If the output has neither C nor 2 C channels.
+    """
+    channels = noise.shape[1]
+    if model_output.shape[1] not in (channels, 2 * channels):
+        raise ValueError(
+            f"model_output must have {channels} channels, or {2 * channels} with learned variances; "
+            f"it has {model_output.shape[1]}."
+        )
+    return (model_output[:, :channels].float() - noise.float()).square().flatten(1).mean(1)
+
+
+def variational_bounds(
+    model_output: torch.Tensor,
+    noisy: torch.Tensor,
+    clean: torch.Tensor,
+    timesteps: torch.Tensor,
+    schedule: NoiseSchedule,
+) -> torch.Tensor:
+    """The term L_t of the variational bound of each sample, in bits per dimension, `[B]`, fp32.
+
+    It is the divergence of the model's p(x_{t-1} | x_t) from q(x_{t-1} | x_t, x_0), and at t = 0 the negative
+    log-likelihood of x_0 as a picture of 8 bits (DiT takes the same for latents). The predicted value v stands for the
+    log-variance (v + 1) / 2 log beta_t + (1 - v) / 2 log of the posterior variance. The mean is not trained by it.
+
+    Args:
+        model_output: `[B, 2 C, ...]`.
+        noisy: x_t `[B, C, ...]`.
+        clean: x_0, same shape.
+        timesteps: `[B]`, int64.
+        schedule: The noise schedule.
+    """
+    noise, interpolation = model_output.float().chunk(2, dim=1)
+    noise, noisy, clean = noise.detach(), noisy.float(), clean.float()
+    posterior_log_variance = _at(schedule.posterior_log_variance, timesteps, clean.ndim)
+    log_beta = _at(schedule.betas, timesteps, clean.ndim).log()
+    share = (interpolation + 1) / 2
+    log_variance = share * log_beta + (1 - share) * posterior_log_variance
+    mean = posterior_mean(_clean_from_noise(noise, noisy, timesteps, schedule), noisy, timesteps, schedule)
+    true_mean = posterior_mean(clean, noisy, timesteps, schedule)
+    divergence = 0.5 * (
+        log_variance
+        - posterior_log_variance
+        - 1
+        + (posterior_log_variance - log_variance).exp()
+        + (true_mean - mean).square() * (-log_variance).exp()
+    )
+    likelihood = _picture_log_likelihood(clean, mean, log_variance)
+    bounds = torch.where(timesteps == 0, -likelihood.flatten(1).mean(1), divergence.flatten(1).mean(1))
+    return bounds / math.log(2)
+
+
+def posterior_mean(
+    clean: torch.Tensor, noisy: torch.Tensor, timesteps: torch.Tensor, schedule: NoiseSchedule
+) -> torch.Tensor:
+    """The mean of q(x_{t-1} | x_t, x_0) for x_0 and x_t `[B, C, ...]`, same shape; at t = 0 it is x_0."""
+    clean_weight = _at(schedule.posterior_clean, timesteps, clean.ndim)
+    return clean_weight * clean + _at(schedule.posterior_noisy, timesteps, clean.ndim) * noisy
+
+
+@contextmanager
+def own_class_dropping_off(model: torch.nn.Module) -> Iterator[None]:
+    """Keeps a class-conditional model from dropping labels by itself while the block runs.
+
+    diffusers' DiT embeds the label anew in every block, and each of these embeddings drops labels at random on its
+    own in training mode: some blocks of a sample then see its class and some do not, and no seed of a sample decides
+    which. Whoever trains drops labels before the model sees them. Afterwards the model is as it was.
+
+    Args:
+        model: A model with diffusers' `LabelEmbedding`s; one without them is left alone.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, LabelEmbedding)]
+    probabilities = [embedding.dropout_prob for embedding in embeddings]
+    try:
+        for embedding in embeddings:
+            embedding.dropout_prob = 0.0
+        yield
+    finally:
+        for embedding, probability in zip(embeddings, probabilities):
+            embedding.dropout_prob = probability
+
+
+def _at(values: torch.Tensor, timesteps: torch.Tensor, ndim: int) -> torch.Tensor:
+    """Values `[T]` at timesteps `[B]`, with axes of length 1 up to `ndim`."""
+    return values.to(timesteps.device)[timesteps].reshape(-1, *[1] * (ndim - 1))
+
+
+def _clean_from_noise(
+    noise: torch.Tensor, noisy: torch.Tensor, timesteps: torch.Tensor, schedule: NoiseSchedule
+) -> torch.Tensor:
+    alphas_cumprod = _at(schedule.alphas_cumprod, timesteps, noisy.ndim)
+    return (noisy - (1 - alphas_cumprod).sqrt() * noise) / alphas_cumprod.sqrt()
+
+
+def _picture_log_likelihood(clean: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each pixel's grey level under a normal distribution; black and white take the tails."""
+    inverse_deviation = (-0.5 * log_variance).exp()
+    below = torch.special.ndtr((clean - _HALF_BIN - mean) * inverse_deviation)
+    above = torch.special.ndtr((clean + _HALF_BIN - mean) * inverse_deviation)
+    below = torch.where(clean < -0.999, torch.zeros_like(below), below)
+    above = torch.where(clean > 0.999, torch.ones_like(above), above)
+    return (above - below).clamp(min=_SMALLEST_PROBABILITY).log()
