@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from .config import MHLAConfig
-from .models.registry import FAMILIES, is_mhla_class, mhla_class_for
-from .sources import find_pipeline
+from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
+from .sources import SourceNotFoundError, find_pipeline
 
 
 ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)
@@ -53,7 +54,7 @@ def load_pipeline(
     Raises:
         ValueError: If `attn_implementation` is unknown, no component of the pipeline can be MHLA, softmax is asked
             of an MHLA checkpoint, or `mhla` is given without `attn_implementation="mhla"`.
-        OSError: If there is no such directory or repository.
+        OSError: If there is no such directory or repository, or its weights are not in safetensors files.
 
     Example:
         >>> pipe = load_pipeline("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", mhla={"blocks": [3, 5, 10]})  # doctest: +SKIP
@@ -68,7 +69,8 @@ def load_pipeline(
 
     kwargs.setdefault("use_safetensors", True)
     download_options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}
-    folder = str(find_pipeline(repo_or_dir, "repo_or_dir", **download_options))
+    with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]):
+        folder = str(find_pipeline(repo_or_dir, "repo_or_dir", **download_options))
     index = diffusers.DiffusionPipeline.load_config(folder)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
@@ -95,9 +97,29 @@ def load_pipeline(
             options = _component_options(kwargs, folder, name)
             if mhla is not None:
                 options["mhla"] = mhla
-            components[name] = mhla_class_for(component_class).from_pretrained(folder, subfolder=name, **options)
+            if component_class == LEGACY_CLASS:
+                config = diffusers.Transformer2DModel.load_config(folder, subfolder=name)
+                component_class = current_class(component_class, config)
+            mhla_class = mhla_class_for(component_class)
+            with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]):
+                components[name] = mhla_class.from_pretrained(folder, subfolder=name, **options)
     passed_on = {key: value for key, value in kwargs.items() if key not in _DOWNLOAD_OPTIONS[:-2]}
-    return pipeline_class.from_pretrained(folder, **components, **passed_on)
+    with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]):
+        return pipeline_class.from_pretrained(folder, **components, **passed_on)
+
+
+@contextmanager
+def _explained_pickles(location: Any, use_safetensors: bool | None) -> Iterator[None]:
+    """Adds what to do to the error about a checkpoint whose weights are pickles."""
+    try:
+        yield
+    except OSError as error:
+        if not use_safetensors or isinstance(error, SourceNotFoundError) or "safetensors" not in str(error):
+            raise
+        raise OSError(
+            f"{location}: {' '.join(str(error).split())} If its weights are .bin files, use_safetensors=None reads "
+            "them as diffusers does, with torch.load(weights_only=True); save_pretrained then writes safetensors."
+        ) from error
 
 
 def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
@@ -159,12 +181,12 @@ def _check_given_component(name: str, component: Any, attn_implementation: str |
 
 
 def _denoisers(index: Mapping[str, Any]) -> dict[str, str]:
-    """Components of a pipeline index that have an MHLA version, with the class name that the index gives."""
+    """Components of a pipeline index that have (or may have) an MHLA version, with the index's class name."""
     entries = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and len(entry) == 2}
     return {
         name: entry[1]
         for name, entry in entries.items()
-        if isinstance(entry[1], str) and (entry[1] in FAMILIES or is_mhla_class(entry[1]))
+        if isinstance(entry[1], str) and (entry[1] in FAMILIES or entry[1] == LEGACY_CLASS or is_mhla_class(entry[1]))
     }
 
 

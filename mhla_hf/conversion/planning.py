@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -96,7 +97,12 @@ def plan_component(
         _plan_weights(weight_set, model, expected, target, report, dtype, max_bytes)
         for weight_set in component.weight_sets(variant)
     ]
-    config = {**component.config, "_class_name": family.mhla_class, "mhla": report.mhla}
+    kept = component.config
+    if kept["_class_name"] != component.class_name:
+        # An old checkpoint's configuration has entries for models that its class could be besides.
+        entries = inspect.signature(type(upstream).__init__).parameters
+        kept = {name: value for name, value in kept.items() if name in entries or name.startswith("_")}
+    config = {**kept, "_class_name": family.mhla_class, "mhla": report.mhla}
     return ComponentPlan(component.name, config, weights, report)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..models.registry import LEGACY_CLASS, current_class
 from ..sources import PIPELINE_INDEX, local_directory
 from .tensors import read_json
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet
@@ -42,9 +43,12 @@ class Component:
 
     @property
     def class_name(self) -> str:
-        """The class that the weights are for; of a transformers model its `model_type` where none is named."""
+        """The class that the weights are for, by its name of today where an old checkpoint has another.
+
+        Of a transformers model it is the `model_type` where no class is named.
+        """
         if not self.is_transformers:
-            return self.config["_class_name"]
+            return current_class(self.config["_class_name"], self.config)
         architectures = self.config.get("architectures")
         return architectures[0] if architectures else self.config["model_type"]
 
@@ -83,18 +87,15 @@ class Component:
                 sets.append(WeightSet(match["variant"], (path,)))
         if not sets:
             pickles = [path.name for path in sorted(self.folder.iterdir()) if path.suffix in _PICKLES]
+            what = "model" if self.is_transformers else "pipeline (or the model alone)"
+            remedy = f"Load the {what} with from_pretrained and write it with save_pretrained first."
             if pickles:
-                remedy = (
-                    "Load the model with from_pretrained and write it with save_pretrained first."
-                    if self.is_transformers
-                    else "Save the model with safe_serialization=True first."
-                )
                 raise ValueError(
                     f"{self.folder} has its weights only as {', '.join(pickles)}; those can run code when read. "
                     f"{remedy}"
                 )
             raise ValueError(
-                f"{self.folder} has no {self.names.stem}*.safetensors; weights in other formats are not read."
+                f"{self.folder} has no {self.names.stem}*.safetensors; weights in other formats are not read. {remedy}"
             )
         if variant is not None:
             found = [weights.variant or "(none)" for weights in sets]
@@ -247,6 +248,8 @@ def read_source(
             for name, entry in pipeline.items()
             if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
         }
+        for name in [name for name, class_name in classes.items() if class_name == LEGACY_CLASS]:
+            classes[name] = _read_component(name, root / name, location).class_name
         names = [name for name, class_name in classes.items() if class_name in wanted]
         if not names:
             models = ", ".join(f"{name} ({class_name})" for name, class_name in sorted(classes.items()))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ class ModelFamily:
         layers: Where the MHLA layers sit, `{index}` standing for the layer's number.
         kind: What it makes, such as `"video"`.
         note: What to know about it, or an empty string.
+        legacy_norm_type: The `norm_type` by which old checkpoints, which call the model `Transformer2DModel`, say
+            that they are of this family; empty where there are none.
     """
 
     name: str
@@ -33,6 +36,7 @@ class ModelFamily:
     layers: str
     kind: str
     note: str = ""
+    legacy_norm_type: str = ""
 
     def load_class(self) -> Any:
         """Imports and returns the MHLA class."""
@@ -57,6 +61,7 @@ _DIT = ModelFamily(
     pipelines=("DiTPipeline",),
     layers="transformer_blocks.{index}.attn1.mhla",
     kind="image",
+    legacy_norm_type="ada_norm_zero",
 )
 
 _SANA = ModelFamily(
@@ -78,6 +83,7 @@ _PIXART = ModelFamily(
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
     layers="transformer_blocks.{index}.attn1.mhla",
     kind="image",
+    legacy_norm_type="ada_norm_single",
 )
 
 _SANA_VIDEO = ModelFamily(
@@ -94,6 +100,9 @@ _SANA_VIDEO = ModelFamily(
 FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT, _PIXART, _SANA, _SANA_VIDEO)}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
 
+LEGACY_CLASS = "Transformer2DModel"
+"""What diffusers called several image models before each had a class of its own."""
+
 
 def supported_models() -> dict[str, ModelFamily | TransformersFamily]:
     """Returns the supported architectures: of diffusers by upstream class, of transformers by `model_type`.
@@ -101,6 +110,26 @@ def supported_models() -> dict[str, ModelFamily | TransformersFamily]:
     Those of transformers were tested; others load too, with a warning, where their attention allows it.
     """
     return {**FAMILIES, **TRANSFORMERS_FAMILIES}
+
+
+def current_class(class_name: str, config: Mapping[str, Any]) -> str:
+    """Returns what diffusers calls the class of a checkpoint today.
+
+    Args:
+        class_name: `_class_name` of its configuration.
+        config: The configuration, which tells what a [`LEGACY_CLASS`] is.
+
+    Raises:
+        ValueError: If it is a legacy checkpoint of a model that is not supported; the message lists those that are.
+    """
+    if class_name != LEGACY_CLASS:
+        return class_name
+    known = {family.legacy_norm_type: family.upstream for family in FAMILIES.values() if family.legacy_norm_type}
+    norm_type = config.get("norm_type")
+    if norm_type not in known:
+        supported = ", ".join(f"{name!r} ({upstream})" for name, upstream in known.items())
+        raise ValueError(f"A {LEGACY_CLASS} with norm_type={norm_type!r} has no MHLA version. Supported: {supported}.")
+    return known[norm_type]
 
 
 def is_mhla_class(class_name: str) -> bool:
