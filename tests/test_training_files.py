@@ -157,7 +157,7 @@ class TestCache:
         assert torch.equal(dataset[0]["latents"], encode_videos(pipeline.vae, samples[0].load()[None])[0])
         expected, empty = pipeline.encode_prompt("a square 2", negative_prompt="", max_sequence_length=48)
         assert torch.allclose(dataset[1]["prompt_embeds"], expected[0], atol=1e-6)
-        assert torch.allclose(dataset.null_prompt_embeds, empty[0], atol=1e-6)
+        assert torch.allclose(dataset.null_condition["prompt_embeds"], empty[0], atol=1e-6)
         assert not self.build(tmp_path, pipeline, pipeline_directory, samples)
         dataset.check_model(pipeline.transformer)
         for changes, message in (

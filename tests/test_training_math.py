@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mhla_hf.training import TrainingConfig, sample_sigmas
-from mhla_hf.training.batches import DataOrder, NoiseOptions, make_batch
+from mhla_hf.training import TrainingConfig, WanObjective, sample_sigmas
+from mhla_hf.training.batches import DataOrder, make_batch
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.evaluation import EvaluationResult, evaluation_batches
 from mhla_hf.training.flow_matching import (
@@ -105,66 +105,68 @@ def test_every_epoch_sees_every_sample_once():
 
 
 def test_batches_do_not_depend_on_how_they_are_shared_out():
-    data, options = samples(), NoiseOptions(text_dropout=0.5, flow_shift=3.0)
-    null = torch.zeros(3, 5)
+    data, objective = samples(), WanObjective(flow_shift=3.0)
+    dropping = {"condition_dropout": 0.5, "null_condition": {"prompt_embeds": torch.zeros(3, 5)}}
     shared = {"dataset_size": 7, "seed": 0, "stage": "finetune"}
-    whole = make_batch(data, DataOrder(batch_size=8, **shared), 2, 0, options, null)
+    whole = make_batch(data, DataOrder(batch_size=8, **shared), 2, 0, objective, **dropping)
     parts = [
         make_batch(
             data,
             DataOrder(batch_size=2, accumulation_steps=2, world_size=2, rank=rank, **shared),
             2,
             micro_step,
-            options,
-            null,
+            objective,
+            **dropping,
         )
         for micro_step in range(2)
         for rank in range(2)
     ]
-    for name in ("latents", "noise", "sigmas", "prompt_embeds"):
+    for name in ("latents", "noise", "levels"):
         assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts])), name
+    prompts = [part.condition["prompt_embeds"] for part in parts]
+    assert torch.equal(whole.condition["prompt_embeds"], torch.cat(prompts))
 
 
 def test_batches_ignore_the_global_random_state_and_follow_the_seed():
     data, order = samples(), DataOrder(dataset_size=7, batch_size=2, seed=0, stage="finetune")
     torch.manual_seed(1)
-    first = make_batch(data, order, 5, 0, NoiseOptions())
+    first = make_batch(data, order, 5, 0, WanObjective())
     state = torch.get_rng_state()
     torch.manual_seed(2)
-    again = make_batch(data, order, 5, 0, NoiseOptions())
-    assert torch.equal(first.noise, again.noise) and torch.equal(first.sigmas, again.sigmas)
+    again = make_batch(data, order, 5, 0, WanObjective())
+    assert torch.equal(first.noise, again.noise) and torch.equal(first.levels, again.levels)
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), state)
     other = DataOrder(dataset_size=7, batch_size=2, seed=0, stage="transfer")
-    assert not torch.equal(first.noise, make_batch(data, other, 5, 0, NoiseOptions()).noise)
+    assert not torch.equal(first.noise, make_batch(data, other, 5, 0, WanObjective()).noise)
 
 
 def test_dropped_captions_become_the_empty_one():
-    data, null = samples(), torch.full((3, 5), 9.0)
+    data, null = samples(), {"prompt_embeds": torch.full((3, 5), 9.0)}
     order = DataOrder(dataset_size=7, batch_size=200, seed=0, stage="finetune")
-    batch = make_batch(data, order, 0, 0, NoiseOptions(text_dropout=0.25), null)
-    share = (batch.prompt_embeds == 9).all(dim=(1, 2)).float().mean().item()
+    batch = make_batch(data, order, 0, 0, WanObjective(), 0.25, null)
+    share = (batch.condition["prompt_embeds"] == 9).all(dim=(1, 2)).float().mean().item()
     assert share == pytest.approx(0.25, abs=0.1)
-    with pytest.raises(ValueError, match="null_prompt_embeds"):
-        make_batch(data, order, 0, 0, NoiseOptions(text_dropout=0.25))
+    with pytest.raises(ValueError, match="null_condition"):
+        make_batch(data, order, 0, 0, WanObjective(), 0.25)
 
 
 def test_samples_of_different_sizes_are_refused():
     data = [*samples(1), *samples(1, channels=3)]
     with pytest.raises(ValueError, match="latents"):
-        make_batch(data, DataOrder(dataset_size=2, batch_size=2, seed=0, stage="finetune"), 0, 0, NoiseOptions())
+        make_batch(data, DataOrder(dataset_size=2, batch_size=2, seed=0, stage="finetune"), 0, 0, WanObjective())
 
 
 def test_evaluation_draws_are_stratified_and_fixed():
-    batches = evaluation_batches(samples(), batch_size=4, draws_per_sample=3, seed=1)
-    sigmas = torch.cat([batch.sigmas for batch in batches]).double()
+    batches = evaluation_batches(samples(), WanObjective(), batch_size=4, draws_per_sample=3, seed=1)
+    sigmas = torch.cat([batch.levels for batch in batches]).double()
     assert len(sigmas) == 21
     quantiles = torch.special.ndtr(torch.logit(sigmas)).sort().values
     assert ((quantiles * 21).floor() == torch.arange(21)).all()
-    again = evaluation_batches(samples(), batch_size=21, draws_per_sample=3, seed=1)
-    assert torch.equal(again[0].sigmas.double(), sigmas)
+    again = evaluation_batches(samples(), WanObjective(), batch_size=21, draws_per_sample=3, seed=1)
+    assert torch.equal(again[0].levels.double(), sigmas)
     with pytest.raises(ValueError, match="empty"):
-        evaluation_batches([])
+        evaluation_batches([], WanObjective())
 
 
 def test_paired_difference_of_results():
@@ -208,7 +210,7 @@ def test_learning_rate_schedules():
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"batch_size": 1.5}, "batch_size must be a whole number"),
         ({"batch_size": None}, "batch_size must be given"),
-        ({"text_dropout": 1.5}, "text_dropout must be at most 1"),
+        ({"condition_dropout": 1.5}, "condition_dropout must be at most 1"),
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false"),
         ({"max_steps": 0}, "nothing to train"),
         ({"mhla": "none", "train": "mhla"}, "mhla='none' keeps softmax"),

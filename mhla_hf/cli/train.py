@@ -87,7 +87,7 @@ def wan_command(**options: Any) -> None:
 
     from ..training.launch import join_launched_processes
     from ..training.runtime import make_accelerator
-    from ..training.trainer import WanTrainer
+    from ..training.trainer import DiffusionTrainer
 
     if config.output is None and not (cache_only and config.cache is not None):
         raise ValueError("output must be given: the directory of the run")
@@ -97,7 +97,7 @@ def wan_command(**options: Any) -> None:
         _make_cache(config, cache_config, accelerator)
     if cache_only:
         return
-    result = WanTrainer(config, accelerator=accelerator).run()
+    result = DiffusionTrainer(config, accelerator=accelerator).run()
     if accelerator.is_main_process:
         for stage, losses in result.losses.items():
             if losses:

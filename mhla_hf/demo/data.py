@@ -34,7 +34,7 @@ class DigitLatents:
     def __init__(self, latents: torch.Tensor, prompt_embeds: torch.Tensor, null_prompt_embeds: torch.Tensor) -> None:
         self.latents = latents
         self.prompt_embeds = prompt_embeds
-        self.null_prompt_embeds = null_prompt_embeds
+        self.null_condition = {"prompt_embeds": null_prompt_embeds}
 
     def __len__(self) -> int:
         return len(self.latents)

@@ -19,8 +19,8 @@ import torch
 
 from ..conversion import convert_pretrained
 from ..files import write_json
-from ..training import EvaluationResult, NoiseOptions, TrainingConfig, WanTrainer, evaluate
-from ..training.loading import default_flow_shift, load_student, load_teacher
+from ..training import DiffusionTrainer, EvaluationResult, TrainingConfig, evaluate, objective_for
+from ..training.loading import load_student, load_teacher
 from .config import DemoConfig, base_pipeline_directory
 from .data import DigitLatents, encode_digits
 from .progress import DemoProgress, quiet_libraries
@@ -189,7 +189,7 @@ class Demo:
             warmup_steps=min(10, steps),
             weight_decay=0.0,
             adam_beta2=0.99,
-            text_dropout=0.1,
+            condition_dropout=0.1,
             mixed_precision="no",
             device="cpu",
             # One seed for both variants: the same videos, noise and noise levels in the same order.
@@ -202,7 +202,7 @@ class Demo:
         name = {TRANSFER: "Match attention outputs", FINETUNE: "Fine-tune"}[stage]
         with self.progress.stage(f"{name}, {_TITLES[variant]}", steps) as bar:
             teacher = load_teacher(base, "transformer", str(base)) if stage == TRANSFER else None
-            trainer = WanTrainer(
+            trainer = DiffusionTrainer(
                 training,
                 dataset=train,
                 teacher=teacher,
@@ -228,9 +228,9 @@ class Demo:
                     seed=self.config.seed,
                     batch_size=16,
                     draws_per_sample=self.config.draws,
-                    noise_options=NoiseOptions(flow_shift=default_flow_shift(directory)),
+                    objective=objective_for(model, directory),
                 )
-                values = {"losses": result.losses, "sigmas": result.sigmas, "parameters": count_parameters(model)}
+                values = {"losses": result.losses, "sigmas": result.levels, "parameters": count_parameters(model)}
                 write_json(path, values)
         stored = json.loads(path.read_text(encoding="utf-8"))
         return EvaluationResult(tuple(stored["losses"]), tuple(stored["sigmas"]))

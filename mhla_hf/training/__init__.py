@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: layer matching, flow-matching fine-tuning, their data and checkpoints.
+"""Training: layer matching, fine-tuning by each family's objective, their data and checkpoints.
 
 Names are loaded when first used, so that reading the options needs neither torch nor diffusers.
 """
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC_NAMES = {
     "CacheConfig": "config",
+    "DiffusionTrainer": "trainer",
     "EvaluationResult": "evaluation",
     "LatentDataset": "cache",
-    "NoiseOptions": "batches",
     "TrainingConfig": "config",
     "TrainingResult": "trainer",
     "TransferStep": "attention_transfer",
-    "WanTrainer": "trainer",
+    "WanObjective": "objectives",
     "add_noise": "flow_matching",
     "attention_matching_loss": "transfer",
     "evaluate": "evaluation",
@@ -26,6 +26,7 @@ _PUBLIC_NAMES = {
     "evaluation_batches": "evaluation",
     "flow_matching_loss": "flow_matching",
     "match_attention": "attention_transfer",
+    "objective_for": "objectives",
     "record_attention": "transfer",
     "sample_sigmas": "flow_matching",
     "transfer_attention": "attention_transfer",
@@ -33,13 +34,13 @@ _PUBLIC_NAMES = {
 
 __all__ = [
     "CacheConfig",
+    "DiffusionTrainer",
     "EvaluationResult",
     "LatentDataset",
-    "NoiseOptions",
     "TrainingConfig",
     "TrainingResult",
     "TransferStep",
-    "WanTrainer",
+    "WanObjective",
     "add_noise",
     "attention_matching_loss",
     "evaluate",
@@ -47,6 +48,7 @@ __all__ = [
     "evaluation_batches",
     "flow_matching_loss",
     "match_attention",
+    "objective_for",
     "record_attention",
     "sample_sigmas",
     "transfer_attention",
@@ -54,12 +56,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .attention_transfer import TransferStep, match_attention, transfer_attention
-    from .batches import NoiseOptions
     from .cache import LatentDataset
     from .config import CacheConfig, TrainingConfig
     from .evaluation import EvaluationResult, evaluate, evaluate_batches, evaluation_batches
     from .flow_matching import add_noise, flow_matching_loss, sample_sigmas
-    from .trainer import TrainingResult, WanTrainer
+    from .objectives import WanObjective, objective_for
+    from .trainer import DiffusionTrainer, TrainingResult
     from .transfer import attention_matching_loss, record_attention
 
 

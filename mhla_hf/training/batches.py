@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which videos, noise, noise levels and dropped captions each step sees: a pure function of the seed and the step.
+"""Which samples, noise, noise levels and dropped conditions each step sees: a pure function of the seed and the step.
 
 Every draw of a sample comes from a generator seeded by (seed, stage, running number of the sample), and the running
 number follows from step, micro-step and process rank. Nothing depends on the history of a random generator, so a
@@ -18,60 +18,49 @@ from typing import Any, Protocol
 
 import torch
 
-from .flow_matching import add_noise, sigmas_from_uniform
+from .objectives import Objective, Tensors
 
 
 class LatentSamples(Protocol):
-    """What a data set must offer: a length, and samples `{"latents": [C, F, H, W], "prompt_embeds": [L, D]}`."""
+    """What a data set must offer: a length, and samples of latents and their condition.
+
+    Every sample has `latents`, `[C, F, H, W]` of videos and `[C, H, W]` of pictures, and what its family's objective
+    names in `condition_names`: for Wan `prompt_embeds` `[L, D]`; for SANA `prompt_embeds` `[L, D]` and
+    `prompt_attention_mask` `[L]`, 1 where there is text; for DiT `class_label` `[]`, int64.
+
+    A data set may also have an attribute `null_condition`: the same tensors of a sample without caption or class,
+    which some samples are given instead of their own, for guidance.
+    """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoiseOptions:
-    """Distribution of noise levels and dropped captions; see `flow_matching.sigmas_from_uniform`."""
-
-    logit_mean: float = 0.0
-    logit_std: float = 1.0
-    flow_shift: float = 1.0
-    sigma_range: tuple[float, float] = (0.0, 1.0)
-    text_dropout: float = 0.0
-
-    def sigmas(self, uniform: torch.Tensor) -> torch.Tensor:
-        """Noise levels from uniform draws, same shape."""
-        return sigmas_from_uniform(
-            uniform,
-            logit_mean=self.logit_mean,
-            logit_std=self.logit_std,
-            flow_shift=self.flow_shift,
-            sigma_range=self.sigma_range,
-        )
-
-
 @dataclass(frozen=True)
-class FlowBatch:
-    """One micro-batch: latents and noise `[B, C, F, H, W]`, sigmas `[B]`, prompt_embeds `[B, L, D]`, all fp32."""
+class Batch:
+    """One micro-batch.
+
+    Attributes:
+        latents: Clean latents `[B, C, ...]`, fp32.
+        noise: Standard normal, same shape, fp32.
+        levels: Noise levels `[B]`, as the objective draws them.
+        condition: Captions or classes, each `[B, ...]`: fp32, or int64 where samples hold whole numbers.
+    """
 
     latents: torch.Tensor
     noise: torch.Tensor
-    sigmas: torch.Tensor
-    prompt_embeds: torch.Tensor
+    levels: torch.Tensor
+    condition: dict[str, torch.Tensor]
 
-    def to(self, device: torch.device | str) -> FlowBatch:
+    def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""
-        return FlowBatch(
-            *(
-                tensor.to(device, non_blocking=True)
-                for tensor in (self.latents, self.noise, self.sigmas, self.prompt_embeds)
-            )
+        return Batch(
+            self.latents.to(device, non_blocking=True),
+            self.noise.to(device, non_blocking=True),
+            self.levels.to(device, non_blocking=True),
+            {name: tensor.to(device, non_blocking=True) for name, tensor in self.condition.items()},
         )
-
-    @property
-    def noisy_latents(self) -> torch.Tensor:
-        """x_t `[B, C, F, H, W]`."""
-        return add_noise(self.latents, self.noise, self.sigmas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,24 +103,27 @@ def make_batch(
     order: DataOrder,
     step: int,
     micro_step: int,
-    noise_options: NoiseOptions,
-    null_prompt_embeds: torch.Tensor | None = None,
-) -> FlowBatch:
+    objective: Objective,
+    condition_dropout: float = 0.0,
+    null_condition: Tensors | None = None,
+) -> Batch:
     """Builds the micro-batch of (step, micro-step) of the process that `order` was made for.
 
     Args:
-        dataset: Samples `{"latents": [C, F, H, W], "prompt_embeds": [L, D]}`, all of one size.
+        dataset: The samples, all of one size.
         order: The data order.
         step: Optimizer step, from 0.
         micro_step: Micro-step within it, from 0.
-        noise_options: Distribution of noise levels and dropped captions.
-        null_prompt_embeds: Embeddings of the empty prompt `[L, D]`; needed when captions are dropped.
+        objective: Draws noise levels and names the condition.
+        condition_dropout: Share of samples that are given `null_condition` instead of their own.
+        null_condition: See `LatentSamples`; needed for `condition_dropout`.
 
     Returns:
-        The batch, on the CPU, in fp32.
+        The batch, on the CPU.
 
     Raises:
-        ValueError: If samples differ in size, or captions are to be dropped without `null_prompt_embeds`.
+        ValueError: If samples differ in size or lack a tensor, or conditions are to be dropped without
+            `null_condition`.
     """
     numbers = order.sample_numbers(step, micro_step)
 
@@ -143,8 +135,9 @@ def make_batch(
         [order.dataset_index(number) for number in numbers],
         [stable_seed(order.seed, order.stage, "sample", number) for number in numbers],
         uniform_of,
-        noise_options,
-        null_prompt_embeds,
+        objective,
+        condition_dropout,
+        null_condition,
     )
 
 
@@ -153,9 +146,10 @@ def assemble_batch(
     indices: list[int],
     seeds: list[int],
     uniform_of: Callable[[torch.Generator, int], torch.Tensor],
-    noise_options: NoiseOptions,
-    null_prompt_embeds: torch.Tensor | None = None,
-) -> FlowBatch:
+    objective: Objective,
+    condition_dropout: float = 0.0,
+    null_condition: Tensors | None = None,
+) -> Batch:
     """Builds a batch of given samples, each with draws from its own seed.
 
     Args:
@@ -163,34 +157,52 @@ def assemble_batch(
         indices: Indices into the data set.
         seeds: One seed per sample.
         uniform_of: Gives the uniform draw behind a sample's noise level from (generator, position in the batch).
-        noise_options: Distribution of noise levels and dropped captions.
-        null_prompt_embeds: See `make_batch`.
+        objective: See `make_batch`.
+        condition_dropout: See `make_batch`.
+        null_condition: See `make_batch`.
 
     Returns:
-        The batch, on the CPU, in fp32.
+        The batch, on the CPU.
 
     Raises:
         ValueError: See `make_batch`.
     """
-    if noise_options.text_dropout > 0 and null_prompt_embeds is None:
-        raise ValueError("text_dropout needs null_prompt_embeds, the embeddings of the empty prompt; or set it to 0")
-    latents, noise, uniform, prompts = [], [], [], []
+    check_null_condition(condition_dropout, null_condition)
+    latents, noise, uniform, conditions = [], [], [], []
     for position, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
         sample = dataset[index]
         generator = torch.Generator().manual_seed(seed)
         uniform.append(uniform_of(generator, position))
-        dropped = bool(torch.rand((), generator=generator) < noise_options.text_dropout)
+        dropped = bool(torch.rand((), generator=generator) < condition_dropout)
         clean = sample["latents"].float().cpu()
         latents.append(clean)
         noise.append(torch.randn(clean.shape, generator=generator))
-        prompt = null_prompt_embeds if dropped and null_prompt_embeds is not None else sample["prompt_embeds"]
-        prompts.append(prompt.float().cpu())
-    return FlowBatch(
+        conditions.append(null_condition if dropped and null_condition is not None else sample)
+    return Batch(
         _stack("latents", latents),
         _stack("latents", noise),
-        noise_options.sigmas(torch.stack(uniform)),
-        _stack("prompt_embeds", prompts),
+        objective.noise_levels(torch.stack(uniform)),
+        {
+            name: _stack(name, [_plain(condition[name]) for condition in conditions])
+            for name in objective.condition_names
+        },
     )
+
+
+def check_null_condition(condition_dropout: float, null_condition: Tensors | None) -> None:
+    """Checks that there is something to give to samples that lose their condition.
+
+    Raises:
+        ValueError: If there is not.
+    """
+    if condition_dropout > 0 and null_condition is None:
+        raise ValueError(
+            "condition_dropout needs null_condition, what a sample without caption or class holds; or set it to 0"
+        )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.float() if tensor.is_floating_point() else tensor.long()).cpu()
 
 
 def _stack(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:

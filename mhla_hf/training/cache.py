@@ -34,7 +34,7 @@ class LatentDataset:
 
     Attributes:
         manifest: The content of `cache.json`.
-        null_prompt_embeds: Embeddings of the empty prompt `[L, D]`.
+        null_condition: The condition of the empty prompt: `prompt_embeds` `[L, D]`.
 
     Raises:
         ValueError: If the cache does not exist, is unfinished, of another format, or lacks a file.
@@ -52,7 +52,7 @@ class LatentDataset:
         if missing:
             raise ValueError(f"cache {directory} lacks {len(missing)} samples, for instance {missing[0]}")
         self.max_sequence_length = int(self.manifest["settings"]["max_sequence_length"])
-        self.null_prompt_embeds = self._pad(read_tensors(self.directory / NULL_PROMPT)["prompt_embeds"])
+        self.null_condition = {"prompt_embeds": self._pad(read_tensors(self.directory / NULL_PROMPT)["prompt_embeds"])}
 
     def __len__(self) -> int:
         return len(self.files)
@@ -69,7 +69,7 @@ class LatentDataset:
     @property
     def text_dim(self) -> int:
         """Width of the text embeddings."""
-        return int(self.null_prompt_embeds.shape[-1])
+        return int(self.null_condition["prompt_embeds"].shape[-1])
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Checks that the samples fit a Wan transformer.

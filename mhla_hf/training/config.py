@@ -22,11 +22,18 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("none", "tensorboard", "wandb")
 DEVICES = ("auto", "cpu")
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
+# What `mhla` is for a model that stays as it is.
 SOFTMAX = "none"
+# Families of the registry that are trained by flow matching.
+FLOW_FAMILIES = ("wan", "sana")
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its help text; `metadata` may carry `choices`, `minimum`, `maximum`, `above`, `below`."""
+    """A dataclass field with its help text.
+
+    `metadata` may carry `choices`, `minimum`, `maximum`, `above` and `below`; and `families`, the models that have the
+    option where not all do.
+    """
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -36,6 +43,20 @@ class _Options:
     def _check_fields(self) -> None:
         for item in dataclasses.fields(self):  # type: ignore[arg-type]
             _check_value(item, getattr(self, item.name))
+
+    def check_family(self, family: str) -> None:
+        """Checks that no option was given which models of a family do not have.
+
+        Args:
+            family: Name of the family, as in `mhla_hf.models.registry`.
+
+        Raises:
+            ValueError: If there is one; the message names it.
+        """
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            families = item.metadata.get("families", (family,))
+            if family not in families and getattr(self, item.name) != item.default:
+                raise ValueError(f"{item.name} is not an option of {family} models, only of {', '.join(families)}")
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain JSON values."""
@@ -88,25 +109,30 @@ def _check_value(item: dataclasses.Field, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(_Options):
-    """Options of one training run: an optional layer-matching stage, then flow-matching fine-tuning.
+    """Options of one training run: an optional layer-matching stage, then fine-tuning by the model's own objective.
 
-    Learning rates are per optimizer step, `batch_size` is per process and micro-step. The number of videos in one
+    Learning rates are per optimizer step, `batch_size` is per process and micro-step. The number of samples in one
     optimizer step is `batch_size * gradient_accumulation_steps * number of processes`.
 
     Raises:
         ValueError: If a value is not allowed; the message names the option and what it may be.
     """
 
-    model: str | None = _option(None, "Wan pipeline to train: a directory or a Hub id, MHLA or ordinary (softmax).")
-    output: str | None = _option(None, "Directory of the run: checkpoints, metrics, validation videos, pipeline.")
-    cache: str | None = _option(None, "Directory of cached latents and text embeddings. Default: OUTPUT/cache.")
-    component: str = _option("transformer", "Which transformer of the pipeline to train.", choices=COMPONENTS)
+    model: str | None = _option(None, "Pipeline to train: a directory or a Hub id, MHLA or ordinary.")
+    output: str | None = _option(None, "Directory of the run: checkpoints, metrics, validation samples, pipeline.")
+    cache: str | None = _option(
+        None, "Directory of cached latents and their captions or classes. Default: OUTPUT/cache."
+    )
+    component: str = _option(
+        "transformer", "Which transformer of the pipeline to train.", choices=COMPONENTS, families=("wan",)
+    )
     mhla: dict | str | None = _option(
-        None, "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' keeps softmax."
+        None,
+        "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' trains it as it is.",
     )
     teacher: str | None = _option(
         None,
-        "Softmax pipeline to match. Default: what the model was converted from, on the Hub or beside it.",
+        "Ordinary pipeline to match. Default: what the model was converted from, on the Hub or beside it.",
     )
 
     train: str = _option(
@@ -115,11 +141,9 @@ class TrainingConfig(_Options):
     lora_rank: int = _option(32, "Rank of the LoRA matrices.", minimum=1)
     lora_alpha: float | None = _option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
-    transfer_steps: int = _option(
-        0, "Steps that first match each MHLA layer's output to the softmax teacher's.", minimum=0
-    )
+    transfer_steps: int = _option(0, "Steps that first match each MHLA layer's output to the teacher's.", minimum=0)
     max_steps: int = _option(1000, "Fine-tuning steps.", minimum=0)
-    batch_size: int = _option(1, "Videos per process and micro-step.", minimum=1)
+    batch_size: int = _option(1, "Samples per process and micro-step.", minimum=1)
     gradient_accumulation_steps: int = _option(1, "Micro-steps per optimizer step.", minimum=1)
 
     learning_rate: float = _option(1e-4, "Peak learning rate.", above=0)
@@ -138,11 +162,23 @@ class TrainingConfig(_Options):
     max_grad_norm: float = _option(1.0, "Gradients are clipped to this norm; 0 switches clipping off.", minimum=0)
 
     flow_shift: float | None = _option(
-        None, "Shift of the noise levels towards noise. Default: the pipeline scheduler's.", above=0
+        None,
+        "Shift of the noise levels towards noise. Default: the pipeline scheduler's.",
+        above=0,
+        families=FLOW_FAMILIES,
     )
-    logit_mean: float = _option(0.0, "Mean of the logit-normal distribution of noise levels.")
-    logit_std: float = _option(1.0, "Standard deviation of the logit-normal distribution.", above=0)
-    text_dropout: float = _option(0.1, "Share of captions replaced by the empty one.", minimum=0, maximum=1)
+    logit_mean: float | None = _option(
+        None, "Mean of the logit-normal distribution of noise levels. Default: 0.", families=FLOW_FAMILIES
+    )
+    logit_std: float | None = _option(
+        None, "Standard deviation of the logit-normal distribution. Default: 1.", above=0, families=FLOW_FAMILIES
+    )
+    condition_dropout: float = _option(
+        0.1,
+        "Share of samples whose caption or class is replaced by the empty one, for guidance.",
+        minimum=0,
+        maximum=1,
+    )
 
     mixed_precision: str | None = _option(
         None, "Autocast type over fp32 weights. Default: what `accelerate launch` says.", choices=PRECISIONS
@@ -156,11 +192,11 @@ class TrainingConfig(_Options):
     checkpoints_total_limit: int | None = _option(None, "Keep at most so many checkpoints.", minimum=1)
     report_to: str = _option("none", "Tracker to report to.", choices=TRACKERS)
 
-    validation_prompts: tuple[str, ...] = _option((), "Prompt of a validation video; may be repeated.")
-    validation_steps: int = _option(500, "Make validation videos every so many fine-tuning steps.", minimum=1)
-    validation_inference_steps: int = _option(20, "Denoising steps of a validation video.", minimum=1)
-    validation_guidance: float = _option(4.0, "Guidance scale of validation videos.", minimum=0)
-    validation_negative_prompt: str = _option("", "Negative prompt of validation videos.")
+    validation_prompts: tuple[str, ...] = _option((), "Caption or class of a validation sample; may be repeated.")
+    validation_steps: int = _option(500, "Make validation samples every so many fine-tuning steps.", minimum=1)
+    validation_inference_steps: int = _option(20, "Denoising steps of a validation sample.", minimum=1)
+    validation_guidance: float = _option(4.0, "Guidance scale of validation samples.", minimum=0)
+    validation_negative_prompt: str = _option("", "Negative prompt of validation samples.", families=("wan", "sana"))
 
     progress: bool = _option(True, "Show a progress bar.")
 

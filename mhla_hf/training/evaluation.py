@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out flow-matching loss, with noise and noise levels that all models share."""
+"""Held-out loss, with noise and noise levels that all models share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .batches import FlowBatch, LatentSamples, NoiseOptions, assemble_batch, stable_seed
-from .flow_matching import flow_matching_losses, predict_flow
+from .batches import Batch, LatentSamples, assemble_batch, stable_seed
+from .objectives import Objective, objective_class_of
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class EvaluationResult:
 
     Attributes:
         losses: Loss of every draw, in a fixed order; compare two models draw by draw.
-        sigmas: Noise level of every draw.
+        levels: Noise level of every draw: sigmas of flow matching, timesteps of noise prediction.
     """
 
     losses: tuple[float, ...]
-    sigmas: tuple[float, ...]
+    levels: tuple[float, ...]
 
     @property
     def loss(self) -> float:
@@ -36,7 +36,7 @@ class EvaluationResult:
         Raises:
             ValueError: If the two were not evaluated on the same draws.
         """
-        if self.sigmas != other.sigmas:
+        if self.levels != other.levels:
             raise ValueError("the two results are of different draws: evaluate both models with the same arguments")
         differences = [mine - theirs for mine, theirs in zip(self.losses, other.losses, strict=True)]
         mean = math.fsum(differences) / len(differences)
@@ -46,25 +46,25 @@ class EvaluationResult:
 
 def evaluation_batches(
     dataset: LatentSamples,
+    objective: Objective,
     *,
     seed: int = 0,
     batch_size: int = 8,
     draws_per_sample: int = 1,
     max_samples: int | None = None,
-    noise_options: NoiseOptions | None = None,
-) -> list[FlowBatch]:
+) -> list[Batch]:
     """Fixed batches to evaluate on: a pure function of the arguments.
 
     Noise levels are stratified: the draws together cover the distribution evenly, which leaves the mean loss far
-    less noisy than independent draws. Captions are never dropped.
+    less noisy than independent draws. Captions and classes are never dropped.
 
     Args:
         dataset: Held-out samples.
+        objective: Draws the noise levels.
         seed: Seed of noise and noise levels.
         batch_size: Samples per batch.
         draws_per_sample: Noise draws of each sample.
         max_samples: Use the first samples only.
-        noise_options: Distribution of noise levels; its text dropout is ignored.
 
     Raises:
         ValueError: If there is no sample.
@@ -72,13 +72,6 @@ def evaluation_batches(
     count = len(dataset) if max_samples is None else min(len(dataset), max_samples)
     if count < 1:
         raise ValueError("the data set to evaluate on is empty")
-    options = noise_options or NoiseOptions()
-    options = NoiseOptions(
-        logit_mean=options.logit_mean,
-        logit_std=options.logit_std,
-        flow_shift=options.flow_shift,
-        sigma_range=options.sigma_range,
-    )
     total = count * draws_per_sample
     generator = torch.Generator().manual_seed(stable_seed(seed, "evaluation", "strata"))
     strata = torch.randperm(total, generator=generator).tolist()
@@ -96,40 +89,33 @@ def evaluation_batches(
                 [number % count for number in numbers],
                 [stable_seed(seed, "evaluation", number) for number in numbers],
                 uniform_of,
-                options,
+                objective,
             )
         )
     return batches
 
 
 @torch.no_grad()
-def evaluate_batches(model: torch.nn.Module, batches: Sequence[FlowBatch]) -> EvaluationResult:
+def evaluate_batches(model: torch.nn.Module, batches: Sequence[Batch], objective: Objective) -> EvaluationResult:
     """The loss of a model on given batches, in evaluation mode; the model's mode is put back afterwards.
 
     Args:
-        model: A Wan transformer, on any device.
+        model: A transformer, on any device.
         batches: See `evaluation_batches`.
+        objective: What the batches were made with.
     """
-    device, dtype = model.device, model.dtype
     was_training = model.training
     model.eval()
     losses: list[float] = []
-    sigmas: list[float] = []
+    levels: list[float] = []
     try:
         for batch in batches:
-            batch = batch.to(device)
-            prediction = predict_flow(
-                model,
-                batch.latents.to(dtype),
-                batch.noise.to(dtype),
-                batch.sigmas,
-                batch.prompt_embeds.to(dtype),
-            )
-            losses += flow_matching_losses(prediction, batch.latents, batch.noise).tolist()
-            sigmas += batch.sigmas.tolist()
+            batch = batch.to(model.device)
+            losses += objective.losses(model, batch, model.dtype).tolist()
+            levels += batch.levels.tolist()
     finally:
         model.train(was_training)
-    return EvaluationResult(tuple(losses), tuple(sigmas))
+    return EvaluationResult(tuple(losses), tuple(levels))
 
 
 def evaluate(
@@ -140,21 +126,25 @@ def evaluate(
     batch_size: int = 8,
     draws_per_sample: int = 1,
     max_samples: int | None = None,
-    noise_options: NoiseOptions | None = None,
+    objective: Objective | None = None,
 ) -> EvaluationResult:
-    """Held-out flow-matching loss of a model, comparable draw by draw between models; see `evaluation_batches`.
+    """Held-out loss of a model, comparable draw by draw between models; see `evaluation_batches`.
+
+    Without `objective`, it is the one of the model's family with its default noise levels. `objective_for` gives the
+    one that a pipeline's own scheduler asks for.
 
     Example:
         >>> softmax = evaluate(softmax_model, held_out, draws_per_sample=2)  # doctest: +SKIP
         >>> mhla = evaluate(mhla_model, held_out, draws_per_sample=2)  # doctest: +SKIP
         >>> above, standard_error = mhla.difference(softmax)  # doctest: +SKIP
     """
+    objective = objective or objective_class_of(model)()
     batches = evaluation_batches(
         dataset,
+        objective,
         seed=seed,
         batch_size=batch_size,
         draws_per_sample=draws_per_sample,
         max_samples=max_samples,
-        noise_options=noise_options,
     )
-    return evaluate_batches(model, batches)
+    return evaluate_batches(model, batches, objective)

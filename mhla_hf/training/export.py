@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from ..files import atomic_directory, write_json
 from ..sources import PIPELINE_INDEX
 from .checkpoints import full_tensor
-from .loading import read_index
 from .parameters import lora_state_dict, mhla_state_dict
+from .pipeline_files import read_index
 
 
 LORA_FILE = "pytorch_lora_weights.safetensors"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flow matching as Wan is trained: pure functions of tensors.
+"""Flow matching as Wan and SANA are trained: pure functions of tensors.
 
 A clean latent x_0 and noise eps are joined by a straight line, x_t = (1 - sigma) x_0 + sigma eps, and the model
 predicts its direction eps - x_0 (Lipman et al., "Flow Matching for Generative Modeling", 2023). Noise levels are
 logit-normal (Esser et al., "Scaling Rectified Flow Transformers", 2024), then shifted as the sampler shifts them.
 
-Shapes: B batch, C channels, F frames, H height, W width of latents.
+Shapes: B batch, C channels, then F frames (videos only), H height and W width of latents.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) 
     """x_t = (1 - sigma) x_0 + sigma eps.
 
     Args:
-        latents: Clean latents x_0 `[B, C, F, H, W]`.
+        latents: Clean latents x_0 `[B, C, ...]`.
         noise: eps, same shape.
         sigmas: Noise levels `[B]`.
 
@@ -121,7 +121,7 @@ def flow_matching_target(latents: torch.Tensor, noise: torch.Tensor) -> torch.Te
 
 
 def timesteps_from_sigmas(sigmas: torch.Tensor) -> torch.Tensor:
-    """Timesteps as Wan takes them: 1000 sigma, same shape, fp32."""
+    """Timesteps as the flow schedulers of diffusers count them: 1000 sigma, same shape, fp32."""
     return sigmas.float() * NUM_TRAIN_TIMESTEPS
 
 
@@ -135,35 +135,8 @@ def flow_matching_loss(prediction: torch.Tensor, latents: torch.Tensor, noise: t
     """Mean squared error between the prediction and eps - x_0, a scalar in fp32.
 
     Args:
-        prediction: Model output `[B, C, F, H, W]`.
+        prediction: Model output `[B, C, ...]`.
         latents: Clean latents x_0, same shape.
         noise: eps, same shape.
     """
     return F.mse_loss(prediction.float(), flow_matching_target(latents, noise).float())
-
-
-def predict_flow(
-    model: torch.nn.Module,
-    latents: torch.Tensor,
-    noise: torch.Tensor,
-    sigmas: torch.Tensor,
-    prompt_embeds: torch.Tensor,
-) -> torch.Tensor:
-    """Runs a Wan transformer on noised latents.
-
-    Args:
-        model: A `WanTransformer3DModel` or a subclass.
-        latents: Clean latents `[B, C, F, H, W]`.
-        noise: eps, same shape.
-        sigmas: Noise levels `[B]`.
-        prompt_embeds: Text embeddings `[B, L, D]`.
-
-    Returns:
-        The predicted direction `[B, C, F, H, W]`.
-    """
-    return model(
-        hidden_states=add_noise(latents, noise, sigmas),
-        timestep=timesteps_from_sigmas(sigmas),
-        encoder_hidden_states=prompt_embeds,
-        return_dict=False,
-    )[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding and loading what a run trains: the pipeline's directory, the student and its softmax teacher."""
+"""Finding and loading what a run trains: the student and its teacher, the model that it was converted from."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ from typing import Any
 import torch
 
 from ..models.registry import is_mhla_class, mhla_class_for
-from ..sources import PIPELINE_INDEX, find_pipeline
+from ..sources import find_pipeline
 from .config import SOFTMAX
-
-
-# Other families of the registry have another objective.
-TRAINABLE = ("WanTransformer3DModel", "MHLAWanTransformer3DModel")
-
-
-def read_index(directory: Path) -> dict[str, Any]:
-    """Reads `model_index.json` of a pipeline directory."""
-    return json.loads((directory / PIPELINE_INDEX).read_text(encoding="utf-8"))
+from .objectives import objective_class
 
 
 def component_config(directory: Path, component: str) -> dict[str, Any]:
@@ -33,9 +25,7 @@ def component_config(directory: Path, component: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"component: {directory} has no {component}")
     config = json.loads(path.read_text(encoding="utf-8"))
-    name = config.get("_class_name", "")
-    if name not in TRAINABLE:
-        raise ValueError(f"component: {component} of {directory} is a {name}; supported: {', '.join(TRAINABLE)}")
+    objective_class(config.get("_class_name", ""), f"component: {component} of {directory}")
     return config
 
 
@@ -49,12 +39,11 @@ def load_student(directory: Path, component: str = "transformer", mhla: dict | s
 
     Raises:
         ValueError: If an ordinary pipeline comes without options, an MHLA one with them, or the model is of a kind
-            that cannot be trained here (image-to-video).
+            that cannot be trained here, such as image-to-video.
     """
     config = component_config(directory, component)
     name = config["_class_name"]
-    if config["in_channels"] != config["out_channels"]:
-        raise ValueError(f"model: {directory} is an image-to-video model, which cannot be trained here yet")
+    objective_class(name).check_config(config)
     options: dict[str, Any] = {"subfolder": component, "torch_dtype": torch.float32}
     if is_mhla_class(name):
         if mhla is not None:
@@ -130,21 +119,6 @@ def _recorded_sources(directory: Path) -> list[str]:
     contents = [json.loads(record.read_text(encoding="utf-8")) for record in records if record.is_file()]
     locations = [content.get("source", {}).get("location") for content in contents]
     return [str(location) for location in locations if location]
-
-
-def default_flow_shift(directory: Path) -> float:
-    """The shift that the pipeline's sampler uses; 1 if its scheduler names none."""
-    path = directory / "scheduler" / "scheduler_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return float(config.get("flow_shift") or config.get("shift") or 1.0)
-
-
-def sigma_range(directory: Path, component: str) -> tuple[float, float]:
-    """The noise levels that a transformer of the pipeline sees: all, or its side of Wan 2.2's boundary."""
-    boundary = read_index(directory).get("boundary_ratio")
-    if boundary is None:
-        return (0.0, 1.0)
-    return (float(boundary), 1.0) if component == "transformer" else (0.0, float(boundary))
 
 
 def _upstream_class(name: str) -> Any:

@@ -16,10 +16,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from . import checkpoints, parameters
-from .batches import DataOrder, FlowBatch, LatentSamples, NoiseOptions, make_batch
+from .batches import Batch, DataOrder, LatentSamples, make_batch
 from .checkpoints import Position
 from .config import TrainingConfig
 from .metrics import MetricsFile
+from .objectives import Objective, Tensors
 from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
 from .prefetch import Prefetcher
 from .resuming import run_state
@@ -39,20 +40,20 @@ class Run:
         accelerator: The processes.
         model: The transformer that trains.
         dataset: The samples.
-        noise_options: How they are noised.
-        null_prompt_embeds: Embeddings of the empty prompt `[L, D]`, for `text_dropout`.
+        objective: How they are noised, and what the model learns from them.
+        null_condition: What a sample without caption or class holds, for `condition_dropout`.
         output: Directory of the run; None writes nothing.
         callback: Called with (stage, step, loss) after every step.
         metrics: The metrics file, in the process that writes it.
-        validator: Makes videos, in the process that does.
+        validator: Makes videos or pictures, in the process that does.
     """
 
     config: TrainingConfig
     accelerator: Accelerator
     model: nn.Module
     dataset: LatentSamples
-    noise_options: NoiseOptions
-    null_prompt_embeds: torch.Tensor | None
+    objective: Objective
+    null_condition: Tensors | None
     output: Path | None
     callback: Callback | None
     metrics: MetricsFile | None
@@ -60,7 +61,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """See `run_state`."""
-        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.noise_options.flow_shift)
+        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.objective)
 
 
 class StageLoop:
@@ -111,7 +112,7 @@ class StageLoop:
             checkpoints.load_optimizer(checkpoint, self.model, optimizer.optimizer, names)
             self._load_scaler(checkpoints.read_state(checkpoint))
         durations = []
-        with self._progress(start) as bar, self._batches(start) as batches:
+        with stage.context(), self._progress(start) as bar, self._batches(start) as batches:
             for step in range(start, stage.steps):
                 began = time.perf_counter()
                 loss, logs = self._step(module, optimizer, step, batches)
@@ -126,7 +127,7 @@ class StageLoop:
         return losses, math.fsum(durations) / len(durations)
 
     def _step(
-        self, module: nn.Module, optimizer: Any, step: int, batches: Callable[[int, int], FlowBatch]
+        self, module: nn.Module, optimizer: Any, step: int, batches: Callable[[int, int], Batch]
     ) -> tuple[float, dict[str, float]]:
         """One optimizer step; returns the loss averaged over micro-steps and processes, and further figures."""
         stage, config, accelerator = self.stage, self.config, self.accelerator
@@ -167,8 +168,16 @@ class StageLoop:
             rank=self.accelerator.process_index,
         )
 
-        def make(step: int, micro_step: int) -> FlowBatch:
-            return make_batch(shared.dataset, order, step, micro_step, shared.noise_options, shared.null_prompt_embeds)
+        def make(step: int, micro_step: int) -> Batch:
+            return make_batch(
+                shared.dataset,
+                order,
+                step,
+                micro_step,
+                shared.objective,
+                config.condition_dropout,
+                shared.null_condition,
+            )
 
         # On a CPU there is nothing to overlap with: the cores are busy training.
         ahead = self.accelerator.device.type != "cpu"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -33,13 +33,13 @@ def mhla_layers(model: nn.Module) -> list[int]:
     return list(getattr(model, "mhla_layers", []))
 
 
-def trainable_names(model: nn.Module, mode: str, attention_layers: Sequence[int] | None = None) -> list[str]:
+def trainable_names(model: nn.Module, mode: str, within: Iterable[str] | None = None) -> list[str]:
     """Names of the parameters that train, in the model's own order.
 
     Args:
         model: The transformer, with LoRA already added in mode `lora`.
         mode: `mhla`, `lora` or `full`.
-        attention_layers: If given, only the self-attention of these layers trains, as in the matching stage.
+        within: If given, only parameters of the modules of these names train, as in the matching stage.
 
     Raises:
         ValueError: If the mode is unknown or nothing is left to train.
@@ -51,8 +51,8 @@ def trainable_names(model: nn.Module, mode: str, attention_layers: Sequence[int]
         for name, _ in model.named_parameters()
         if mode == "full" or is_mhla_parameter(name) or (mode == "lora" and is_lora_parameter(name))
     ]
-    if attention_layers is not None:
-        prefixes = tuple(f"blocks.{layer}.attn1." for layer in attention_layers)
+    if within is not None:
+        prefixes = tuple(f"{name}." for name in within)
         names = [name for name in names if name.startswith(prefixes)]
     if not names:
         raise ValueError(f"train={mode!r} leaves nothing to train: the model has no MHLA layers")
@@ -74,8 +74,14 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None, seed: int) -> Non
         rank: Rank of the LoRA matrices.
         alpha: LoRA scale times rank; None takes the rank, a scale of 1.
         seed: Seed of the LoRA matrices; the global random state is left as it was.
+
+    Raises:
+        ValueError: If diffusers gives the model no `add_adapter`.
     """
     from peft import LoraConfig
+
+    if not hasattr(model, "add_adapter"):
+        raise ValueError(f"train='lora' is not possible: diffusers' {type(model).__name__} takes no adapters")
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

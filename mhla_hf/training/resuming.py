@@ -14,6 +14,7 @@ from . import checkpoints
 from .checkpoints import Position
 from .config import SOFTMAX, TrainingConfig
 from .lock import lock_output
+from .objectives import Objective
 
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,13 @@ IDENTITY = ("component", "train", "lora_rank", "lora_alpha", "mhla")
 # Another value lets the run go on, but it will not end where an uninterrupted one would.
 TRAJECTORY = (
     "adam_beta1", "adam_beta2", "adam_epsilon", "batch_size", "gradient_accumulation_steps", "learning_rate",
-    "logit_mean", "logit_std", "lr_schedule", "max_grad_norm", "max_steps", "mhla_learning_rate", "mixed_precision",
-    "seed", "text_dropout", "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
+    "condition_dropout", "lr_schedule", "max_grad_norm", "max_steps", "mhla_learning_rate", "mixed_precision",
+    "seed", "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
 )  # fmt: skip
 
 
 def run_state(
-    config: TrainingConfig, model: nn.Module, accelerator: Accelerator, dataset_size: int, flow_shift: float
+    config: TrainingConfig, model: nn.Module, accelerator: Accelerator, dataset_size: int, objective: Objective
 ) -> dict[str, Any]:
     """What a checkpoint keeps of the run that made it, as plain JSON."""
     options = config.to_dict()
@@ -41,7 +42,7 @@ def run_state(
         "config": options,
         "world_size": accelerator.num_processes,
         "dataset_size": dataset_size,
-        "flow_shift": flow_shift,
+        "objective": objective.to_dict(),
     }
 
 
@@ -62,7 +63,9 @@ def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
         changes = ", ".join(f"{name}={saved.get(name)!r}" for name in broken)
         raise ValueError(f"resume: {checkpoint} was made with {changes}; go on with the same or choose another output")
     changed = [name for name in TRAJECTORY if saved.get(name) != now[name]]
-    changed += [name for name in ("world_size", "dataset_size", "flow_shift") if state.get(name) != current[name]]
+    changed += [name for name in ("world_size", "dataset_size") if state.get(name) != current[name]]
+    saved_objective, objective = state.get("objective", {}), current["objective"]
+    changed += [name for name in objective if saved_objective.get(name) != objective[name]]
     if changed:
         logger.warning(
             "%s was made with other values of %s: the run will not end where an uninterrupted one would",

@@ -14,8 +14,8 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from .config import TrainingConfig
 
 
-PROJECT = "mhla-wan"
-# Other processes wait while the main one makes validation videos or copies a pipeline.
+PROJECT = "mhla-hf"
+# Other processes wait while the main one makes validation samples or copies a pipeline.
 TIMEOUT = timedelta(hours=4)
 
 

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .batches import FlowBatch
+from .batches import Batch
 from .config import TrainingConfig
-from .flow_matching import flow_matching_loss, predict_flow
+from .objectives import Objective
 from .parameters import mhla_layers, trainable_names
 from .transfer import LayerMatching, record_attention
 
@@ -31,41 +32,45 @@ class Stage(Protocol):
     def module(self) -> nn.Module:
         """The module that accelerate wraps; it shares its parameters with the model."""
 
-    def loss(self, module: nn.Module, batch: FlowBatch, accelerator: Accelerator) -> torch.Tensor:
+    def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; `module` is the wrapped one."""
+
+    def context(self) -> AbstractContextManager[None]:
+        """What the stage's steps run in."""
 
     def close(self) -> None:
         """Lets go of what only this stage needs."""
 
 
-class FlowMatching(nn.Module):
-    """The transformer and the flow-matching loss in one module.
+class ObjectiveLoss(nn.Module):
+    """The transformer and its loss in one module.
 
     Accelerate changes the forward method of what it wraps; wrapping this leaves the transformer as it was.
     """
 
-    def __init__(self, transformer: nn.Module) -> None:
+    def __init__(self, transformer: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.transformer = transformer
+        self.objective = objective
         # Sharding takes the units to wrap from here.
         self._no_split_modules = getattr(transformer, "_no_split_modules", None)
 
     def forward(
-        self, latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor, prompt_embeds: torch.Tensor
+        self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The loss, a scalar; see `flow_matching` for the arguments."""
-        prediction = predict_flow(self.transformer, latents, noise, sigmas, prompt_embeds)
-        return flow_matching_loss(prediction, latents, noise)
+        """The loss, a scalar; see `Batch` for the arguments."""
+        return self.objective.losses(self.transformer, Batch(latents, noise, levels, condition)).mean()
 
 
 class FineTuning:
-    """Flow matching on the whole model."""
+    """The family's own objective on the whole model."""
 
     name = "finetune"
 
-    def __init__(self, config: TrainingConfig, model: nn.Module) -> None:
+    def __init__(self, config: TrainingConfig, model: nn.Module, objective: Objective) -> None:
         self.config = config
         self.model = model
+        self.objective = objective
         self.steps = config.max_steps
         self.learning_rate = config.learning_rate
         self.mhla_learning_rate = config.mhla_learning_rate or config.learning_rate
@@ -76,11 +81,15 @@ class FineTuning:
 
     def module(self) -> nn.Module:
         """The transformer with its loss."""
-        return FlowMatching(self.model)
+        return ObjectiveLoss(self.model, self.objective)
 
-    def loss(self, module: nn.Module, batch: FlowBatch, accelerator: Accelerator) -> torch.Tensor:
-        """The flow-matching loss."""
-        return module(batch.latents, batch.noise, batch.sigmas, batch.prompt_embeds)
+    def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
+        """The objective's loss."""
+        return module(batch.latents, batch.noise, batch.levels, batch.condition)
+
+    def context(self) -> AbstractContextManager[None]:
+        """What the objective asks for."""
+        return self.objective.fine_tuning(self.model)
 
     def close(self) -> None:
         """There is nothing to let go of."""
@@ -91,9 +100,12 @@ class Transfer:
 
     name = "transfer"
 
-    def __init__(self, config: TrainingConfig, model: nn.Module, get_teacher: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self, config: TrainingConfig, model: nn.Module, objective: Objective, get_teacher: Callable[[], nn.Module]
+    ) -> None:
         self.config = config
         self.model = model
+        self.objective = objective
         self.get_teacher = get_teacher
         self.teacher: nn.Module | None = None
         self.steps = config.transfer_steps
@@ -106,26 +118,24 @@ class Transfer:
 
     def trainable_names(self) -> list[str]:
         """What `train` says, within the self-attention of MHLA layers."""
-        return trainable_names(self.model, self.config.train, self.layers)
+        return trainable_names(self.model, self.config.train, map(self.objective.attention_name, self.layers))
 
     def module(self) -> nn.Module:
         """The MHLA layers side by side."""
         self.teacher = self.get_teacher()
-        return LayerMatching(self.model, self.layers, self.config.gradient_checkpointing)
+        return LayerMatching(self.model, self.layers, self.objective, self.config.gradient_checkpointing)
 
-    def loss(self, module: nn.Module, batch: FlowBatch, accelerator: Accelerator) -> torch.Tensor:
+    def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
         """The matching loss, averaged over layers."""
         assert self.teacher is not None
-        noisy_latents = batch.noisy_latents
+        noisy_latents = self.objective.add_noise(batch.latents, batch.noise, batch.levels)
         with accelerator.autocast():
-            records = record_attention(
-                self.teacher,
-                self.layers,
-                noisy_latents=noisy_latents,
-                sigmas=batch.sigmas,
-                prompt_embeds=batch.prompt_embeds,
-            )
+            records = record_attention(self.teacher, self.layers, self.objective, noisy_latents, batch)
         return module(noisy_latents, records).mean()
+
+    def context(self) -> AbstractContextManager[None]:
+        """Nothing: only attention layers run."""
+        return nullcontext()
 
     def close(self) -> None:
         """Lets go of the teacher, which is as large as the model."""

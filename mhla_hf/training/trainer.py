@@ -14,13 +14,14 @@ from torch import nn
 from ..files import remove_leftovers, write_json
 from ..sources import find_pipeline
 from . import loading, parameters
-from .batches import LatentSamples, NoiseOptions, stable_seed
+from .batches import LatentSamples, check_null_condition, stable_seed
 from .cache import LatentDataset
 from .checkpoints import Position
 from .config import TrainingConfig
 from .export import export_pipeline, package_versions, save_adapter, unsharded
 from .loop import Callback, Run, StageLoop
 from .metrics import MetricsFile
+from .objectives import Tensors, objective_for
 from .resuming import find_start, run_state
 from .runtime import check_distribution, make_accelerator, open_trackers
 from .stages import FineTuning, Stage, Transfer
@@ -46,8 +47,10 @@ class TrainingResult:
     pipeline: Path | None = None
 
 
-class WanTrainer:
-    """Matches a Wan transformer's MHLA layers to a softmax teacher, then fine-tunes it by flow matching.
+class DiffusionTrainer:
+    """Matches a transformer's MHLA layers to the model it was converted from, then fine-tunes it by its objective.
+
+    That is flow matching for Wan and SANA, and noise prediction for DiT; see `mhla_hf.training.objectives`.
 
     With files, everything comes from `config.model` and `config.cache`. In a program, models and data can be passed
     in; without `config.output` nothing is written.
@@ -55,10 +58,10 @@ class WanTrainer:
     Args:
         config: The options.
         model: The transformer to train, in place; None loads it from `config.model`.
-        dataset: Samples `{"latents": [C, F, H, W], "prompt_embeds": [L, D]}`; None opens the cache.
-        teacher: The softmax teacher, for `transfer_steps`; None loads it.
-        null_prompt_embeds: Embeddings of the empty prompt `[L, D]`, for `text_dropout`; None takes the data set's
-            attribute of this name, if it has one.
+        dataset: The samples, see `LatentSamples`; None opens the cache.
+        teacher: The model that layers are matched to, for `transfer_steps`; None loads it.
+        null_condition: What a sample without caption or class holds, for `condition_dropout`; None takes the data
+            set's attribute of this name, if it has one.
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
         accelerator: An `Accelerator` to use; None makes one.
 
@@ -73,7 +76,7 @@ class WanTrainer:
         dataset: LatentSamples | None = None,
         *,
         teacher: nn.Module | None = None,
-        null_prompt_embeds: torch.Tensor | None = None,
+        null_condition: Tensors | None = None,
         callback: Callback | None = None,
         accelerator: Accelerator | None = None,
     ) -> None:
@@ -97,18 +100,14 @@ class WanTrainer:
         self.dataset = dataset
         if len(dataset) < 1:
             raise ValueError("the data set is empty")
-        self.null_prompt_embeds = (
-            null_prompt_embeds if null_prompt_embeds is not None else getattr(dataset, "null_prompt_embeds", None)
+        self.null_condition: Tensors | None = (
+            null_condition if null_condition is not None else getattr(dataset, "null_condition", None)
         )
-        if config.text_dropout > 0 and self.null_prompt_embeds is None:
-            raise ValueError(
-                "text_dropout needs null_prompt_embeds, the embeddings of the empty prompt; or set it to 0"
-            )
+        check_null_condition(config.condition_dropout, self.null_condition)
         self.model = model if model is not None else self._load_student()
-        if isinstance(dataset, LatentDataset):
-            dataset.check_model(self.model)
+        self.objective = objective_for(self.model, self.source, config)
+        self.objective.check_data(self.model, dataset[0], self.null_condition)
         self.teacher = teacher
-        self.noise_options = self._noise_options()
         if config.train == "lora" and not hasattr(self.model, "peft_config"):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
 
@@ -143,35 +142,22 @@ class WanTrainer:
             torch.manual_seed(stable_seed(self.config.seed, "parameters"))
             return loading.load_student(self.source, self.config.component, self.config.mhla)
 
-    def _noise_options(self) -> NoiseOptions:
-        config, shift, levels = self.config, self.config.flow_shift, (0.0, 1.0)
-        if self.source is not None:
-            shift = shift if shift is not None else loading.default_flow_shift(self.source)
-            levels = loading.sigma_range(self.source, config.component)
-        return NoiseOptions(
-            logit_mean=config.logit_mean,
-            logit_std=config.logit_std,
-            flow_shift=3.0 if shift is None else shift,
-            sigma_range=levels,
-            text_dropout=config.text_dropout,
-        )
-
     def _state(self) -> dict[str, Any]:
-        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.noise_options.flow_shift)
+        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.objective)
 
     def _stages(self) -> list[Stage]:
         config = self.config
         stages: list[Stage] = []
         if config.transfer_steps:
-            stages.append(Transfer(config, self.model, self._get_teacher))
+            stages.append(Transfer(config, self.model, self.objective, self._get_teacher))
         if config.max_steps:
-            stages.append(FineTuning(config, self.model))
+            stages.append(FineTuning(config, self.model, self.objective))
         return stages
 
     def _get_teacher(self) -> nn.Module:
         if self.teacher is None:
             if self.source is None:
-                raise ValueError("transfer_steps needs a teacher: the softmax model")
+                raise ValueError("transfer_steps needs a teacher: the model before its conversion")
             low = {"bf16": torch.bfloat16, "fp16": torch.float16}
             dtype = low.get(self.accelerator.mixed_precision, torch.float32)
             self.teacher = loading.load_teacher(self.source, self.config.component, self.config.teacher, dtype)
@@ -194,8 +180,8 @@ class WanTrainer:
             accelerator=self.accelerator,
             model=self.model,
             dataset=self.dataset,
-            noise_options=self.noise_options,
-            null_prompt_embeds=self.null_prompt_embeds,
+            objective=self.objective,
+            null_condition=self.null_condition,
             output=self.output,
             callback=self.callback,
             metrics=self.metrics,

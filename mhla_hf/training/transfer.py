@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer-matching stage: every MHLA layer learns to put out what the softmax layer it replaced puts out.
+"""The layer-matching stage: every MHLA layer learns to put out what the layer it replaced puts out.
 
 Teacher forced: each student layer gets the hidden states that the teacher's layer got, so all layers learn at once
 and errors do not add up over depth. The loss of a layer is the squared distance to the teacher's output divided by
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .flow_matching import timesteps_from_sigmas
+from .batches import Batch
+from .objectives import Objective
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,16 @@ class AttentionRecord:
 
 @torch.no_grad()
 def record_attention(
-    model: nn.Module,
-    layers: Sequence[int],
-    *,
-    noisy_latents: torch.Tensor,
-    sigmas: torch.Tensor,
-    prompt_embeds: torch.Tensor,
+    model: nn.Module, layers: Sequence[int], objective: Objective, noisy_latents: torch.Tensor, batch: Batch
 ) -> dict[int, AttentionRecord]:
     """Runs the teacher and keeps the inputs and outputs of the self-attention of some layers.
 
     Args:
-        model: A `WanTransformer3DModel`.
+        model: The teacher, of the class that diffusers has.
         layers: Indices of the layers to record.
-        noisy_latents: x_t `[B, C, F, H, W]`.
-        sigmas: Noise levels `[B]`.
-        prompt_embeds: Text embeddings `[B, L, D]`.
+        objective: Runs the model.
+        noisy_latents: `[B, C, ...]`.
+        batch: What they were made from.
 
     Returns:
         A record per layer.
@@ -60,14 +56,9 @@ def record_attention(
                 hidden_states = args[0] if args else kwargs["hidden_states"]
                 records[layer] = AttentionRecord(hidden_states.detach(), output.detach())
 
-            handle = model.blocks[layer].attn1.register_forward_hook(keep, with_kwargs=True)
-            hooks.callback(handle.remove)
-        model(
-            hidden_states=noisy_latents.to(model.dtype),
-            timestep=timesteps_from_sigmas(sigmas),
-            encoder_hidden_states=prompt_embeds.to(model.dtype),
-            return_dict=False,
-        )
+            attention = model.get_submodule(objective.attention_name(layer))
+            hooks.callback(attention.register_forward_hook(keep, with_kwargs=True).remove)
+        objective.run(model, noisy_latents, batch, model.dtype)
     return records
 
 
@@ -92,41 +83,43 @@ class LayerMatching(nn.Module):
     its parameters with the student.
 
     Args:
-        model: The student, an `MHLAWanTransformer3DModel`.
+        model: The student.
         layers: Indices of the layers to match; all must be MHLA layers.
+        objective: Knows where they are and what they take.
         gradient_checkpointing: Recompute each layer in the backward pass.
 
     Raises:
         ValueError: If there is no layer to match.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[int], gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[int], objective: Objective, gradient_checkpointing: bool = False
+    ) -> None:
         super().__init__()
         if not layers:
             raise ValueError("transfer_steps needs at least one MHLA layer, but the model has none")
         self.layers = list(layers)
-        self.attentions = nn.ModuleList(model.blocks[layer].attn1 for layer in self.layers)
-        self.rope = model.rope
+        self.attentions = nn.ModuleList(model.get_submodule(objective.attention_name(layer)) for layer in self.layers)
+        self.positions = objective.positions(model)
         self.gradient_checkpointing = gradient_checkpointing
 
     def forward(self, noisy_latents: torch.Tensor, records: dict[int, AttentionRecord]) -> torch.Tensor:
         """The matching loss of each layer.
 
         Args:
-            noisy_latents: x_t `[B, C, F, H, W]`; only its size matters, for the rotary tables.
+            noisy_latents: `[B, C, ...]`; only their size matters, for the tokens' positions.
             records: The teacher's inputs and outputs, one for each layer.
 
         Returns:
             Losses `[number of layers]`, fp32.
         """
-        rotary_embeddings = self.rope(noisy_latents)
+        positions = self.positions(noisy_latents)
         losses = []
         for layer, attention in zip(self.layers, self.attentions, strict=True):
             record = records[layer]
-            arguments = (record.hidden_states, None, None, rotary_embeddings)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                output = checkpoint(attention, *arguments, use_reentrant=False)
+                output = checkpoint(attention, record.hidden_states, use_reentrant=False, **positions)
             else:
-                output = attention(*arguments)
+                output = attention(record.hidden_states, **positions)
             losses.append(attention_matching_loss(output, record.output))
         return torch.stack(losses)

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from .batches import LatentSamples
 from .cache import LatentDataset
 from .config import TrainingConfig
-from .loading import read_index
+from .pipeline_files import read_index
 from .videos import write_video
 
 

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
 from ...models.registry import FAMILIES, MHLA_CLASSES
+from ..config import TrainingConfig
 from .base import Objective, Tensors
 from .wan import WanObjective
 
 
-__all__ = ["Objective", "Tensors", "WanObjective", "objective_class", "objective_class_of"]
+__all__ = ["Objective", "Tensors", "WanObjective", "objective_class", "objective_class_of", "objective_for"]
 
 OBJECTIVES: dict[str, type[Objective]] = {objective.upstream: objective for objective in (WanObjective,)}
 
@@ -37,3 +40,22 @@ def objective_class_of(model: nn.Module) -> type[Objective]:
     # Sharding gives a model a class of its own, derived from the one that is known.
     known = [cls.__name__ for cls in type(model).__mro__ if cls.__name__ in {*FAMILIES, *MHLA_CLASSES}]
     return objective_class(known[0] if known else type(model).__name__)
+
+
+def objective_for(model: nn.Module, directory: Path | None = None, config: TrainingConfig | None = None) -> Objective:
+    """The objective that a model is trained and evaluated with.
+
+    Args:
+        model: The transformer.
+        directory: The pipeline it comes from, whose scheduler says how samples are noised; None takes the defaults
+            of the family.
+        config: Options that change it; None changes nothing.
+
+    Raises:
+        ValueError: If such models cannot be trained here, an option belongs to other models, or the scheduler does
+            not go with the objective.
+    """
+    objective, config = objective_class_of(model), config or TrainingConfig()
+    objective.check_config(model.config)
+    config.check_family(objective.family().name)
+    return objective.from_run(config, directory)

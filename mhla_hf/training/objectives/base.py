@@ -7,6 +7,7 @@ Shapes: B batch, C channels, then F frames (videos only), H height and W width o
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -68,7 +69,7 @@ class Objective(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """What tells this objective from others, as plain JSON values."""
-        return dataclasses.asdict(self)
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @abstractmethod
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
@@ -149,7 +150,8 @@ class Objective(ABC):
         """Name of the self-attention module of a layer, MHLA or not."""
         return cls.family().layers.format(index=layer).removesuffix(".mhla")
 
-    def check_data(self, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
+    @classmethod
+    def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
         """Checks that samples fit a model.
 
         Args:
@@ -160,9 +162,9 @@ class Objective(ABC):
         Raises:
             ValueError: If a tensor is missing, or channels, sizes or the condition do not fit.
         """
-        self._check_names("a sample", sample, ("latents", *self.condition_names))
+        cls._check_names("a sample", sample, ("latents", *cls.condition_names))
         if null_condition is not None:
-            self._check_names("null_condition", null_condition, self.condition_names)
+            cls._check_names("null_condition", null_condition, cls.condition_names)
         config: Any = model.config
         channels, *size = sample["latents"].shape
         if channels != config["in_channels"]:
@@ -170,15 +172,18 @@ class Objective(ABC):
         patch = config["patch_size"]
         patches = (patch,) * len(size) if isinstance(patch, int) else tuple(patch)
         if len(patches) != len(size):
-            raise ValueError(f"latents of samples must have {len(patches) + 1} axes for this model, got {len(size) + 1}")
+            raise ValueError(
+                f"latents of samples must have {len(patches) + 1} axes for this model, got {len(size) + 1}"
+            )
         if any(length % width for length, width in zip(size, patches, strict=True)):
             raise ValueError(f"the samples have latents of {size}, not multiples of the model's patches {patches}")
-        self.check_condition(config, {name: sample[name] for name in self.condition_names})
+        cls.check_condition(config, {name: sample[name] for name in cls.condition_names})
         if null_condition is not None:
-            self.check_condition(config, null_condition)
+            cls.check_condition(config, null_condition)
 
+    @classmethod
     @abstractmethod
-    def check_condition(self, config: Mapping[str, Any], condition: Tensors) -> None:
+    def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
         """Checks that the condition of one sample fits a model of this configuration.
 
         Raises:
@@ -201,6 +206,4 @@ def check_text_width(embeddings: torch.Tensor, width: int) -> None:
         ValueError: If the model takes another width.
     """
     if embeddings.shape[-1] != width:
-        raise ValueError(
-            f"the samples have text embeddings of width {embeddings.shape[-1]}, the model takes {width}"
-        )
+        raise ValueError(f"the samples have text embeddings of width {embeddings.shape[-1]}, the model takes {width}")

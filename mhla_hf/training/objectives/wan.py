@@ -43,7 +43,8 @@ class WanObjective(FlowObjective):
         if config["in_channels"] != config["out_channels"]:
             raise ValueError("model: this is an image-to-video model, which cannot be trained here yet")
 
-    def check_condition(self, config: Mapping[str, Any], condition: Tensors) -> None:
+    @classmethod
+    def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
         """See the base class."""
         check_text_width(condition["prompt_embeds"], config["text_dim"])
 
