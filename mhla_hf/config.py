@@ -63,7 +63,9 @@ class MHLAConfig:
         block_size: Number of tokens of a block along each axis. Give `blocks` or `block_size`, not both; when
             neither is given the model picks a number of blocks M with M² ≤ T.
         grid: The token grid that the mixing weights were made for. `block_size` needs it (models know a default);
-            with `blocks` it tells from which size on `resize="auto"` resamples.
+            with `blocks` it tells from which size on `resize="auto"` resamples. Models whose configuration tells the
+            size of their images take that for `blocks` given without it; `blocks` of other models then keep their
+            number at any size.
         resize: What happens at another token grid. `"blocks"` keeps the number of blocks and changes their size,
             `"block_size"` keeps the size and resamples the mixing weights over relative block coordinates,
             `"auto"` is `"block_size"` where an axis changed twofold or more against `grid` and `"blocks"` otherwise.

@@ -89,7 +89,7 @@ def plan_component(
     upstream = empty_model(getattr(diffusers, family.upstream), component.config)
     if layers is not None:
         options = options.replace(layers=parse_layers(layers, upstream.config.num_layers))
-    model = empty_model(target_class, {**component.config, "mhla": options.to_dict()})
+    model = empty_model(target_class, {**component.config, "mhla": options.given_options()})
     expected = {name: tuple(tensor.shape) for name, tensor in upstream.state_dict().items()}
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     report = component_report(component.class_name, model)

@@ -120,16 +120,51 @@ class MHLAModelMixin(_Upstream):
         return MHLAConfig.from_dict({**cls.default_options, **(options or {})})
 
     @classmethod
+    def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The token grid that a model's configuration tells; `None` where it tells none, as for videos.
+
+        Args:
+            config: The model's configuration.
+        """
+        return None
+
+    @classmethod
     def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
         """The token grid that block counts are derived from in a model of this configuration.
 
         Args:
             config: The model's configuration.
         """
-        return cls.default_grid
+        return cls.config_grid(config) or cls.default_grid
+
+    @classmethod
+    def resolve_options(cls, options: MHLAConfig | Mapping[str, Any] | None, config: Mapping[str, Any]) -> MHLAConfig:
+        """Returns options as a model keeps them: over its defaults, with the number of blocks pinned.
+
+        The grid is pinned too, so that `resize="auto"` knows from which size on to resample. Given `blocks` alone are
+        for the grid that the configuration tells. Where it tells none, and in checkpoints saved without a grid (whose
+        options hold it as `None`), the blocks keep their number at any size.
+
+        Args:
+            options: The options.
+            config: The model's configuration.
+
+        Raises:
+            ValueError: If an option is wrong, or there are more blocks than tokens on an axis.
+        """
+        resolved = resolve_blocks(cls.coerce_options(options), cls.reference_grid(config))
+        grid = cls.config_grid(config)
+        if grid is None or resolved.blocks is None or "grid" in resolved.given_options():
+            return resolved
+        if any(count > length for count, length in zip(resolved.blocks, grid)):
+            raise ValueError(
+                f"blocks={resolved.blocks} has more blocks than this model's token grid {grid} has tokens on an axis. "
+                "Give grid with it if the images are larger."
+            )
+        return resolved.replace(grid=grid)
 
     def _install_mhla(self, options: MHLAConfig | Mapping[str, Any] | None) -> None:
-        config = resolve_blocks(self.coerce_options(options), self.reference_grid(self.config))
+        config = self.resolve_options(options, self.config)
         if config.causal:
             raise ValueError(f"causal=True is for language models; {type(self).__name__} attends in both directions.")
         attentions = self._self_attentions()
@@ -306,7 +341,7 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
     if isinstance(model, MHLAModelMixin):
         raise ValueError(f"This {type(model).__name__} is MHLA already; load its softmax original to convert it anew.")
     target = mhla_class_for(type(model).__name__)
-    options = resolve_blocks(target.coerce_options(mhla), target.reference_grid(model.config))
+    options = target.resolve_options(mhla, model.config)
     options.mhla_layers(len(target._self_attentions(model)))
     model.__class__ = target
     model._install_mhla(options)

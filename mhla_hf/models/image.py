@@ -87,7 +87,7 @@ class MHLAImageModelMixin(MHLAModelMixin):
     _keep_in_fp32_modules: ClassVar[list[str]] = ["mixing", "output_norm"]
 
     @classmethod
-    def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+    def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """The grid of an image of the size that the model was made for, in patches."""
         size = config["sample_size"] // config["patch_size"]
         return (size, size)

@@ -63,9 +63,9 @@ class MHLASanaVideoTransformer3DModel(MHLAImageModelMixin, SanaVideoTransformer3
     _skip_layerwise_casting_patterns = [*SanaVideoTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]
 
     @classmethod
-    def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """`default_grid`: the configuration does not tell the number of frames."""
-        return cls.default_grid
+    def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """`None`: the configuration does not tell the number of frames."""
+        return None
 
     def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
         self.rope.__class__ = MHLASanaVideoRotaryPosEmbed

@@ -9,7 +9,7 @@ from diffusers import ContextParallelConfig
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 import mhla_hf.layers.mhla
-from mhla_hf import BlockLayout, MHLAConfig, mhla_attention
+from mhla_hf import BlockLayout, MHLAConfig, convert, mhla_attention
 from mhla_hf.models.image import MHLAImageAttnProcessor
 from tests.models.model_case import OPTION_SETS, ModelCase, captured, gradient_error, relative_error
 
@@ -60,13 +60,43 @@ class ImageChecks(ModelCase):
         assert self.run(model).isfinite().all()
 
     def test_default_options_give_way(self):
-        defaults = dict(self.mhla_class.default_options)
+        defaults, grid = dict(self.mhla_class.default_options), self.mhla_class.config_grid(self.make().config)
         model = self.make(self.mhla_class, mhla={"blocks": [2, 2]})
-        assert model.mhla_config == MHLAConfig(**{**defaults, "blocks": [2, 2]})
-        given = {"blocks": [2, 2], "mixing_init": "cos", "eps": 1e-3}
+        assert model.mhla_config == MHLAConfig(**{**defaults, "blocks": [2, 2], "grid": grid})
+        given = {"blocks": [2, 2], "grid": [4, 6], "mixing_init": "cos", "eps": 1e-3}
         assert self.make(self.mhla_class, mhla=given).mhla_config == MHLAConfig(**{**defaults, **given})
         # A configuration says the same as a dict of what it was made with.
         assert self.make(self.mhla_class, mhla=MHLAConfig(**given)).mhla_config == MHLAConfig(**{**defaults, **given})
+
+    def test_blocks_alone_are_for_the_models_own_grid(self, tmp_path):
+        """From twice its size on the blocks keep their size, below they keep their number."""
+        stock = self.make()
+        side = stock.config.sample_size // self.patch
+        model = convert(stock, {"blocks": [2, 2]})
+        module = model.mhla_modules()[0]
+        assert model.mhla_config.grid == (side, side)
+        assert module.layout_for((2 * side - 1, side)).blocks == (2, 2)
+        assert module.layout_for((2 * side, side)).blocks == (4, 2)
+        with captured(module) as calls:
+            self.run(model, (2 * side * self.patch, 2 * side * self.patch))
+        assert module.layout_for(calls[0].keywords["grid"]).blocks == (4, 4)
+        model.save_pretrained(tmp_path)
+        assert self.mhla_class.from_pretrained(tmp_path).mhla_config == model.mhla_config
+
+    def test_more_blocks_than_tokens_are_refused(self):
+        side = self.make().config.sample_size // self.patch
+        with pytest.raises(ValueError, match=rf"more blocks than this model's token grid \({side}, {side}\)"):
+            convert(self.make(), {"blocks": [2, side + 1]})
+        larger = convert(self.make(), {"blocks": [2, side + 1], "grid": [side, side + 1]})
+        assert self.run(larger).isfinite().all()
+
+    def test_checkpoints_saved_without_a_grid_load_as_they_were(self, tmp_path):
+        model = self.make(self.mhla_class, mhla={"blocks": [2, 2], "grid": None})
+        assert model.mhla_config.grid is None
+        model.save_pretrained(tmp_path)
+        loaded = self.mhla_class.from_pretrained(tmp_path, mhla={"normalizer": "none"})
+        assert loaded.mhla_config.grid is None
+        assert loaded.mhla_modules()[0].layout_for((64, 64)).blocks == (2, 2)
 
     # Every grid, against the dense definition
 

@@ -34,9 +34,9 @@ class ImagePipelineChecks:
     mhla_class: ClassVar[Any]
     mhla: ClassVar[dict[str, Any]] = {"blocks": [2, 2]}
 
-    def axes(self):
-        """The block counts as one types them."""
-        return ",".join(map(str, self.mhla["blocks"]))
+    def typed(self):
+        """The options as one types them."""
+        return [part for name, axes in self.mhla.items() for part in (f"--{name}", ",".join(map(str, axes)))]
 
     @classmethod
     def make_pipeline(cls, transformer_cls=None, **overrides):
@@ -77,7 +77,10 @@ class ImagePipelineChecks:
         assert len([message for message in warnings if "Fine-tune" in message]) == 1
         stock = DiffusionPipeline.from_pretrained(ordinary_dir)
         assert type(pipeline) is type(stock) and type(pipeline.transformer) is self.mhla_class
-        assert pipeline.transformer.mhla_config == MHLAConfig(**{**self.mhla_class.default_options, **self.mhla})
+        # Videos may have any length, so that their models know no grid.
+        grid = self.mhla_class.config_grid(stock.transformer.config)
+        options = {**self.mhla_class.default_options, "grid": grid, **self.mhla}
+        assert pipeline.transformer.mhla_config == MHLAConfig(**options)
         assert_fresh(pipeline.transformer)
         assert_same_parameters(pipeline.transformer, stock.transformer, only_common=True)
         self.images(pipeline)
@@ -98,8 +101,8 @@ class ImagePipelineChecks:
         pipeline = convert(
             DiffusionPipeline.from_pretrained(ordinary_dir), {**self.mhla, "layers": [1], "lepe_kernel": 3}
         )
-        options = ("--blocks", self.axes(), "--layers", "1", "--lepe", "3")
-        result = command("convert", ordinary_dir, tmp_path / "mhla", *options)
+        options = ("--layers", "1", "--lepe", "3")
+        result = command("convert", ordinary_dir, tmp_path / "mhla", *self.typed(), *options)
         assert result.exit_code == 0, result.output
         converted = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
         assert type(converted.transformer) is self.mhla_class and converted.transformer.mhla_layers == [1]
@@ -129,7 +132,7 @@ class ImagePipelineChecks:
     # What the command refuses
 
     def refused(self, source, tmp_path, *parts):
-        result = command("convert", source, tmp_path / "result", "--blocks", self.axes())
+        result = command("convert", source, tmp_path / "result", *self.typed())
         assert result.exit_code == 1 and len(result.output.strip().splitlines()) == 1, result.output
         assert all(part in result.output for part in parts), result.output
         assert not (tmp_path / "result").exists()

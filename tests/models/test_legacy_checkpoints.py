@@ -78,7 +78,7 @@ def test_a_legacy_pipeline_stays_softmax(name, family):
 def test_a_legacy_pipeline_converts_as_an_ordinary_one(family, tmp_path):
     checks, ordinary, legacy = family
     for source, name in ((ordinary, "new"), (legacy, "old")):
-        result = command("convert", source, tmp_path / name, "--blocks", checks.axes())
+        result = command("convert", source, tmp_path / name, *checks.typed())
         assert result.exit_code == 0, result.output
     new, old = tmp_path / "new", tmp_path / "old"
     assert json.loads((old / "model_index.json").read_text()) == json.loads((new / "model_index.json").read_text())

@@ -39,7 +39,8 @@ class TestSana(SanaCase, ImageChecks):
     def test_other_starts_are_not_the_stock_model(self):
         stock = self.make()
         expected = self.run(stock)
-        assert relative_error(self.run(convert(stock, {"blocks": [2, 3], "mixing_init": "linear"})), expected) > 1e-4
+        model = convert(stock, {**self.options, "mixing_init": "linear"})
+        assert relative_error(self.run(model), expected) > 1e-4
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_half_precision_is_as_good_as_stock(self, dtype):

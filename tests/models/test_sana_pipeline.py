@@ -15,6 +15,8 @@ class SanaPipelines(ImagePipelineChecks):
     mhla_class = MHLASanaTransformer2DModel
     # Token grids of 4×4, 4×6 and 6×4.
     sizes = ((128, 128), (128, 192), (192, 128))
+    # The model is for 16×16.
+    mhla = {"blocks": [2, 2], "grid": [4, 4]}
     sprint = False
 
     @classmethod
@@ -39,10 +41,10 @@ class SanaPipelines(ImagePipelineChecks):
     @pytest.mark.parametrize("blocks", [[1, 1], [2, 2], [3, 2]], ids=str)
     def test_before_fine_tuning_the_images_are_those_of_the_original(self, blocks, ordinary_dir):
         stock = DiffusionPipeline.from_pretrained(ordinary_dir)
-        pipeline = load_pipeline(ordinary_dir, mhla={"blocks": blocks})
+        pipeline = load_pipeline(ordinary_dir, mhla={**self.mhla, "blocks": blocks})
         for actual, expected in zip(self.images(pipeline), self.images(stock)):
             np.testing.assert_allclose(actual, expected, atol=1e-4)
-        linear = load_pipeline(ordinary_dir, mhla={"blocks": [2, 2], "mixing_init": "linear"})
+        linear = load_pipeline(ordinary_dir, mhla={**self.mhla, "mixing_init": "linear"})
         assert np.abs(self.generate(linear) - self.generate(stock)).max() > 1e-3
 
 
