@@ -133,14 +133,15 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         The same object.
 
     Raises:
-        ValueError: If there is nothing to convert, or it is MHLA already.
+        ValueError: If there is nothing to convert, or it is MHLA already, offloaded, hooked or quantised. Nothing is
+            changed then.
     """
     if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
         from .integrations.transformers.attaching import convert_transformers_model
 
         return convert_transformers_model(model_or_pipeline, mhla)
 
-    from .models.base import convert_model
+    from .models.converting import check_convertible, convert_model
 
     if not _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline"):
         return convert_model(model_or_pipeline, mhla)
@@ -155,8 +156,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     for name, component in found.items():
-        if is_mhla_class(type(component).__name__):
-            raise ValueError(f"The {name} of this pipeline is MHLA already; load its softmax original to convert it.")
+        check_convertible(component, name)
     for name, component in found.items():
         # Registered anew, or a saved index would go on naming the softmax class.
         model_or_pipeline.register_modules(**{name: convert_model(component, mhla)})

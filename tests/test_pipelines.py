@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
@@ -29,6 +31,7 @@ from tests.models.model_case import assert_same_parameters, perturb_mhla, record
 
 
 MHLA = {"blocks": [2, 1, 2]}
+CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -296,6 +299,31 @@ def test_convert_of_a_half_converted_pipeline_touches_nothing():
     with pytest.raises(ValueError, match="transformer_2 .* MHLA already"):
         convert(pipeline, MHLA)
     assert type(pipeline.transformer) is WanTransformer3DModel
+
+
+def test_convert_of_an_offloaded_pipeline_touches_nothing(tmp_path):
+    pipeline = tiny.wan_pipeline(second_transformer=True)
+    expected = generate(tiny.wan_pipeline(second_transformer=True))
+    apply_group_offloading(
+        pipeline.transformer_2,
+        onload_device=CPU,
+        offload_device=CPU,
+        offload_type="block_level",
+        num_blocks_per_group=1,
+    )
+    with pytest.raises(ValueError, match="This transformer_2 .* has hooks .*remove_all_hooks"):
+        convert(pipeline, MHLA)
+    assert type(pipeline.transformer) is type(pipeline.transformer_2) is WanTransformer3DModel
+    np.testing.assert_allclose(generate(pipeline), expected, atol=1e-5)
+    # Hooks that the pipeline put on come off again, and then it converts.
+    pipeline = tiny.wan_pipeline()
+    accelerate.cpu_offload_with_hook(pipeline.transformer, CPU)
+    with pytest.raises(ValueError, match="transformer .* has hooks .*remove_all_hooks"):
+        convert(pipeline, MHLA)
+    pipeline.remove_all_hooks()
+    np.testing.assert_allclose(
+        generate(convert(pipeline, MHLA)), generate(convert(tiny.wan_pipeline(), MHLA)), atol=1e-5
+    )
 
 
 def test_convert_refuses_what_it_does_not_know():

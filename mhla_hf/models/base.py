@@ -18,7 +18,6 @@ from diffusers.models.modeling_utils import ModelMixin
 from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
-from .registry import mhla_class_for
 
 
 logger = logging.getLogger(__name__)
@@ -320,37 +319,3 @@ def _mapped_device(key: str, device_map: Mapping[str, Any]) -> Any:
     """Device of the longest entry of `device_map` that `key` falls under."""
     matches = [prefix for prefix in device_map if prefix == "" or key == prefix or key.startswith(f"{prefix}.")]
     return device_map[max(matches, key=len)] if matches else "cpu"
-
-
-def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
-    """Turns a loaded softmax model into its MHLA version, in place.
-
-    Every weight is kept; the new parameters are initialised in the model's dtype and on its device (float32 where
-    the class keeps them so).
-
-    Args:
-        model: A supported diffusers model, see [`supported_models`].
-        mhla: The options.
-
-    Returns:
-        The same object, now of the MHLA class.
-
-    Raises:
-        ValueError: If the model is not supported, or is MHLA already.
-    """
-    if isinstance(model, MHLAModelMixin):
-        raise ValueError(f"This {type(model).__name__} is MHLA already; load its softmax original to convert it anew.")
-    target = mhla_class_for(type(model).__name__)
-    options = target.resolve_options(mhla, model.config)
-    options.mhla_layers(len(target._self_attentions(model)))
-    model.__class__ = target
-    model._install_mhla(options)
-    kept = set(target._keep_in_fp32_modules or [])
-    attentions = model._self_attentions()
-    for layer, module in model.mhla_modules().items():
-        weight = attentions[layer].to_q.weight
-        module.train(model.training)
-        for name, parameter in module.named_parameters():
-            dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
-            parameter.data = parameter.data.to(weight.device, dtype)
-    return model

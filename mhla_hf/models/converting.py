@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turning a loaded diffusers model into its MHLA version, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..config import MHLAConfig
+from .base import MHLAModelMixin
+from .registry import mhla_class_for
+
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
+    """Turns a loaded softmax model into its MHLA version, in place.
+
+    Every weight is kept; the new parameters are initialised in the model's dtype and on its device (float32 where
+    the class keeps them so).
+
+    Args:
+        model: A supported diffusers model, see [`supported_models`].
+        mhla: The options.
+
+    Returns:
+        The same object, now of the MHLA class.
+
+    Raises:
+        ValueError: If the model is not supported, is MHLA already, or is offloaded, hooked or quantised; it is left
+            as it was.
+    """
+    check_convertible(model)
+    target = mhla_class_for(type(model).__name__)
+    options = target.resolve_options(mhla, model.config)
+    options.mhla_layers(len(target._self_attentions(model)))
+    for module in model.modules():
+        # Hooks that were taken off again leave the old class's method behind, which would go before the new one's.
+        module.__dict__.pop("forward", None)
+    model.__class__ = target
+    model._install_mhla(options)
+    kept = set(target._keep_in_fp32_modules or [])
+    attentions = model._self_attentions()
+    for layer, module in model.mhla_modules().items():
+        weight = attentions[layer].to_q.weight
+        module.train(model.training)
+        for name, parameter in module.named_parameters():
+            dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
+            parameter.data = parameter.data.to(weight.device, dtype)
+    return model
+
+
+def check_convertible(model: Any, called: str = "model") -> None:
+    """Checks that a diffusers model can be converted in place as it stands.
+
+    Args:
+        model: The model.
+        called: What to call it in the error.
+
+    Raises:
+        ValueError: If the model is not supported, is MHLA already, its weights are not all there as plain floats, or
+            hooks hold on to the methods of its class.
+    """
+    name = type(model).__name__
+    if isinstance(model, MHLAModelMixin):
+        raise ValueError(f"This {called} ({name}) is MHLA already; load its softmax original to convert it anew.")
+    mhla_class_for(name)
+    for key, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"Parts of this {called} ({name}) are offloaded or have no weights ({key}). Load it without "
+                "offloading to convert it, or convert its directory."
+            )
+        if parameter.dtype not in _FLOATS or type(parameter.data) is not torch.Tensor:
+            raise ValueError(
+                f"This {called} ({name}) has weights that are quantised, sharded or stored in 8 bits ({key}: "
+                f"{parameter.dtype}). Convert the original weights; quantise, shard or cast afterwards."
+            )
+    hooked = next((key for key, module in model.named_modules() if _has_other_forward(module)), None)
+    if hooked is not None:
+        raise ValueError(
+            f"This {called} ({name}) has hooks{f' on {hooked}' if hooked else ''} (offloading, device_map, layer-wise "
+            "casting, caching) that would go on calling its softmax methods. Convert it before they are put on, or "
+            "take them off: remove_all_hooks() of the pipeline, or accelerate's remove_hook_from_module(model, "
+            "recurse=True)."
+        )
+
+
+def _has_other_forward(module: nn.Module) -> bool:
+    """Whether a module's `forward` was replaced by anything but the method of its own class."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
