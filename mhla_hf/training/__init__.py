@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC_NAMES = {
     "CacheConfig": "config",
+    "DiTObjective": "objectives",
     "DiffusionTrainer": "trainer",
     "EvaluationResult": "evaluation",
     "LatentDataset": "cache",
+    "SanaObjective": "objectives",
     "TrainingConfig": "config",
     "TrainingResult": "trainer",
     "TransferStep": "attention_transfer",
@@ -34,9 +36,11 @@ _PUBLIC_NAMES = {
 
 __all__ = [
     "CacheConfig",
+    "DiTObjective",
     "DiffusionTrainer",
     "EvaluationResult",
     "LatentDataset",
+    "SanaObjective",
     "TrainingConfig",
     "TrainingResult",
     "TransferStep",
@@ -60,7 +64,7 @@ if TYPE_CHECKING:
     from .config import CacheConfig, TrainingConfig
     from .evaluation import EvaluationResult, evaluate, evaluate_batches, evaluation_batches
     from .flow_matching import add_noise, flow_matching_loss, sample_sigmas
-    from .objectives import WanObjective, objective_for
+    from .objectives import DiTObjective, SanaObjective, WanObjective, objective_for
     from .trainer import DiffusionTrainer, TrainingResult
     from .transfer import attention_matching_loss, record_attention
 

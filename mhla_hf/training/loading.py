@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..models.registry import is_mhla_class, mhla_class_for
+from ..models.registry import current_class, is_mhla_class, mhla_class_for
 from ..sources import find_pipeline
 from .config import SOFTMAX
 from .objectives import objective_class
 
 
 def component_config(directory: Path, component: str) -> dict[str, Any]:
-    """Reads a component's `config.json`.
+    """Reads a component's `config.json`; `_class_name` is what diffusers calls the class today.
 
     Raises:
         ValueError: If the pipeline lacks the component, or it is a transformer that cannot be trained here.
@@ -25,8 +25,9 @@ def component_config(directory: Path, component: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"component: {directory} has no {component}")
     config = json.loads(path.read_text(encoding="utf-8"))
-    objective_class(config.get("_class_name", ""), f"component: {component} of {directory}")
-    return config
+    name = current_class(config.get("_class_name", ""), config)
+    objective_class(name, f"component: {component} of {directory}")
+    return {**config, "_class_name": name}
 
 
 def load_student(directory: Path, component: str = "transformer", mhla: dict | str | None = None) -> torch.nn.Module:

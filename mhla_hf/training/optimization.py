@@ -13,6 +13,9 @@ from .config import LR_SCHEDULES, TrainingConfig
 from .parameters import is_mhla_parameter
 
 
+_TABLES = ("scale_shift_table", "embedding_table.weight")
+
+
 def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int) -> float:
     """The factor on the peak learning rate at a step.
 
@@ -46,7 +49,8 @@ def make_optimizer(
     """AdamW over some parameters of a model.
 
     Weight decay acts on weight matrices only: not on biases, norms, scale-and-shift tables or MHLA parameters, whose
-    resting point is not zero. Each group keeps its peak learning rate under `peak_lr`.
+    resting point is not zero, nor on tables of classes, where it would wear away those that the data lack. Each group
+    keeps its peak learning rate under `peak_lr`.
 
     Args:
         model: The transformer.
@@ -59,7 +63,7 @@ def make_optimizer(
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name in names:
         parameter, ours = parameters[name], is_mhla_parameter(name)
-        decayed = not ours and parameter.ndim >= 2 and not name.endswith("scale_shift_table")
+        decayed = not ours and parameter.ndim >= 2 and not name.endswith(_TABLES)
         groups.setdefault((ours, decayed), []).append(parameter)
     return torch.optim.AdamW(
         [

@@ -12,7 +12,7 @@ Shapes: B batch, T tokens, D width of the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,18 @@ class AttentionRecord:
     output: torch.Tensor
 
 
+class _LastRecorded(Exception):
+    """Ends a forward pass of which nothing more is wanted."""
+
+
 @torch.no_grad()
 def record_attention(
     model: nn.Module, layers: Sequence[int], objective: Objective, noisy_latents: torch.Tensor, batch: Batch
 ) -> dict[int, AttentionRecord]:
     """Runs the teacher and keeps the inputs and outputs of the self-attention of some layers.
+
+    The pass ends at the last of them: what comes after is not needed, and the end of diffusers' DiT cannot put
+    together pictures that are not square.
 
     Args:
         model: The teacher, of the class that diffusers has.
@@ -55,9 +62,12 @@ def record_attention(
             def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor, layer: int = layer):
                 hidden_states = args[0] if args else kwargs["hidden_states"]
                 records[layer] = AttentionRecord(hidden_states.detach(), output.detach())
+                if len(records) == len(layers):
+                    raise _LastRecorded
 
             attention = model.get_submodule(objective.attention_name(layer))
             hooks.callback(attention.register_forward_hook(keep, with_kwargs=True).remove)
+        hooks.enter_context(suppress(_LastRecorded))
         objective.run(model, noisy_latents, batch, model.dtype)
     return records
 

@@ -10,12 +10,25 @@ from torch import nn
 from ...models.registry import FAMILIES, MHLA_CLASSES
 from ..config import TrainingConfig
 from .base import Objective, Tensors
+from .dit import DiTObjective
+from .sana import SanaObjective
 from .wan import WanObjective
 
 
-__all__ = ["Objective", "Tensors", "WanObjective", "objective_class", "objective_class_of", "objective_for"]
+__all__ = [
+    "DiTObjective",
+    "Objective",
+    "SanaObjective",
+    "Tensors",
+    "WanObjective",
+    "objective_class",
+    "objective_class_of",
+    "objective_for",
+]
 
-OBJECTIVES: dict[str, type[Objective]] = {objective.upstream: objective for objective in (WanObjective,)}
+OBJECTIVES: dict[str, type[Objective]] = {
+    objective.upstream: objective for objective in (WanObjective, SanaObjective, DiTObjective)
+}
 
 
 def objective_class(class_name: str, what: str = "model") -> type[Objective]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -113,12 +113,12 @@ class Objective(ABC):
             batch: What it was made from.
         """
 
-    @abstractmethod
     def positions(self, model: nn.Module) -> nn.Module:
         """A module that makes, from noisy latents, what the model's self-attention takes besides hidden states.
 
         It returns keyword arguments, and shares its buffers with the model.
         """
+        return _TokenGrid(cast(Any, model.config)["patch_size"])
 
     def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context to train the model in; afterwards the model is as it was."""
@@ -197,6 +197,17 @@ class Objective(ABC):
             raise ValueError(
                 f"{what} of {cls.family().name} training must have {', '.join(names)}; it lacks {', '.join(missing)}"
             )
+
+
+class _TokenGrid(nn.Module):
+    """The grid of a picture's tokens, as MHLA layers take it."""
+
+    def __init__(self, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+
+    def forward(self, noisy: torch.Tensor) -> dict[str, Any]:
+        return {"grid": tuple(length // self.patch_size for length in noisy.shape[2:])}
 
 
 def check_text_width(embeddings: torch.Tensor, width: int) -> None:

@@ -34,6 +34,8 @@ class FlowObjective(Objective):
     @classmethod
     def from_run(cls, config: TrainingConfig, directory: Path | None) -> FlowObjective:
         """See the base class; a shift that the options do not give is that of the pipeline's scheduler."""
+        if directory is not None:
+            check_scheduler(directory)
         shift = config.flow_shift
         if shift is None:
             shift = DEFAULT_SHIFT if directory is None else default_flow_shift(directory)
@@ -63,3 +65,19 @@ def default_flow_shift(directory: Path) -> float:
     """The shift that the pipeline's sampler uses; 1 if its scheduler names none."""
     config = scheduler_config(directory)
     return float(config.get("flow_shift") or config.get("shift") or 1.0)
+
+
+def check_scheduler(directory: Path) -> None:
+    """Checks that the pipeline's sampler follows the flow that its transformer is trained on.
+
+    Raises:
+        ValueError: If the scheduler is for models that predict something else.
+    """
+    config = scheduler_config(directory)
+    # Schedulers made for flows alone do not say so.
+    prediction_type = config.get("prediction_type", "flow_prediction")
+    if prediction_type != "flow_prediction":
+        raise ValueError(
+            f"model: the scheduler of {directory}, {config.get('_class_name')}, has "
+            f"prediction_type={prediction_type!r}; for flow matching it must be 'flow_prediction'"
+        )
