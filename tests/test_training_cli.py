@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mhla-hf train`, its script, and processes: killed and resumed."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -108,27 +109,41 @@ def test_a_folder_of_videos(wan, tmp_path):
         (["cache", "--cache", "x"], "data must be given"),
         (["cache", "--cache", "x", "--data", "digits", "--width", "32"], "must be the same for data='digits'"),
         (["cache", "--cache", "x", "--data", "digits"], "model must be given"),
+        (["dit", "--config", "{folder}/flow.json"], "flow_shift is not an option of dit models, only of wan, sana"),
         (["wan", "--config", "{folder}/list.json"], "must hold a JSON object"),
         (["wan", "--config", "{folder}/bad.json"], "is not valid JSON"),
         (["wan", "--config", "{folder}/unknown.json"], "unknown options: stepz"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):
-    for name, text in (("list", "[]"), ("bad", "{"), ("unknown", '{"stepz": 1}')):
+    texts = {"list": "[]", "bad": "{", "unknown": '{"stepz": 1}', "flow": '{"flow_shift": 3.0}'}
+    for name, text in texts.items():
         (tmp_path / f"{name}.json").write_text(text)
     result = invoke(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))
     assert result.exit_code == 1
     assert message in " ".join(result.output.split()) and "Traceback" not in result.output
 
 
-def test_help_lists_every_option():
+@pytest.mark.parametrize("command", ["dit", "sana"])
+def test_models_of_another_command_are_refused_before_any_work(wan, tmp_path, command):
+    result = invoke(command, "--model", wan, "--blocks", "2,2", "--layers", "2/3", "--output", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "model is a WanTransformer3DModel: use `mhla-hf train wan`" in " ".join(result.output.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("family", ["wan", "sana", "dit"])
+def test_help_lists_the_options_of_the_family(family):
     from mhla_hf.cli.conversion_options import OPTIONS
     from mhla_hf.training.config import CacheConfig, TrainingConfig
 
-    text = invoke("wan", "--help").output
-    for name in (*TrainingConfig.__dataclass_fields__, *CacheConfig.__dataclass_fields__, *OPTIONS):
+    text = invoke(family, "--help").output
+    fields = [field for cls in (TrainingConfig, CacheConfig) for field in dataclasses.fields(cls)]
+    has = {field.name: family in field.metadata.get("families", (family,)) for field in fields}
+    assert has["flow_shift"] == (family != "dit") and has["component"] == (family == "wan")
+    for name, listed in {**has, **dict.fromkeys(OPTIONS, True)}.items():
         # Long names are cut in a narrow terminal.
-        assert f"--{name.replace('_', '-')}"[:20].rstrip("s") in text, name
+        assert (f"--{name.replace('_', '-')}"[:20].rstrip("s") in text) == listed, name
 
 
 def test_the_missing_process_is_started(monkeypatch, tmp_path):

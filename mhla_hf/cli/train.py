@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf train wan` and `mhla-hf train cache`; their options are the fields of the option dataclasses."""
+"""`mhla-hf train`: a command per family of models, and `cache`; their options are fields of the option dataclasses."""
 
 import dataclasses
 import inspect
@@ -33,11 +33,11 @@ def _parameter(name: str, kind: Any, help: str, panel: str) -> inspect.Parameter
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
 
-def _parameters(cls: type, panel: str, leave_out: tuple[str, ...] = ()) -> list[inspect.Parameter]:
-    """One option per field of an option dataclass."""
+def _parameters(cls: type, panel: str, family: str | None = None) -> list[inspect.Parameter]:
+    """One option per field of an option dataclass; of one family, those that its models have."""
     parameters = []
     for item in dataclasses.fields(cls):
-        if item.name in leave_out:
+        if family not in item.metadata.get("families", (family,)) and family is not None:
             continue
         kind = next((kind for prefix, kind in _TYPES.items() if str(item.type).startswith(prefix)), str)
         text = item.metadata["help"]
@@ -65,38 +65,60 @@ _CONFIG = _parameter(
 )
 
 
-@_with_options(
-    *_parameters(TrainingConfig, "Training"),
-    *option_parameters("Conversion on load"),
-    *_parameters(CacheConfig, "Data"),
-    _CONFIG,
-    _parameter("cache_only", bool, "Stop after the cache step.", "Data"),
-)
-def wan_command(**options: Any) -> None:
-    """Fine-tune a Wan pipeline with MHLA by flow matching, after matching its layers to the softmax model.
+def _training_command(family: str, help: str) -> Callable[..., None]:
+    """The command that trains models of one family.
 
-    Launch it with `accelerate launch conversion/train_wan.py ...` for several processes.
+    Args:
+        family: Name of the family in the registry, and of the command.
+        help: What `--help` says.
     """
-    given = _given(options)
-    cache_only = given.pop("cache_only", False)
-    shortcuts = {name: given.pop(name) for name in OPTIONS if name in given}
-    cache_options, training_options = _split(given)
-    if shortcuts:
-        training_options["mhla"] = _mhla_options(training_options, shortcuts)
-    config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
 
+    @_with_options(
+        *_parameters(TrainingConfig, "Training", family),
+        *option_parameters("Conversion on load"),
+        *_parameters(CacheConfig, "Data", family),
+        _CONFIG,
+        _parameter("cache_only", bool, "Stop after the cache step.", "Data"),
+    )
+    def command(**options: Any) -> None:
+        given = _given(options)
+        cache_only = given.pop("cache_only", False)
+        shortcuts = {name: given.pop(name) for name in OPTIONS if name in given}
+        cache_options, training_options = _split(given)
+        if shortcuts:
+            training_options["mhla"] = _mhla_options(training_options, shortcuts)
+        config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
+        for checked in (config, cache_config):
+            checked.check_family(family)
+        if config.output is None and not (cache_only and config.cache is not None):
+            raise ValueError("output must be given: the directory of the run")
+        _train(family, config, cache_config, cache_only)
+
+    command.__doc__ = (
+        f"{help}\n\nLaunch it with `accelerate launch conversion/train_{family}.py ...` for several processes."
+    )
+    return command
+
+
+def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache_only: bool) -> None:
     from ..training.launch import join_launched_processes
     from ..training.runtime import make_accelerator
-    from ..training.trainer import DiffusionTrainer
 
-    if config.output is None and not (cache_only and config.cache is not None):
-        raise ValueError("output must be given: the directory of the run")
     join_launched_processes()
     accelerator = make_accelerator(config)
+    if config.model is not None:
+        from ..sources import find_pipeline
+        from ..training.loading import check_family
+
+        with accelerator.main_process_first():
+            check_family(find_pipeline(config.model, "model"), config.component, family)
     if cache_config.data is not None:
         _make_cache(config, cache_config, accelerator)
     if cache_only:
         return
+
+    from ..training.trainer import DiffusionTrainer
+
     result = DiffusionTrainer(config, accelerator=accelerator).run()
     if accelerator.is_main_process:
         for stage, losses in result.losses.items():
@@ -104,6 +126,21 @@ def wan_command(**options: Any) -> None:
                 typer.echo(f"{stage}: loss {losses[0]:.6f} -> {losses[-1]:.6f} in {len(losses)} steps")
         typer.echo(f"pipeline: {result.pipeline}")
     accelerator.end_training()
+
+
+wan_command = _training_command(
+    "wan",
+    "Fine-tune a Wan pipeline with MHLA by flow matching, after matching its layers to the softmax model.",
+)
+sana_command = _training_command(
+    "sana",
+    "Fine-tune a SANA pipeline with MHLA by flow matching, after matching its layers to SANA's linear attention if "
+    "they start elsewhere.",
+)
+dit_command = _training_command(
+    "dit",
+    "Fine-tune a DiT pipeline with MHLA by noise prediction, after matching its layers to the softmax model.",
+)
 
 
 @_with_options(
@@ -116,13 +153,13 @@ def wan_command(**options: Any) -> None:
     _CONFIG,
 )
 def cache_command(**options: Any) -> None:
-    """Encode videos and captions once, for training to read. Can be interrupted and run again."""
+    """Encode videos or pictures and their captions once, for training to read. Can be interrupted and run again."""
     cache_options, training_options = _split(_given(options))
     config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
     if config.cache is None:
         raise ValueError("cache must be given: the directory to write")
     if cache_config.data is None:
-        raise ValueError("data must be given: a folder of videos with captions, or 'digits'")
+        raise ValueError("data must be given: a folder of videos or pictures, or 'digits'")
 
     from ..training.launch import join_launched_processes
     from ..training.runtime import make_accelerator
@@ -132,6 +169,8 @@ def cache_command(**options: Any) -> None:
 
 
 app.command("wan")(wan_command)
+app.command("sana")(sana_command)
+app.command("dit")(dit_command)
 app.command("cache")(cache_command)
 
 
@@ -180,7 +219,8 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
         component = training.get("component", "transformer")
         config = component_config(find_pipeline(training["model"], "model"), component)
         values["layers"] = parse_layers(shortcuts["layers"], config["num_layers"])
-    return MHLAConfig.from_dict(values).to_dict()
+    # Models have defaults of their own for what was not given.
+    return MHLAConfig.from_dict(values).given_options()
 
 
 def _make_cache(config: TrainingConfig, cache_config: CacheConfig, accelerator: Any) -> None:

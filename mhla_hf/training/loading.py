@@ -30,6 +30,18 @@ def component_config(directory: Path, component: str) -> dict[str, Any]:
     return {**config, "_class_name": name}
 
 
+def check_family(directory: Path, component: str, family: str) -> None:
+    """Checks that a command for one family of models is given one of them.
+
+    Raises:
+        ValueError: If it is not; the message names the command to use instead.
+    """
+    name = component_config(directory, component)["_class_name"]
+    found = objective_class(name).family().name
+    if found != family:
+        raise ValueError(f"model is a {name}: use `mhla-hf train {found}`")
+
+
 def load_student(directory: Path, component: str = "transformer", mhla: dict | str | None = None) -> torch.nn.Module:
     """Loads the transformer to train, with fp32 weights.
 

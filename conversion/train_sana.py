@@ -1,0 +1,16 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tunes a SANA pipeline with MHLA; the same as `mhla-hf train sana`, for accelerate to launch.
+
+    accelerate launch conversion/train_sana.py --model sana-mhla --data pictures --output run \
+        --max-steps 2000 --batch-size 8 --learning-rate 2e-5 --mixed-precision bf16 --gradient-checkpointing
+
+After a crash, the same command with `--resume latest` goes on where the last checkpoint was made.
+"""
+
+from mhla_hf.cli.errors import run_script
+from mhla_hf.cli.train import sana_command
+
+
+if __name__ == "__main__":
+    run_script(sana_command)
