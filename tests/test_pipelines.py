@@ -14,11 +14,13 @@ import pytest
 import torch
 from diffusers import (
     DiffusionPipeline,
+    SanaPipeline,
     StableDiffusionPipeline,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVideoToVideoPipeline,
 )
 from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig, get_peft_model_state_dict
@@ -333,6 +335,27 @@ def test_convert_refuses_what_it_does_not_know():
     pipeline.register_modules(transformer=None)
     with pytest.raises(ValueError, match="No component of this WanPipeline"):
         convert(pipeline, MHLA)
+
+
+# Other pipelines of the same parts
+
+
+def test_from_pipe_takes_mhla_transformers_over(mhla_dir, softmax_dir):
+    pipeline = load_pipeline(mhla_dir)
+    with recorded_warnings() as warnings:
+        other = WanVideoToVideoPipeline.from_pipe(pipeline)
+    assert not [message for message in warnings if "switched over" in message]
+    assert type(other) is WanVideoToVideoPipeline and other.transformer is pipeline.transformer
+    given = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA)
+    assert WanVideoToVideoPipeline.from_pipe(pipeline, transformer=given).transformer is given
+    # Ordinary pipelines as before.
+    stock = load_pipeline(softmax_dir, None)
+    assert WanVideoToVideoPipeline.from_pipe(stock).transformer is stock.transformer
+
+
+def test_from_pipe_still_refuses_another_kind_of_transformer(mhla_dir):
+    with pytest.raises(ValueError, match="transformer"):
+        SanaPipeline.from_pipe(load_pipeline(mhla_dir))
 
 
 # LoRA through the pipeline

@@ -123,6 +123,16 @@ class ImagePipelineChecks:
         stored = json.loads((tmp_path / "mhla/config.json").read_text())["mhla"]
         assert stored == self.make_pipeline(self.mhla_class).transformer.config.mhla
 
+    def test_another_pipeline_takes_the_transformer_over(self, mhla_dir):
+        pipeline = load_pipeline(mhla_dir)
+        expected = self.generate(pipeline)
+        with recorded_warnings() as warnings:
+            other = type(pipeline).from_pipe(pipeline)
+        assert not [message for message in warnings if "switched over" in message]
+        assert other is not pipeline and other.transformer is pipeline.transformer
+        assert other.config["transformer"] == ("diffusers", self.mhla_class.__name__)
+        np.testing.assert_allclose(self.generate(other), expected, atol=1e-5)
+
     def test_half_precision(self, mhla_dir):
         pipeline = load_pipeline(mhla_dir, torch_dtype=torch.bfloat16)
         assert pipeline.transformer.dtype == torch.bfloat16
