@@ -57,10 +57,11 @@ def test_shell_commands_and_their_options_exist(words):
     assert {word for word in arguments if word.startswith("--")} <= known
 
 
-def test_the_training_script_takes_the_options_shown():
-    words = next(words for words in _commands() if words[0] == "accelerate")
-    assert (ROOT / words[2]).is_file()
-    train = get_command(app).commands["train"].commands["wan"]
+@pytest.mark.parametrize("words", [words for words in _commands() if words[0] == "accelerate"], ids=" ".join)
+def test_the_training_scripts_take_the_options_shown(words):
+    script = ROOT / words[2]
+    assert script.is_file()
+    train = get_command(app).commands["train"].commands[script.stem.removeprefix("train_")]
     known = {name for parameter in train.params for name in parameter.opts}
     assert {word for word in words[3:] if word.startswith("--")} <= known
 
