@@ -21,7 +21,8 @@ STAGE_TITLES = {"converted": "converted", "transfer": "after matching", "finetun
 FRAMES_PER_SECOND = 8
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """Make an empty matplotlib figure, width and height in inches."""
     # A figure without pyplot needs no display and leaves a notebook's backend alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,7 +32,8 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure as a PNG file, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png", facecolor="white")
@@ -54,7 +56,7 @@ def plot_losses(
         losses: For each variant and stage (`transfer`, `finetune`) the loss of every step.
         held_out: For each variant and stage (`STAGES`) the per cent above the softmax model's held-out loss.
     """
-    figure = _figure(13.5, 3.8)
+    figure = new_figure(13.5, 3.8)
     axes = figure.subplots(1, 3)
     titles = {"transfer": "Matching attention outputs", "finetune": "Fine-tuning"}
     units = {"transfer": "squared error / variance", "finetune": "flow-matching loss"}
@@ -79,7 +81,7 @@ def plot_losses(
     axes[2].set(title="Held-out loss above softmax", ylabel="%", yscale="symlog")
     axes[2].margins(y=0.15)
     axes[2].legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_mixing(path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockLayout) -> None:
@@ -99,7 +101,7 @@ def plot_mixing(path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockL
     place = tuple(count // 2 for count in layout.blocks)
     block = int(np.ravel_multi_index(place, layout.blocks))
     block_of_token = layout.block_of_token.numpy()
-    figure = _figure(2.6 + 1.5 * frames, 1.9 * len(matrices) + 0.6)
+    figure = new_figure(2.6 + 1.5 * frames, 1.9 * len(matrices) + 0.6)
     grid = figure.subplots(len(matrices), frames + 1, squeeze=False, width_ratios=[1.4] + [1.0] * frames)
     for axes, (layer, matrix) in zip(grid, matrices.items()):
         weights = matrix.detach().float().cpu()
@@ -126,7 +128,7 @@ def plot_mixing(path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockL
     for frame in range(frames):
         grid[0][frame + 1].set_title(f"latent frame {frame}", fontsize=9)
     figure.suptitle(f"Weights of all blocks for the queries of one (outlined), on {rows} × {columns} tokens a frame")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def side_by_side(videos: Mapping[str, np.ndarray], prompts: Sequence[str], scale: int = 4) -> np.ndarray:
