@@ -8,14 +8,17 @@ from typing import Any
 import torch
 import torch.nn as nn
 from diffusers.loaders import PeftAdapterMixin
-from diffusers.models.attention_processor import Attention, FusedAttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor, FusedAttnProcessor2_0
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
+from .base import KeepsMHLAProcessors
 from .image import MHLAImageAttention, MHLAImageModelMixin
 
 
-class MHLAPixArtTransformer2DModel(MHLAImageModelMixin, PixArtTransformer2DModel, PeftAdapterMixin):
+class MHLAPixArtTransformer2DModel(
+    KeepsMHLAProcessors, MHLAImageModelMixin, PixArtTransformer2DModel, PeftAdapterMixin
+):
     """`PixArtTransformer2DModel` (alpha and sigma) whose self-attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
@@ -26,6 +29,8 @@ class MHLAPixArtTransformer2DModel(MHLAImageModelMixin, PixArtTransformer2DModel
     # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers_namespace`.
     __module__ = "diffusers"
 
+    # Upstream's, from before projections were fused.
+    original_attn_processors: dict[str, Any] | None
     _repeated_blocks = ["BasicTransformerBlock"]
     _skip_layerwise_casting_patterns = [*PixArtTransformer2DModel._skip_layerwise_casting_patterns, "mhla"]
 
@@ -34,6 +39,10 @@ class MHLAPixArtTransformer2DModel(MHLAImageModelMixin, PixArtTransformer2DModel
         for block in self.transformer_blocks:
             # It is handed the grid as well, and has no use for it.
             block.attn2.__class__ = MHLAImageAttention
+        if getattr(self, "original_attn_processors", None) is not None:
+            # Fused before it was converted: MHLA layers keep their new processors when projections come apart again.
+            new = {name: kept for name, kept in self.attn_processors.items() if isinstance(kept, self.processor_class)}
+            self.original_attn_processors = {**self.original_attn_processors, **new}
 
     def forward(
         self,
@@ -70,11 +79,10 @@ class MHLAPixArtTransformer2DModel(MHLAImageModelMixin, PixArtTransformer2DModel
         if any(hasattr(module, "base_layer") for module in self.modules()):
             raise ValueError("Projections with adapters cannot be fused: call fuse_lora() or unload_lora() before.")
         self.original_attn_processors = self.attn_processors
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.fuse_projections()
-                if not hasattr(module, "mhla"):
-                    module.set_processor(FusedAttnProcessor2_0())
+        for attention in self._attentions():
+            attention.fuse_projections()
+            if not hasattr(attention, "mhla"):
+                attention.set_processor(FusedAttnProcessor2_0())
 
     def unfuse_qkv_projections(self) -> None:
         """Takes fused projections away again, where there are some."""
@@ -83,9 +91,31 @@ class MHLAPixArtTransformer2DModel(MHLAImageModelMixin, PixArtTransformer2DModel
             return
         self.set_attn_processor(processors)
         self.original_attn_processors = None
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.fused_projections = False
-                for name in ("to_qkv", "to_kv"):
-                    if hasattr(module, name):
-                        delattr(module, name)
+        for attention in self._attentions():
+            attention.fused_projections = False
+            for name in ("to_qkv", "to_kv"):
+                if hasattr(attention, name):
+                    delattr(attention, name)
+
+    def set_default_attn_processor(self) -> None:
+        """As upstream for the layers that are not MHLA; those keep their processor."""
+        for attention in self._attentions():
+            if not hasattr(attention, "mhla"):
+                attention.set_processor(AttnProcessor())
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """As in `PeftAdapterMixin`; `ValueError` while projections are fused, which would pass adapters by."""
+        self._refuse_fused()
+        super().add_adapter(*args, **kwargs)
+
+    def load_lora_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `PeftAdapterMixin`; `ValueError` while projections are fused, which would pass adapters by."""
+        self._refuse_fused()
+        return super().load_lora_adapter(*args, **kwargs)
+
+    def _refuse_fused(self) -> None:
+        if any(attention.fused_projections for attention in self._attentions()):
+            raise ValueError("Fused projections would pass adapters by: call unfuse_qkv_projections() before.")
+
+    def _attentions(self) -> list[Attention]:
+        return [module for module in self.modules() if isinstance(module, Attention)]

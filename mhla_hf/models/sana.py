@@ -14,6 +14,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel, SanaTransformerBlock
 
+from .base import KeepsMHLAProcessors
 from .image import MHLAImageAttnProcessor, MHLAImageModelMixin
 
 
@@ -61,7 +62,7 @@ class MHLASanaTransformerBlock(SanaTransformerBlock):
         return hidden_states + gate_mlp * image.flatten(2, 3).permute(0, 2, 1)
 
 
-class MHLASanaTransformer2DModel(MHLAImageModelMixin, SanaTransformer2DModel):
+class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaTransformer2DModel):
     """`SanaTransformer2DModel`, SANA-Sprint's too, whose self-attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of

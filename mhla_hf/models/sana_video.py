@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel, WanRotaryPosEmbed
 
+from .base import KeepsMHLAProcessors
 from .image import MHLAImageAttention, MHLAImageModelMixin
 
 
@@ -43,7 +44,7 @@ class MHLASanaVideoAttention(MHLAImageAttention):
         )
 
 
-class MHLASanaVideoTransformer3DModel(MHLAImageModelMixin, SanaVideoTransformer3DModel):
+class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaVideoTransformer3DModel):
     """`SanaVideoTransformer3DModel` whose self-attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of

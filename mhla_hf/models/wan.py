@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_wan import (
     _get_qkv_projections,
 )
 
-from .base import KeepsMHLAProcessor, MHLAModelMixin
+from .base import KeepsMHLAProcessor, KeepsMHLAProcessors
 from .rotary import pairwise_rotary
 
 
@@ -85,7 +85,7 @@ class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
         return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
 
 
-class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
+class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
     """`WanTransformer3DModel` whose self-attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of

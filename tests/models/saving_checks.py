@@ -8,6 +8,8 @@ import pickle
 import pytest
 import torch
 from diffusers import AutoModel
+from diffusers.models.attention import AttentionMixin
+from diffusers.models.attention_processor import AttnProcessor
 from safetensors.torch import load_file, save_file
 
 from mhla_hf import MHLAConfig, convert
@@ -245,6 +247,22 @@ class SavingChecks(ModelCase):
         with recorded_warnings() as warnings:
             self.upstream.from_pretrained(mhla_dir)
         assert any("mhla.mixing" in message for message in warnings)
+
+    def test_processors_of_all_layers_are_set_together_or_not_at_all(self):
+        model = self.make_mhla(layers=[1])
+        if not isinstance(model, AttentionMixin):
+            pytest.skip("upstream sets the processors of single layers only")
+        before = model.attn_processors
+        own = f"{self.block_list}.1.attn1.processor"
+        for processors in (AttnProcessor(), {**before, own: AttnProcessor()}):
+            with pytest.raises(ValueError, match="AttnProcessor would ignore"):
+                model.set_attn_processor(processors)
+            assert model.attn_processors == before
+        with pytest.raises(ValueError):
+            model.set_attn_processor({own: before[own]})
+        processors = dict(before)
+        model.set_attn_processor(processors)
+        assert processors == before == model.attn_processors
 
     # Copies and conversion of a loaded model
 

@@ -3,9 +3,10 @@
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from peft import LoraConfig
 
+from mhla_hf import convert
 from mhla_hf.models.image import MHLAImageAttnProcessor
 from tests.models.image_checks import ImageChecks
 from tests.models.model_case import recorded_warnings
@@ -49,3 +50,50 @@ def test_adapters_are_not_lost_in_fused_projections():
     model.add_adapter(LoraConfig(target_modules=["to_q", "to_k", "to_v"]))
     with pytest.raises(ValueError, match="Projections with adapters cannot be fused"):
         model.fuse_qkv_projections()
+
+
+def test_fused_projections_take_no_adapters(tmp_path):
+    case, lora = TestPixArt(), LoraConfig(target_modules=["to_q", "to_k", "to_v"])
+    trained = case.make_mhla()
+    trained.add_adapter(lora)
+    trained.save_lora_adapter(tmp_path)
+    model = case.make_mhla()
+    expected, keys = case.run(model), set(model.state_dict())
+    model.fuse_qkv_projections()
+    with pytest.raises(ValueError, match="call unfuse_qkv_projections"):
+        model.add_adapter(lora)
+    with pytest.raises(ValueError, match="call unfuse_qkv_projections"):
+        model.load_lora_adapter(tmp_path, use_safetensors=True, prefix=None)
+    torch.testing.assert_close(case.run(model), expected)
+    model.unfuse_qkv_projections()
+    assert set(model.state_dict()) == keys
+    model.load_lora_adapter(tmp_path, use_safetensors=True, prefix=None)
+    assert set(model.state_dict()) != keys
+
+
+@pytest.mark.parametrize("layers", [[1], None], ids=["hybrid", "all"])
+def test_a_model_whose_projections_were_fused_converts(layers):
+    case = TestPixArt()
+    options = {**case.options, "layers": layers}
+    expected = case.run(convert(case.make(), options))
+    stock = case.make()
+    keys = set(stock.state_dict())
+    stock.fuse_qkv_projections()
+    model = convert(stock, options)
+    torch.testing.assert_close(case.run(model), expected)
+    model.unfuse_qkv_projections()
+    kinds = {type(attention.processor) for attention in model._self_attentions()}
+    assert kinds == ({MHLAImageAttnProcessor} if layers is None else {MHLAImageAttnProcessor, AttnProcessor2_0})
+    assert {name for name in model.state_dict() if ".mhla." not in name} == keys
+    torch.testing.assert_close(case.run(model), expected)
+
+
+def test_default_processors_go_to_the_layers_that_are_not_mhla():
+    case = TestPixArt()
+    model = case.make_mhla(layers=[1])
+    expected = case.run(model)
+    model.set_default_attn_processor()
+    kinds = [type(attention.processor) for attention in model._self_attentions()]
+    assert kinds == [AttnProcessor, MHLAImageAttnProcessor]
+    assert type(model.transformer_blocks[1].attn2.processor) is AttnProcessor
+    torch.testing.assert_close(case.run(model), expected)
