@@ -107,7 +107,10 @@ def test_a_folder_of_videos(wan, tmp_path):
         (["wan", "--mhla", "{}", "--gate"], "mhla cannot be combined with gate"),
         (["cache", "--data", "digits"], "cache must be given"),
         (["cache", "--cache", "x"], "data must be given"),
-        (["cache", "--cache", "x", "--data", "digits", "--width", "32"], "must be the same for data='digits'"),
+        (
+            ["cache", "--cache", "x", "--data", "digits", "--width", "32", "--height", "64"],
+            "must be the same for data='digits'",
+        ),
         (["cache", "--cache", "x", "--data", "digits"], "model must be given"),
         (["dit", "--config", "{folder}/flow.json"], "flow_shift is not an option of dit models, only of wan, sana"),
         (["wan", "--config", "{folder}/list.json"], "must hold a JSON object"),

@@ -30,10 +30,12 @@ from mhla_hf.training.checkpoints import (
     save_checkpoint,
 )
 from mhla_hf.training.config import CacheConfig
-from mhla_hf.training.encoding import check_video_size, encode_videos
+from mhla_hf.training.encoding import WanEncoder, encode_videos
 from mhla_hf.training.lock import lock_output
 from mhla_hf.training.metrics import MetricsFile, read_metrics
-from mhla_hf.training.videos import VideoSample, fit_frames, folder_samples, read_frames, write_video
+from mhla_hf.training.samples import DataSample, UnusableSampleError
+from mhla_hf.training.sizes import PipelineSizes
+from mhla_hf.training.videos import captioned_videos, fit_frames, read_frames, write_video
 
 from . import tiny
 
@@ -67,22 +69,23 @@ class TestVideos:
     def test_captions_beside_the_videos(self, folder):
         (folder / "a.txt").write_text("a square moves right\n")
         with pytest.raises(ValueError, match=r"b\.mp4 has no caption"):
-            folder_samples(folder, num_frames=5, height=16, width=16)
+            captioned_videos(folder, num_frames=5, height=16, width=16)
         (folder / "b.txt").write_text("again")
-        samples = folder_samples(folder, num_frames=5, height=16, width=16)
-        assert [sample.caption for sample in samples] == ["a square moves right", "again"]
+        samples = captioned_videos(folder, num_frames=5, height=16, width=16)
+        assert [sample.condition for sample in samples] == ["a square moves right", "again"]
         video = samples[0].load()
         assert video.shape == (3, 5, 16, 16) and video.dtype == torch.float32
         assert video.min() >= -1 and video.max() > 0.5
-        assert folder_samples(folder, num_frames=13, height=16, width=16)[0].load() is None
+        with pytest.raises(UnusableSampleError, match=r"a\.mp4 has fewer than 13 frames"):
+            captioned_videos(folder, num_frames=13, height=16, width=16)[0].load()
 
     def test_captions_in_a_metadata_file(self, folder):
         rows = [{"file_name": "b.mp4", "text": "second"}, {"file_name": "a.mp4", "text": "first"}]
         (folder / "metadata.csv").write_text("video,caption\nb.mp4,from csv\n")
-        assert [s.caption for s in folder_samples(folder, num_frames=1, height=8, width=8)] == ["from csv"]
+        assert [s.condition for s in captioned_videos(folder, num_frames=1, height=8, width=8)] == ["from csv"]
         (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        samples = folder_samples(folder, num_frames=1, height=8, width=8)
-        assert [(s.caption, s.key.split(":")[0]) for s in samples] == [("second", "b.mp4"), ("first", "a.mp4")]
+        samples = captioned_videos(folder, num_frames=1, height=8, width=8)
+        assert [(s.condition, s.key.split(":")[0]) for s in samples] == [("second", "b.mp4"), ("first", "a.mp4")]
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -96,13 +99,13 @@ class TestVideos:
     def test_bad_metadata_is_named(self, folder, content, message):
         (folder / "metadata.jsonl").write_text(content)
         with pytest.raises(ValueError, match=message):
-            folder_samples(folder, num_frames=1, height=8, width=8)
+            captioned_videos(folder, num_frames=1, height=8, width=8)
 
     def test_bad_folders_are_named(self, tmp_path):
         with pytest.raises(ValueError, match="existing folder"):
-            folder_samples(tmp_path / "none", num_frames=1, height=8, width=8)
+            captioned_videos(tmp_path / "none", num_frames=1, height=8, width=8)
         with pytest.raises(ValueError, match="has no videos"):
-            folder_samples(tmp_path, num_frames=1, height=8, width=8)
+            captioned_videos(tmp_path, num_frames=1, height=8, width=8)
 
     def test_gif_and_frame_rate(self, tmp_path):
         pictures = [Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)) for number in range(8)]
@@ -115,7 +118,7 @@ class TestVideos:
     def test_unreadable_files_are_named(self, tmp_path):
         for name in ("broken.gif", "broken.mp4"):
             (tmp_path / name).write_bytes(b"this is no video")
-            with pytest.raises(ValueError, match=name):
+            with pytest.raises(UnusableSampleError, match=name):
                 read_frames(tmp_path / name, 1)
 
     def test_frames_are_scaled_to_cover_and_cropped(self):
@@ -130,18 +133,22 @@ class TestCache:
 
     def samples(self, count=3, frames=5):
         def load(number):
-            video = fit_frames(moving_square(frames), 16, 16) * (1 - number / 10)
-            return video if number != 1 else None
+            if number == 1:
+                raise UnusableSampleError("square 1 has fewer than 5 frames")
+            return fit_frames(moving_square(frames), 16, 16) * (1 - number / 10)
 
         return [
-            VideoSample(f"square {number}", f"a square {number}", lambda number=number: load(number))
+            DataSample(f"square {number}", f"a square {number}", lambda number=number: load(number))
             for number in range(count)
         ]
 
+    def settings(self, pipeline_directory):
+        return cache_settings(pipeline_directory, self.config, WanEncoder.folders)
+
     def build(self, directory, pipeline, pipeline_directory, samples, **options):
-        work = start_cache(directory, cache_settings(pipeline_directory, self.config))
+        work = start_cache(directory, self.settings(pipeline_directory))
         if work:
-            build_cache(directory, pipeline, samples, self.config, progress=False, **options)
+            build_cache(directory, WanEncoder(pipeline, self.config), samples, progress=False, **options)
         return work
 
     def test_samples_come_back_as_the_pipeline_makes_them(self, pipeline, pipeline_directory, tmp_path):
@@ -153,20 +160,12 @@ class TestCache:
         dataset = LatentDataset(tmp_path)
         # The second video is too short: it is left out and named.
         assert len(dataset) == 2 and dataset.manifest["skipped"] == ["square 1"]
-        assert dataset.latent_shape == (16, 2, 2, 2) and dataset.text_dim == tiny.TEXT_DIM
+        assert dataset.latent_shape == (16, 2, 2, 2)
         assert torch.equal(dataset[0]["latents"], encode_videos(pipeline.vae, samples[0].load()[None])[0])
         expected, empty = pipeline.encode_prompt("a square 2", negative_prompt="", max_sequence_length=48)
         assert torch.allclose(dataset[1]["prompt_embeds"], expected[0], atol=1e-6)
         assert torch.allclose(dataset.null_condition["prompt_embeds"], empty[0], atol=1e-6)
         assert not self.build(tmp_path, pipeline, pipeline_directory, samples)
-        dataset.check_model(pipeline.transformer)
-        for changes, message in (
-            ({"in_channels": 8, "out_channels": 8}, "latent channels"),
-            ({"text_dim": 8}, "width 32"),
-            ({"patch_size": (1, 8, 8)}, "patches"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                dataset.check_model(tiny.wan_transformer(num_layers=1, **changes))
 
     def test_latents_decode_to_what_was_encoded(self, pipeline):
         """Normalisation is the inverse of the pipeline's."""
@@ -180,7 +179,9 @@ class TestCache:
     def test_an_interrupted_cache_goes_on(self, pipeline, pipeline_directory, tmp_path):
         samples, loads = self.samples(), []
         counted = [
-            VideoSample(sample.key, sample.caption, lambda sample=sample: (loads.append(sample.key), sample.load())[1])
+            DataSample(
+                sample.key, sample.condition, lambda sample=sample: (loads.append(sample.key), sample.load())[1]
+            )
             for sample in samples
         ]
         self.build(tmp_path, pipeline, pipeline_directory, counted, rank=0, world_size=2)
@@ -196,7 +197,7 @@ class TestCache:
         assert sorted(os.listdir(tmp_path / "samples")) == ["000000.safetensors", "000002.safetensors"]
 
     def test_a_cache_of_other_settings_is_refused(self, pipeline_directory, tmp_path):
-        settings = cache_settings(pipeline_directory, self.config)
+        settings = self.settings(pipeline_directory)
         start_cache(tmp_path, settings)
         with pytest.raises(ValueError, match="height 16 not 64"):
             start_cache(tmp_path, {**settings, "height": 64})
@@ -207,18 +208,29 @@ class TestCache:
             LatentDataset(tmp_path)
 
     def test_a_cache_without_videos_is_refused(self, pipeline_directory, tmp_path):
-        start_cache(tmp_path, cache_settings(pipeline_directory, self.config))
-        with pytest.raises(ValueError, match="none of the 3 videos"):
+        start_cache(tmp_path, self.settings(pipeline_directory))
+        with pytest.raises(ValueError, match="none of the 3 samples"):
             finish_cache(tmp_path, self.samples())
 
-    def test_sizes_must_fit_the_pipeline(self, pipeline):
+    def test_sizes_must_fit_the_pipeline(self, pipeline_directory):
+        sizes = PipelineSizes.of_pipeline(pipeline_directory)
         for changes, message in (
             ({"height": 40}, "height must be a multiple of 16"),
             ({"width": 40}, "width must be a multiple of 16"),
             ({"num_frames": 6}, "num_frames must be a multiple of 4 plus 1"),
         ):
             with pytest.raises(ValueError, match=message):
-                check_video_size(pipeline, self.config.replace(**changes), (1, 2, 2))
+                sizes.complete(self.config.replace(**changes))
+
+    def test_sizes_have_defaults(self, pipeline_directory):
+        sizes = PipelineSizes.of_pipeline(pipeline_directory)
+        for options, expected in (
+            ({}, (480, 832, 81, 512)),
+            ({"data": "digits"}, (64, 64, 17, 512)),
+            ({"data": "digits", "width": 32, "max_sequence_length": 9}, (32, 32, 17, 9)),
+        ):
+            config = sizes.complete(CacheConfig(**options))
+            assert (config.height, config.width, config.num_frames, config.max_sequence_length) == expected
 
     def test_fingerprints_notice_changed_weights(self, tmp_path):
         save_file({"weight": torch.zeros(400000)}, tmp_path / "model.safetensors")

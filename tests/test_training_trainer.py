@@ -87,9 +87,10 @@ def pipeline_directory(tmp_path_factory):
 def cache_directory(tmp_path_factory, pipeline_directory):
     """A cache with random latents: the encoders have tests of their own."""
     from mhla_hf.files import write_json
-    from mhla_hf.training.cache import MANIFEST, NULL_PROMPT, write_tensors
+    from mhla_hf.training.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
     from mhla_hf.training.cache_building import cache_settings
     from mhla_hf.training.config import CacheConfig
+    from mhla_hf.training.encoding import WanEncoder
 
     directory = tmp_path_factory.mktemp("cache")
     (directory / "samples").mkdir()
@@ -102,8 +103,9 @@ def cache_directory(tmp_path_factory, pipeline_directory):
             "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
         }
         write_tensors(directory / "samples" / name, tensors, torch.float32)
-    write_tensors(directory / NULL_PROMPT, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
-    manifest = {"format_version": 1, "settings": cache_settings(pipeline_directory, config), "complete": True}
+    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
+    settings = cache_settings(pipeline_directory, config, WanEncoder.folders)
+    manifest = {"format_version": FORMAT_VERSION, "settings": settings, "complete": True}
     write_json(directory / MANIFEST, {**manifest, "samples": names, "latent_shape": [16, 2, 4, 4], "skipped": []})
     return directory
 
@@ -412,8 +414,8 @@ class TestResuming:
             trainer().run()
         with pytest.raises(ValueError, match="was made with train='full'"):
             trainer(resume="latest", train="mhla").run()
-        result = trainer(resume="finetune-00000002", max_steps=6, seed=1).run()
-        assert "max_steps, seed" in caplog.text
+        result = trainer(resume="finetune-00000002", max_steps=6, seed=1, flow_shift=5.0).run()
+        assert "max_steps, seed, flow_shift" in caplog.text
         assert len(result.losses["finetune"]) == 6
 
 

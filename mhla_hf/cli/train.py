@@ -15,11 +15,10 @@ from .conversion_options import OPTIONS, mhla_fields, option_parameters
 
 
 if TYPE_CHECKING:
-    from ..training.videos import VideoSample
+    from ..training.samples import DataSample
 
 app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
 
-DIGITS = "digits"
 _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple": list[str]}
 _NAMES = {"validation_prompts": "--validation-prompt"}
 
@@ -226,28 +225,21 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
 def _make_cache(config: TrainingConfig, cache_config: CacheConfig, accelerator: Any) -> None:
     from ..training.cache_step import make_cache
 
-    make_cache(config, cache_config, _samples(cache_config), accelerator)
+    make_cache(config, cache_config, accelerator, _digit_videos)
 
 
-def _samples(config: CacheConfig) -> "list[VideoSample]":
-    """The videos that `data` names."""
-    from ..training.videos import VideoSample, folder_samples
-
-    size = {"num_frames": config.num_frames, "height": config.height, "width": config.width}
-    if config.data != DIGITS:
-        samples = folder_samples(Path(str(config.data)), fps=config.fps, **size)
-        return samples[: config.num_samples]
-
+def _digit_videos(config: CacheConfig) -> "list[DataSample]":
+    """The videos of the demo, in the size that the options ask for."""
     from ..demo.digits import MovingDigits, MovingDigitsConfig
+    from ..training.samples import DataSample
 
-    if config.height != config.width:
-        raise ValueError(f"height and width must be the same for data='digits', got {config.height}, {config.width}")
+    assert config.num_frames is not None and config.height is not None and config.num_samples is not None
     appearance = MovingDigitsConfig(
         num_frames=config.num_frames, size=config.height, digit_size=max(8, round(config.height * 28 / 64))
     )
-    videos = MovingDigits("train", config.num_samples or 256, config=appearance)
+    videos = MovingDigits("train", config.num_samples, config=appearance)
 
-    def sample(index: int) -> VideoSample:
-        return VideoSample(f"digits:{index}", videos[index].caption, lambda: videos[index].tensor())
+    def sample(index: int) -> DataSample:
+        return DataSample(f"digits:{index}", videos[index].caption, lambda: videos[index].tensor())
 
     return [sample(index) for index in range(len(videos))]

@@ -10,24 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.utils.data import Dataset
 
+from ..training.digits import DIGIT_WORDS, SPLITS, load_scans
 
-DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-"""How captions spell the digits 0 to 9."""
 
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 """Caption word to unit step `(rows, columns)`."""
 
-SPLITS = ("train", "held_out")
-"""The two disjoint parts: every sixth scan is only ever seen in `held_out`."""
-
-_HELD_OUT_EVERY = 6
 _PLACEMENT_CANDIDATES = 8
 
 
@@ -55,32 +48,6 @@ def caption_for(digits: Sequence[int], directions: Sequence[str]) -> str:
     return " and ".join(
         f"a {DIGIT_WORDS[digit]} moves {direction}" for digit, direction in zip(digits, directions, strict=True)
     )
-
-
-@lru_cache(maxsize=4)
-def load_scans(split: str, digit_size: int = 28) -> tuple[np.ndarray, np.ndarray]:
-    """Load one split of the scans, enlarged.
-
-    Args:
-        split: One of `SPLITS`.
-        digit_size: Side in pixels that the 8x8 scans are enlarged to (bicubic).
-
-    Returns:
-        The scans, `[N, digit_size, digit_size]` float32 in 0..1, and their digits `[N]`.
-
-    Raises:
-        ValueError: If the split does not exist.
-    """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}.")
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    held_out = np.arange(len(data.images)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
-    chosen = held_out if split == "held_out" else ~held_out
-    images = torch.from_numpy(data.images[chosen]).float()[:, None] / 16.0
-    enlarged = F.interpolate(images, size=(digit_size, digit_size), mode="bicubic", align_corners=False)
-    return enlarged[:, 0].clamp(0.0, 1.0).numpy(), data.target[chosen]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making a cache: what it depends on, encoding each process's share of the videos, and marking it complete."""
+"""Making a cache: what it depends on, encoding each process's share of the samples, and marking it complete."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,30 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..files import remove_leftovers, write_json
-from .cache import FORMAT_VERSION, MANIFEST, NULL_PROMPT, read_manifest, read_tensors, write_tensors
-from .config import CacheConfig
-from .encoding import encode_prompt, encode_videos
-from .videos import VideoSample
+from .cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, read_manifest, read_tensors, write_tensors
+from .config import DIGITS, CacheConfig
+from .encoding import Encoder
+from .samples import DataSample, UnusableSampleError
 
 
 logger = logging.getLogger(__name__)
 
 
-def cache_settings(pipeline_directory: Path, config: CacheConfig) -> dict[str, Any]:
-    """What a cache depends on, besides the videos: sizes, types, and the encoders by the hashes of their files."""
+def cache_settings(
+    pipeline_directory: Path, config: CacheConfig, folders: Iterable[str], num_classes: int = 0
+) -> dict[str, Any]:
+    """What a cache depends on, besides the samples.
+
+    Args:
+        pipeline_directory: The pipeline that encodes.
+        config: The options.
+        folders: Parts of the pipeline that matter; see `Encoder.folders`. They are told by the hashes of their files.
+        num_classes: How many classes the model has; 0 if it is conditioned on text.
+    """
     settings = config.to_dict()
-    settings["data"] = settings["data"] if config.data in (None, "digits") else str(Path(str(config.data)).resolve())
-    settings["vae"] = component_fingerprint(pipeline_directory / "vae")
-    settings["text_encoder"] = component_fingerprint(pipeline_directory / "text_encoder")
-    settings["tokenizer"] = component_fingerprint(pipeline_directory / "tokenizer")
-    return settings
+    settings["data"] = settings["data"] if config.data in (None, DIGITS) else str(Path(str(config.data)).resolve())
+    settings["num_classes"] = num_classes
+    return {**settings, **{folder: component_fingerprint(pipeline_directory / folder) for folder in folders}}
 
 
 def component_fingerprint(folder: Path) -> str:
@@ -51,18 +58,18 @@ def component_fingerprint(folder: Path) -> str:
 
 
 def start_cache(
-    directory: Path, settings: dict[str, Any], samples: Sequence[VideoSample] = (), *, main_process: bool = True
+    directory: Path, settings: dict[str, Any], samples: Sequence[DataSample] = (), *, main_process: bool = True
 ) -> bool:
     """Opens a cache for writing.
 
     Args:
         directory: The cache.
         settings: See `cache_settings`.
-        samples: The videos; a finished cache of other ones is opened again, and keeps what has not changed.
+        samples: What to encode; a finished cache of other ones is opened again, and keeps what has not changed.
         main_process: Whether to write; other processes only check.
 
     Returns:
-        Whether there is work to do: False if a finished cache of the same settings and videos is there.
+        Whether there is work to do: False if a finished cache of the same settings and samples is there.
 
     Raises:
         ValueError: If a cache made with other settings is there; the error names them.
@@ -79,7 +86,7 @@ def start_cache(
         if manifest.get("complete"):
             if not samples or manifest.get("samples_digest") == samples_digest(samples):
                 return False
-            logger.info("cache: the videos or captions of %s have changed; encoding what is new", directory)
+            logger.info("cache: the samples or captions of %s have changed; encoding what is new", directory)
             if main_process:
                 write_json(directory / MANIFEST, {**manifest, "complete": False})
     elif main_process:
@@ -89,66 +96,56 @@ def start_cache(
 
 def build_cache(
     directory: Path,
-    pipeline: Any,
-    samples: Sequence[VideoSample],
-    config: CacheConfig,
+    encoder: Encoder,
+    samples: Sequence[DataSample],
     *,
     rank: int = 0,
     world_size: int = 1,
     progress: bool = True,
 ) -> None:
-    """Encodes this process's share of the videos, skipping those already there.
+    """Encodes this process's share of the samples, skipping those already there; unusable ones are left out.
 
     Args:
         directory: A cache that `start_cache` opened.
-        pipeline: A `WanPipeline`; its VAE, text encoder and tokenizer are used, on the device they are on.
-        samples: All videos.
-        config: The options.
-        rank: Number of this process; it takes every `world_size`-th video.
+        encoder: Encodes them.
+        samples: All samples.
+        rank: Number of this process; it takes every `world_size`-th sample.
         world_size: Number of processes.
         progress: Show a progress bar.
     """
     from tqdm.auto import tqdm
 
     (directory / "samples").mkdir(parents=True, exist_ok=True)
-    dtype = getattr(torch, config.cache_dtype)
+    dtype = getattr(torch, encoder.config.cache_dtype)
     if rank == 0:
-        write_tensors(
-            directory / NULL_PROMPT, {"prompt_embeds": encode_prompt(pipeline, "", config.max_sequence_length)}, dtype
-        )
+        write_tensors(directory / NULL_CONDITION, encoder.null_condition(), dtype)
     numbers = range(rank, len(samples), world_size)
-    known_prompts: dict[str, torch.Tensor] = {}
-    for number in tqdm(numbers, desc="caching", unit="video", disable=not progress):
+    for number in tqdm(numbers, desc="caching", unit="sample", disable=not progress):
         sample, path = samples[number], directory / "samples" / f"{number:06d}.safetensors"
         if _saved_key(path) == _identity(sample):
             continue
-        video = sample.load()
-        if video is None:
-            logger.warning("cache: %s has fewer than %d frames and is left out", sample.key, config.num_frames)
+        try:
+            media = sample.load()
+        except UnusableSampleError as error:
+            logger.warning("cache: left out: %s", error)
             path.unlink(missing_ok=True)
             continue
-        if sample.caption not in known_prompts:
-            known_prompts = {sample.caption: encode_prompt(pipeline, sample.caption, config.max_sequence_length)}
-        tensors = {
-            "latents": encode_videos(pipeline.vae, video[None])[0],
-            "prompt_embeds": known_prompts[sample.caption],
-        }
-        write_tensors(
-            path, tensors, dtype, {"key": _identity(sample), "source": sample.key, "caption": sample.caption}
-        )
+        tensors = {"latents": encoder.latents(media), **encoder.condition(sample.condition)}
+        metadata = {"key": _identity(sample), "source": sample.key, "condition": str(sample.condition)}
+        write_tensors(path, tensors, dtype, metadata)
 
 
-def finish_cache(directory: Path, samples: Sequence[VideoSample]) -> None:
+def finish_cache(directory: Path, samples: Sequence[DataSample]) -> None:
     """Marks a cache complete, once every process has built its share.
 
     Raises:
-        ValueError: If no video was long enough.
+        ValueError: If none of the samples could be used.
     """
     manifest = read_manifest(directory)
     names = [f"{number:06d}.safetensors" for number in range(len(samples))]
     present = [name for name in names if (directory / "samples" / name).is_file()]
     if not present:
-        raise ValueError(f"data: none of the {len(samples)} videos has num_frames frames")
+        raise ValueError(f"data: none of the {len(samples)} samples could be used; the warnings say why")
     for path in (directory / "samples").glob("*.safetensors"):
         if path.name not in names:
             path.unlink()
@@ -161,19 +158,20 @@ def finish_cache(directory: Path, samples: Sequence[VideoSample]) -> None:
             "samples": present,
             "skipped": [sample.key for sample, name in zip(samples, names) if name not in present],
             "latent_shape": shape,
+            "classes": {sample.class_name: sample.condition for sample in samples if sample.class_name is not None},
             "samples_digest": samples_digest(samples),
             "complete": True,
         },
     )
 
 
-def samples_digest(samples: Sequence[VideoSample]) -> str:
-    """A hash over the identities of all videos, in order."""
+def samples_digest(samples: Sequence[DataSample]) -> str:
+    """A hash over the identities of all samples, in order."""
     return hashlib.sha256("".join(_identity(sample) for sample in samples).encode()).hexdigest()
 
 
-def _identity(sample: VideoSample) -> str:
-    return hashlib.sha256(f"{sample.key}\n{sample.caption}".encode()).hexdigest()
+def _identity(sample: DataSample) -> str:
+    return hashlib.sha256(f"{sample.key}\n{sample.condition}".encode()).hexdigest()
 
 
 def _saved_key(path: Path) -> str | None:

@@ -3,36 +3,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
 from ..sources import find_pipeline
-from . import cache_building, loading
-from .config import CacheConfig, TrainingConfig
-from .encoding import check_video_size
-from .validation import load_encoders
-from .videos import VideoSample
+from . import cache_building
+from .class_labels import pipeline_labels
+from .config import DIGITS, VIDEO_FAMILIES, CacheConfig, TrainingConfig
+from .digits import digit_pictures
+from .encoding import ENCODERS, load_encoders
+from .images import captioned_pictures, class_pictures
+from .samples import DataSample
+from .sizes import PipelineSizes
+from .videos import captioned_videos
+
+
+_DIGIT_COUNT = 256
+
+DigitVideos = Callable[[CacheConfig], Sequence[DataSample]]
 
 
 def make_cache(
-    config: TrainingConfig, cache_config: CacheConfig, samples: Sequence[VideoSample], accelerator: Accelerator
+    config: TrainingConfig,
+    cache_config: CacheConfig,
+    accelerator: Accelerator,
+    digit_videos: DigitVideos | None = None,
 ) -> Path:
     """Makes the cache that `config` names, or does nothing if it is there already.
 
     Args:
         config: Options of the run; `model`, `cache` (or `output`), `component` and `progress` matter.
-        cache_config: Options of the cache.
-        samples: The videos.
+        cache_config: Options of the cache; sizes that it does not give follow from the pipeline.
         accelerator: The processes; each encodes its share.
+        digit_videos: Makes the built-in videos, as many as `num_samples`, for `data='digits'`.
 
     Returns:
         The cache's directory.
 
     Raises:
-        ValueError: If sizes do not fit the pipeline, or a cache made otherwise is there.
+        ValueError: If options or data do not fit the pipeline, or a cache made otherwise is there.
     """
     if config.model is None:
         raise ValueError("model must be given: a pipeline directory or a Hub id")
@@ -41,24 +53,25 @@ def make_cache(
     directory = Path(config.cache) if config.cache is not None else Path(str(config.output)) / "cache"
     with accelerator.main_process_first():
         source = find_pipeline(config.model, "model")
-    patch_size = loading.component_config(source, config.component)["patch_size"]
-    settings = cache_building.cache_settings(source, cache_config)
+    sizes = PipelineSizes.of_pipeline(source, config.component)
+    cache_config = sizes.complete(cache_config)
+    samples = find_samples(source, sizes, cache_config, digit_videos)
+    encoder_class = ENCODERS[sizes.family]
+    settings = cache_building.cache_settings(source, cache_config, encoder_class.folders, sizes.num_classes)
     work = cache_building.start_cache(directory, settings, samples, main_process=accelerator.is_main_process)
     # Nobody writes before all have looked: the main process may already be done when another one starts.
     accelerator.wait_for_everyone()
     if not work:
         return directory
     pipeline = load_encoders(source)
-    check_video_size(pipeline, cache_config, patch_size)
-    if accelerator.device.type != "cpu":
-        # Wan's text encoder is made for bfloat16, and takes 22 GB in float32; the VAE needs float32.
+    if accelerator.device.type != "cpu" and "text_encoder" in pipeline.components:
+        # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
         pipeline.text_encoder.to(torch.bfloat16)
     pipeline.to(accelerator.device)
     cache_building.build_cache(
         directory,
-        pipeline,
+        encoder_class(pipeline, cache_config, sizes.num_classes),
         samples,
-        cache_config,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         progress=config.progress and accelerator.is_main_process,
@@ -71,3 +84,40 @@ def make_cache(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return directory
+
+
+def find_samples(
+    source: Path, sizes: PipelineSizes, config: CacheConfig, digit_videos: DigitVideos | None = None
+) -> Sequence[DataSample]:
+    """The videos or pictures that `data` names.
+
+    Args:
+        source: The pipeline to train.
+        sizes: What it asks of its data.
+        config: The options, with every size given.
+        digit_videos: See `make_cache`.
+
+    Raises:
+        ValueError: If the data are not there, have no captions or classes, or do not fit the model.
+    """
+    if config.data is None:
+        raise ValueError("data must be given: a folder of videos or pictures, or 'digits'")
+    assert config.height is not None and config.width is not None
+    folder, size = Path(config.data), {"height": config.height, "width": config.width}
+    if config.data == DIGITS:
+        count = config.num_samples or _DIGIT_COUNT
+        if sizes.family not in VIDEO_FAMILIES:
+            return digit_pictures(count, config.height, captions=not sizes.num_classes)
+        if digit_videos is None:
+            raise ValueError("data='digits' needs digit_videos for this model")
+        return digit_videos(config.replace(num_samples=count))
+    samples: Sequence[DataSample]
+    if sizes.family in VIDEO_FAMILIES:
+        assert config.num_frames is not None
+        samples = captioned_videos(folder, num_frames=config.num_frames, fps=config.fps, **size)
+    elif sizes.num_classes:
+        labels = pipeline_labels(source)
+        samples = class_pictures(folder, known_labels=labels, num_classes=sizes.num_classes, **size)
+    else:
+        samples = captioned_pictures(folder, **size)
+    return samples[: config.num_samples]

@@ -26,6 +26,9 @@ CACHE_DTYPES = ("float32", "bfloat16", "float16")
 SOFTMAX = "none"
 # Families of the registry that are trained by flow matching.
 FLOW_FAMILIES = ("wan", "sana")
+VIDEO_FAMILIES = ("wan",)
+# What `data` is for the built-in set.
+DIGITS = "digits"
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -219,41 +222,53 @@ class TrainingConfig(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(_Options):
-    """Options of the cache step, which encodes videos and captions once.
+    """Options of the cache step, which encodes videos or pictures and their captions once.
+
+    Sizes that are not given depend on the model; see `sizes.PipelineSizes.complete`.
 
     Raises:
         ValueError: If a value is not allowed; the message names the option and what it may be.
     """
 
     data: str | None = _option(
-        None, "Folder of videos with captions (metadata.jsonl, metadata.csv or one .txt per video), or 'digits'."
+        None,
+        "Folder of videos or pictures with captions (metadata.jsonl, metadata.csv or one .txt per file); for DiT, of "
+        "one folder of pictures per class; or 'digits'.",
     )
-    height: int = _option(None, "Height of the videos, in pixels. Default: 480; 64 for 'digits'.", minimum=8)
-    width: int = _option(None, "Width of the videos, in pixels. Default: 832; 64 for 'digits'.", minimum=8)
-    num_frames: int = _option(None, "Frames per video. Default: 81; 17 for 'digits'.", minimum=1)
-    fps: float | None = _option(None, "Frame rate to sample at. Default: take the frames as they are.", above=0)
-    max_sequence_length: int = _option(512, "Tokens that a caption is padded to.", minimum=1)
+    height: int | None = _option(
+        None, "Height in pixels. Default: 480 for videos, the model's own for pictures; less for 'digits'.", minimum=8
+    )
+    width: int | None = _option(
+        None, "Width in pixels. Default: 832 for videos, the model's own for pictures; less for 'digits'.", minimum=8
+    )
+    num_frames: int | None = _option(
+        None, "Frames per video. Default: 81; 17 for 'digits'.", minimum=1, families=VIDEO_FAMILIES
+    )
+    fps: float | None = _option(
+        None, "Frame rate to sample at. Default: take the frames as they are.", above=0, families=VIDEO_FAMILIES
+    )
+    max_sequence_length: int | None = _option(
+        None, "Tokens that a caption is padded to. Default: the pipeline's.", minimum=1, families=FLOW_FAMILIES
+    )
     cache_dtype: str = _option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES)
     num_samples: int | None = _option(
-        None, "Use at most so many videos; for 'digits' how many to make (256).", minimum=1
+        None, "Use at most so many videos or pictures; for 'digits' how many to make (256).", minimum=1
     )
 
     def __post_init__(self) -> None:
         if isinstance(self.data, Path):
             object.__setattr__(self, "data", str(self.data))
-        defaults = (64, 64, 17) if self.data == "digits" else (480, 832, 81)
-        for name, value in zip(("height", "width", "num_frames"), defaults, strict=True):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
         self._check_fields()
+        if self.data == DIGITS and None not in (self.height, self.width) and self.height != self.width:
+            raise ValueError(f"height and width must be the same for data='digits', got {self.height}, {self.width}")
 
 
 def _parse_mhla(value: Any) -> Any:
-    """A dict, None or 'none' from a dict, a JSON text, the name of a JSON file, or an object with `to_dict`."""
+    """A dict, None or 'none' from a dict, a JSON text, the name of a JSON file, or an `MHLAConfig`."""
     if value is None or isinstance(value, dict):
         return value
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
+    if hasattr(value, "given_options"):
+        return value.given_options()
     if not isinstance(value, str):
         raise ValueError(f"mhla must be JSON, a JSON file or 'none', got {value!r}")
     if value == SOFTMAX:

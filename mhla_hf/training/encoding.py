@@ -1,14 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From videos and captions to what the transformer is trained on: normalised latents and text embeddings."""
+"""From videos, pictures and captions to what a transformer is trained on: its latents and its condition."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
-from .config import CacheConfig
+from .config import COMPONENTS, CacheConfig
+from .pipeline_files import read_index
+
+
+# Captions often repeat: all digits have ten between them.
+_REMEMBERED_PROMPTS = 64
+
+
+class Encoder(ABC):
+    """Encodes the data of one family with the encoders of its pipeline, on the device that they are on.
+
+    Args:
+        pipeline: The pipeline, without its transformer.
+        config: The options.
+        num_classes: How many classes the model has; 0 if it is conditioned on text.
+
+    Attributes:
+        folders: Parts of the pipeline directory that the result depends on.
+    """
+
+    folders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
+
+    def __init__(self, pipeline: Any, config: CacheConfig, num_classes: int = 0) -> None:
+        self.pipeline = pipeline
+        self.config = config
+        self.num_classes = num_classes
+
+    @abstractmethod
+    def latents(self, media: torch.Tensor) -> torch.Tensor:
+        """Latents of one video or picture, fp32, as the transformer takes them.
+
+        Args:
+            media: As `DataSample.load` gives it.
+        """
+
+    @abstractmethod
+    def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
+        """What a sample holds besides latents, text without its padding.
+
+        Args:
+            condition: Caption or class, as in `DataSample`.
+        """
+
+    @abstractmethod
+    def null_condition(self) -> dict[str, torch.Tensor]:
+        """The same for a sample without caption or class, as the pipeline's guidance takes it."""
+
+
+class WanEncoder(Encoder):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
+
+    def __init__(self, pipeline: Any, config: CacheConfig, num_classes: int = 0) -> None:
+        super().__init__(pipeline, config, num_classes)
+        self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._encode_prompt)
+
+    def latents(self, media: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return encode_videos(self.pipeline.vae, media[None])[0]
+
+    def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
+        """See the base class."""
+        return {"prompt_embeds": self._remembered(str(condition))}
+
+    def null_condition(self) -> dict[str, torch.Tensor]:
+        """The empty prompt."""
+        return self.condition("")
+
+    @torch.no_grad()
+    def _encode_prompt(self, prompt: str) -> torch.Tensor:
+        embeddings, _ = self.pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=self.config.max_sequence_length
+        )
+        used = embeddings[0].abs().sum(dim=1).nonzero()
+        return embeddings[0, : int(used.max()) + 1 if len(used) else 0]
+
+
+class SanaEncoder(Encoder):
+    """Pictures `[3, H, W]` to `[C, H', W']`; captions to `prompt_embeds` `[l, D]`, `prompt_attention_mask` `[l]`.
+
+    Captions follow the instruction that the pipeline puts before prompts unless told otherwise ("complex human
+    instruction"), and the empty prompt is without it: training sees text as inference does.
+    """
+
+    def __init__(self, pipeline: Any, config: CacheConfig, num_classes: int = 0) -> None:
+        super().__init__(pipeline, config, num_classes)
+        self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._encode_prompt)
+
+    @torch.no_grad()
+    def latents(self, media: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        vae = self.pipeline.vae
+        parameter = next(vae.parameters())
+        encoded = vae.encode(media[None].to(parameter.device, parameter.dtype)).latent[0]
+        return encoded.float() * vae.config.scaling_factor
+
+    def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
+        """See the base class."""
+        return self._remembered(str(condition))
+
+    @torch.no_grad()
+    def null_condition(self) -> dict[str, torch.Tensor]:
+        """The empty negative prompt."""
+        _, _, embeddings, mask = self.pipeline.encode_prompt(
+            "", negative_prompt="", max_sequence_length=self.config.max_sequence_length
+        )
+        return _without_padding(embeddings[0], mask[0])
+
+    @torch.no_grad()
+    def _encode_prompt(self, prompt: str) -> dict[str, torch.Tensor]:
+        embeddings, mask, _, _ = self.pipeline.encode_prompt(
+            prompt,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.config.max_sequence_length,
+            complex_human_instruction=sana_instruction(self.pipeline),
+        )
+        return _without_padding(embeddings[0], mask[0])
+
+
+class DiTEncoder(Encoder):
+    """Pictures `[3, H, W]` to `[C, H', W']`; classes to `class_label` `[]`, int64."""
+
+    folders = ("vae",)
+
+    @torch.no_grad()
+    def latents(self, media: torch.Tensor) -> torch.Tensor:
+        """The mode of the VAE's distribution, scaled as the pipeline scales it."""
+        vae = self.pipeline.vae
+        parameter = next(vae.parameters())
+        encoded = vae.encode(media[None].to(parameter.device, parameter.dtype)).latent_dist.mode()[0]
+        return encoded.float() * vae.config.scaling_factor
+
+    def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
+        """See the base class."""
+        return {"class_label": torch.tensor(int(condition))}
+
+    def null_condition(self) -> dict[str, torch.Tensor]:
+        """The label after the last class."""
+        return self.condition(self.num_classes)
+
+
+ENCODERS: dict[str, type[Encoder]] = {"wan": WanEncoder, "sana": SanaEncoder, "dit": DiTEncoder}
+"""By the name of the family."""
+
+
+def load_encoders(directory: Path) -> Any:
+    """A pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU."""
+    import diffusers
+
+    index = read_index(directory)
+    transformers = {name: None for name in COMPONENTS if name in index}
+    pipeline = getattr(diffusers, index["_class_name"]).from_pretrained(directory, **transformers)
+    pipeline.set_progress_bar_config(disable=True)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    return pipeline
 
 
 @torch.no_grad()
@@ -29,28 +187,14 @@ def encode_videos(vae: torch.nn.Module, videos: torch.Tensor) -> torch.Tensor:
     return (encoded - mean) / deviation
 
 
-@torch.no_grad()
-def encode_prompt(pipeline: Any, prompt: str, max_sequence_length: int) -> torch.Tensor:
-    """Text embeddings of a prompt without their padding `[l, D]`, from a `WanPipeline`."""
-    embeddings, _ = pipeline.encode_prompt(
-        prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
-    )
-    used = embeddings[0].abs().sum(dim=1).nonzero()
-    return embeddings[0, : int(used.max()) + 1 if len(used) else 0]
+def sana_instruction(pipeline: Any) -> list[str]:
+    """The lines that a SANA pipeline puts before prompts when it is called without saying otherwise."""
+    return list(inspect.signature(type(pipeline).__call__).parameters["complex_human_instruction"].default)
 
 
-def check_video_size(pipeline: Any, config: CacheConfig, patch_size: Sequence[int]) -> None:
-    """Checks that the VAE and the transformer's patches divide the wanted videos.
-
-    Raises:
-        ValueError: If they do not; the error names the option.
-    """
-    spatial, temporal = pipeline.vae_scale_factor_spatial, pipeline.vae_scale_factor_temporal
-    for name, size, multiple in (
-        ("height", config.height, spatial * patch_size[1]),
-        ("width", config.width, spatial * patch_size[2]),
-    ):
-        if size % multiple:
-            raise ValueError(f"{name} must be a multiple of {multiple} for this pipeline, got {size}")
-    if (config.num_frames - 1) % temporal:
-        raise ValueError(f"num_frames must be a multiple of {temporal} plus 1, got {config.num_frames}")
+def _without_padding(embeddings: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cuts the padding off embeddings `[L, D]` and their mask `[L]`."""
+    used = mask.nonzero()
+    # With everything masked, attention would look at the padding: it stays.
+    length = int(used.max()) + 1 if len(used) else len(mask)
+    return {"prompt_embeds": embeddings[:length], "prompt_attention_mask": mask[:length]}

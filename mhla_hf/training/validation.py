@@ -1,98 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation videos: the same prompts from the same noise, as training goes on."""
+"""Validation videos and pictures: the same prompts from the same noise, as training goes on."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from PIL import Image
 
+from ..files import atomic_file
 from .batches import LatentSamples
 from .cache import LatentDataset
+from .class_labels import find_label, pipeline_labels
 from .config import TrainingConfig
+from .encoding import load_encoders, sana_instruction
+from .images import picture_grid
 from .pipeline_files import read_index
+from .sizes import PipelineSizes
 from .videos import write_video
 
 
-class Validator:
-    """Makes videos with the transformer that is being trained.
+class Validator(ABC):
+    """Makes samples with the transformer that is being trained.
 
     Prompts are encoded once, when it is built; afterwards only the VAE and the scheduler are kept in memory.
 
     Args:
         directory: The pipeline that training started from.
         config: The options; its `validation_*` ones are used.
-        video_size: `(frames, height, width)` in pixels.
-        max_sequence_length: Tokens that prompts are padded to.
+        dataset: The cache that is trained on: its sizes and classes are those of the samples.
         device: Where to encode the prompts and run the VAE.
+
+    Attributes:
+        encoders: What the pipeline encodes prompts with; it is given None in their places later.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        config: TrainingConfig,
-        video_size: tuple[int, int, int],
-        max_sequence_length: int,
-        device: torch.device,
-    ) -> None:
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
+
+    def __init__(self, directory: Path, config: TrainingConfig, dataset: LatentDataset, device: torch.device) -> None:
         self.config = config
-        self.video_size = video_size
         self.device = device
         self.prompts = config.validation_prompts
+        self.settings = dataset.settings
         pipeline = load_encoders(directory)
-        pipeline.text_encoder.to(device)
+        if "text_encoder" in self.encoders:
+            pipeline.text_encoder.to(device)
         with torch.no_grad():
-            embeddings, negative = pipeline.encode_prompt(
-                list(self.prompts),
-                negative_prompt=config.validation_negative_prompt,
-                max_sequence_length=max_sequence_length,
-                device=device,
-            )
-        self.embeddings, self.negative = embeddings.cpu(), negative.cpu()
+            self.conditions = self._conditions(pipeline, directory, dataset)
         self.pipeline_class = type(pipeline)
         self.vae, self.scheduler = pipeline.vae, pipeline.scheduler
-        self.extra = {"expand_timesteps": bool(read_index(directory).get("expand_timesteps", False))}
+        self.options = {
+            name: value for name, value in pipeline.config.items() if name in _PLAIN_OPTIONS and value is not None
+        }
 
-    @torch.no_grad()
-    def frames(self, transformer: torch.nn.Module) -> np.ndarray:
-        """One video per prompt, uint8 `[P, F, H, W, 3]`."""
-        pipeline = self.pipeline_class(
-            tokenizer=None,
-            text_encoder=None,
-            vae=self.vae.to(self.device),
-            scheduler=self.scheduler,
-            transformer=transformer,
-            **self.extra,
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        num_frames, height, width = self.video_size
-        was_training = transformer.training
-        transformer.eval()
-        videos = []
-        try:
-            for number in range(len(self.prompts)):
-                video = pipeline(
-                    prompt_embeds=self.embeddings[number : number + 1].to(self.device),
-                    negative_prompt_embeds=self.negative[number : number + 1].to(self.device),
-                    height=height,
-                    width=width,
-                    num_frames=num_frames,
-                    num_inference_steps=self.config.validation_inference_steps,
-                    guidance_scale=self.config.validation_guidance,
-                    generator=torch.Generator().manual_seed(self.config.seed),
-                    output_type="np",
-                ).frames[0]
-                videos.append(np.rint(np.asarray(video) * 255).clip(0, 255).astype(np.uint8))
-        finally:
-            transformer.train(was_training)
-            self.vae.to("cpu")
-        return np.stack(videos)
+    @abstractmethod
+    def _conditions(self, pipeline: Any, directory: Path, dataset: LatentDataset) -> list[dict[str, Any]]:
+        """Arguments of the pipeline's call for each prompt, tensors on the CPU."""
 
+    @abstractmethod
     def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> tuple[list[Path], np.ndarray]:
-        """Writes one file per prompt.
+        """Writes the samples of a step.
 
         Args:
             transformer: The transformer, unwrapped.
@@ -100,17 +71,47 @@ class Validator:
             step: Fine-tuning step, for the file names.
 
         Returns:
-            The files, and the frames `[P, F, H, W, 3]`.
+            The files, and the samples, see `generate`.
         """
-        frames = self.frames(transformer)
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [
-            write_video(folder / f"step-{step:08d}-prompt-{number}.mp4", video) for number, video in enumerate(frames)
-        ]
-        return paths, frames
+
+    @abstractmethod
+    def pictures(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Pictures for trackers, by name, uint8 `[H, W, 3]`."""
+
+    @torch.no_grad()
+    def generate(self, transformer: torch.nn.Module) -> np.ndarray:
+        """One sample per prompt, uint8: `[P, F, H, W, 3]` of videos, `[P, H, W, 3]` of pictures."""
+        pipeline = self.pipeline_class(
+            **dict.fromkeys(self.encoders),
+            vae=self.vae.to(self.device),
+            scheduler=self.scheduler,
+            transformer=transformer,
+            **self.options,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        was_training = transformer.training
+        transformer.eval()
+        samples = []
+        try:
+            for condition in self.conditions:
+                sample = pipeline(
+                    **{
+                        name: value.to(self.device) if torch.is_tensor(value) else value
+                        for name, value in condition.items()
+                    },
+                    num_inference_steps=self.config.validation_inference_steps,
+                    guidance_scale=self.config.validation_guidance,
+                    generator=torch.Generator().manual_seed(self.config.seed),
+                    output_type="np",
+                )[0][0]
+                samples.append(np.rint(np.asarray(sample) * 255).clip(0, 255).astype(np.uint8))
+        finally:
+            transformer.train(was_training)
+            self.vae.to("cpu")
+        return np.stack(samples)
 
     def write_and_log(self, transformer: torch.nn.Module, folder: Path, step: int, accelerator: Accelerator) -> None:
-        """Writes one file per prompt, and a few of its frames to the trackers.
+        """Writes the samples of a step, and pictures of them to the trackers.
 
         Args:
             transformer: See `write`.
@@ -119,26 +120,131 @@ class Validator:
             accelerator: Gives the precision to run in, and the trackers.
         """
         with accelerator.autocast():
-            _, videos = self.write(transformer, folder, step)
+            _, samples = self.write(transformer, folder, step)
         for tracker in accelerator.trackers:
-            images = {f"validation/{number}": frame_strip(video)[None] for number, video in enumerate(videos)}
+            pictures = {name: picture[None] for name, picture in self.pictures(samples).items()}
             options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-            tracker.log_images(images, step=self.config.transfer_steps + step, **options)
+            tracker.log_images(pictures, step=self.config.transfer_steps + step, **options)
+
+
+class WanValidator(Validator):
+    """Videos, one file per prompt."""
+
+    def _conditions(self, pipeline: Any, directory: Path, dataset: LatentDataset) -> list[dict[str, Any]]:
+        embeddings, negative = pipeline.encode_prompt(
+            list(self.prompts),
+            negative_prompt=self.config.validation_negative_prompt,
+            max_sequence_length=self.settings["max_sequence_length"],
+            device=self.device,
+        )
+        size = {name: self.settings[name] for name in ("height", "width", "num_frames")}
+        return [
+            {"prompt_embeds": own[None].cpu(), "negative_prompt_embeds": other[None].cpu(), **size}
+            for own, other in zip(embeddings, negative, strict=True)
+        ]
+
+    def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> tuple[list[Path], np.ndarray]:
+        """See the base class; one file per prompt."""
+        videos = self.generate(transformer)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [
+            write_video(folder / f"step-{step:08d}-prompt-{number}.mp4", video) for number, video in enumerate(videos)
+        ]
+        return paths, videos
+
+    def pictures(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """A few frames of each video."""
+        return {f"validation/{number}": frame_strip(video) for number, video in enumerate(samples)}
+
+
+class PictureValidator(Validator):
+    """Pictures, all prompts in one file."""
+
+    def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> tuple[list[Path], np.ndarray]:
+        """See the base class; one file with a grid of all pictures."""
+        pictures = self.generate(transformer)
+        path = folder / f"step-{step:08d}.png"
+        with atomic_file(path) as temporary:
+            Image.fromarray(picture_grid(pictures)).save(temporary)
+        return [path], pictures
+
+    def pictures(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """The grid."""
+        return {"validation": picture_grid(samples)}
+
+
+class SanaValidator(PictureValidator):
+    """Pictures of prompts, in the size of the cache."""
+
+    def _conditions(self, pipeline: Any, directory: Path, dataset: LatentDataset) -> list[dict[str, Any]]:
+        names = (
+            "prompt_embeds",
+            "prompt_attention_mask",
+            "negative_prompt_embeds",
+            "negative_prompt_attention_mask",
+        )
+        encoded = pipeline.encode_prompt(
+            list(self.prompts),
+            negative_prompt=self.config.validation_negative_prompt,
+            max_sequence_length=self.settings["max_sequence_length"],
+            complex_human_instruction=sana_instruction(pipeline),
+            device=self.device,
+        )
+        common = {
+            # By default it is an empty text, which the pipeline refuses beside embeddings.
+            "negative_prompt": None,
+            "height": self.settings["height"],
+            "width": self.settings["width"],
+            "use_resolution_binning": False,
+        }
+        by_prompt = zip(*(tensor.cpu().split(1) for tensor in encoded), strict=True)
+        return [{**dict(zip(names, tensors, strict=True)), **common} for tensors in by_prompt]
+
+
+class DiTValidator(PictureValidator):
+    """Pictures of classes, in the one size that the pipeline makes."""
+
+    encoders = ()
+
+    def _conditions(self, pipeline: Any, directory: Path, dataset: LatentDataset) -> list[dict[str, Any]]:
+        sizes = PipelineSizes.of_pipeline(directory, self.config.component)
+        height, width = self.settings["height"], self.settings["width"]
+        if (height, width) != (sizes.own_size, sizes.own_size):
+            raise ValueError(
+                f"validation_prompts: the pipeline makes pictures of {sizes.own_size}x{sizes.own_size} only, and the "
+                f"cache has {height}x{width}"
+            )
+        if self.config.validation_guidance > 1 and sizes.num_classes != _GUIDANCE_LABEL:
+            raise ValueError(
+                f"validation_guidance must be at most 1: the pipeline's guidance is for models of {_GUIDANCE_LABEL} "
+                f"classes, and this one has {sizes.num_classes}"
+            )
+        known = {**pipeline_labels(directory), **dataset.manifest["classes"]}
+        return [{"class_labels": [find_label(prompt, known, sizes.num_classes)]} for prompt in self.prompts]
+
+
+VALIDATORS: dict[str, type[Validator]] = {"wan": WanValidator, "sana": SanaValidator, "dit": DiTValidator}
+"""By the name of the family."""
+
+# Plain options of Wan's pipeline that change how it samples.
+_PLAIN_OPTIONS = ("expand_timesteps",)
+# The label without class that diffusers' DiTPipeline has built in.
+_GUIDANCE_LABEL = 1000
 
 
 def make_validator(
     source: Path | None, config: TrainingConfig, dataset: LatentSamples, accelerator: Accelerator
 ) -> Validator | None:
-    """The validator of a run; None where it makes no videos, and in processes that do not.
+    """The validator of a run; None where it makes no samples, and in processes that do not.
 
     Args:
         source: The pipeline that training starts from.
         config: The options.
-        dataset: What is trained on; its videos give the size.
+        dataset: What is trained on; it gives the size.
         accelerator: The processes.
 
     Raises:
-        ValueError: If videos are wanted but cannot be made.
+        ValueError: If samples are wanted but cannot be made.
     """
     if not config.validation_prompts or not accelerator.is_main_process or not config.max_steps:
         return None
@@ -146,21 +252,8 @@ def make_validator(
         raise ValueError("validation_prompts need model, output and cache: a pipeline, its data and where to write")
     if read_index(source).get("boundary_ratio") is not None:
         raise ValueError("validation_prompts cannot be used for one transformer of a pipeline with two")
-    settings = dataset.manifest["settings"]
-    size = (settings["num_frames"], settings["height"], settings["width"])
-    return Validator(source, config, size, dataset.max_sequence_length, accelerator.device)
-
-
-def load_encoders(directory: Path) -> Any:
-    """The pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU."""
-    import diffusers
-
-    pipeline_class = getattr(diffusers, read_index(directory)["_class_name"])
-    pipeline = pipeline_class.from_pretrained(directory, transformer=None, transformer_2=None)
-    pipeline.set_progress_bar_config(disable=True)
-    for module in (pipeline.vae, pipeline.text_encoder):
-        module.requires_grad_(False).eval()
-    return pipeline
+    family = PipelineSizes.of_pipeline(source, config.component).family
+    return VALIDATORS[family](source, config, dataset, accelerator.device)
 
 
 def frame_strip(video: np.ndarray, count: int = 5) -> np.ndarray:

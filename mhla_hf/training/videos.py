@@ -6,10 +6,6 @@ Reading takes imageio with imageio-ffmpeg (`pip install mhla-hf[video]`); GIF fi
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,100 +13,38 @@ import torch
 import torch.nn.functional as F
 
 from ..files import atomic_file
+from .samples import DataSample, UnusableSampleError, captioned_files, file_key
 
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
-METADATA_FILES = ("metadata.jsonl", "metadata.csv")
-_FILE_KEYS = ("file_name", "video", "path")
-_CAPTION_KEYS = ("caption", "text", "prompt")
 
 
-@dataclass(frozen=True)
-class VideoSample:
-    """One captioned video.
-
-    Attributes:
-        key: What identifies it; the cache notices by it that a source has changed.
-        caption: The text.
-        load: Reads it: `[3, F, H, W]` in [-1, 1], fp32. Returns None if the video has too few frames.
-    """
-
-    key: str
-    caption: str
-    load: Callable[[], torch.Tensor | None]
-
-
-def folder_samples(
+def captioned_videos(
     folder: Path, *, num_frames: int, height: int, width: int, fps: float | None = None
-) -> list[VideoSample]:
-    """The captioned videos of a folder, in the order of their names or of the metadata file.
-
-    Captions come from `metadata.jsonl` or `metadata.csv` (keys `file_name` or `video` or `path`; `caption` or `text`
-    or `prompt`), or else from a `.txt` file beside each video.
+) -> list[DataSample]:
+    """The captioned videos of a folder; see `samples.captioned_files`.
 
     Args:
-        folder: The folder; videos of subfolders count too when there is no metadata file.
-        num_frames: Frames to take, from the first.
+        folder: The folder.
+        num_frames: Frames to take, from the first; videos with fewer are left out.
         height: Height to scale and crop to.
         width: Width to scale and crop to.
         fps: Frame rate to sample at; None takes the frames as they are.
 
     Raises:
-        ValueError: If the folder or a listed file does not exist, a caption is missing, or there is no video.
+        ValueError: See `samples.captioned_files`.
     """
-    if not folder.is_dir():
-        raise ValueError(f"data must be an existing folder or 'digits', got {str(folder)!r}")
-    pairs = list(_captioned_files(folder))
-    if not pairs:
-        raise ValueError(f"data: {folder} has no videos ({', '.join(VIDEO_SUFFIXES)})")
-    samples = []
-    for path, caption in pairs:
-        if not path.is_file():
-            raise ValueError(f"data: {path}, listed in the metadata of {folder}, does not exist")
-        status = path.stat()
 
-        def load(path: Path = path) -> torch.Tensor | None:
+    def sample(path: Path, caption: str) -> DataSample:
+        def load() -> torch.Tensor:
             frames = read_frames(path, num_frames, fps)
-            return None if len(frames) < num_frames else fit_frames(frames, height, width)
+            if len(frames) < num_frames:
+                raise UnusableSampleError(f"{path} has fewer than {num_frames} frames")
+            return fit_frames(frames, height, width)
 
-        key = f"{path.relative_to(folder).as_posix()}:{status.st_size}:{status.st_mtime_ns}"
-        samples.append(VideoSample(key, caption, load))
-    return samples
+        return DataSample(file_key(path, folder), caption, load)
 
-
-def _captioned_files(folder: Path) -> Iterator[tuple[Path, str]]:
-    for name in METADATA_FILES:
-        metadata = folder / name
-        if metadata.is_file():
-            for number, row in enumerate(_metadata_rows(metadata), start=1):
-                file = next((row[key] for key in _FILE_KEYS if row.get(key)), None)
-                caption = next((row[key] for key in _CAPTION_KEYS if row.get(key) is not None), None)
-                if file is None or caption is None:
-                    raise ValueError(
-                        f"data: entry {number} of {metadata} needs one of {', '.join(_FILE_KEYS)} and one of "
-                        f"{', '.join(_CAPTION_KEYS)}"
-                    )
-                yield folder / file, str(caption)
-            return
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in VIDEO_SUFFIXES:
-            text = path.with_suffix(".txt")
-            if not text.is_file():
-                raise ValueError(f"data: {path} has no caption: neither {METADATA_FILES[0]} nor {text.name}")
-            yield path, text.read_text(encoding="utf-8").strip()
-
-
-def _metadata_rows(path: Path) -> Iterator[dict]:
-    with path.open(encoding="utf-8", newline="") as file:
-        if path.suffix == ".csv":
-            yield from csv.DictReader(file)
-            return
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"data: line {number} of {path} is not valid JSON: {error}") from error
+    return [sample(path, caption) for path, caption in captioned_files(folder, VIDEO_SUFFIXES, "videos")]
 
 
 def read_frames(path: Path, num_frames: int, fps: float | None = None) -> np.ndarray:
@@ -122,17 +56,18 @@ def read_frames(path: Path, num_frames: int, fps: float | None = None) -> np.nda
         fps: Frame rate to sample at, by repeating or leaving out frames; None takes every frame.
 
     Raises:
-        ValueError: If the file cannot be read as a video, or imageio is missing.
+        UnusableSampleError: If the file cannot be read as a video.
+        ValueError: If imageio is missing.
     """
     try:
         frames, source_fps = (_read_gif if path.suffix.lower() == ".gif" else _read_video)(path, num_frames, fps)
     except (OSError, RuntimeError, IndexError) as error:
-        raise ValueError(f"data: cannot read {path} as a video: {error}") from error
+        raise UnusableSampleError(f"{path} cannot be read as a video: {error}") from error
     if fps is not None and source_fps and frames:
         wanted = [round(number * source_fps / fps) for number in range(num_frames)]
         frames = [frames[index] for index in wanted if index < len(frames)]
     if not frames:
-        raise ValueError(f"data: {path} has no frames")
+        raise UnusableSampleError(f"{path} has no frames")
     return np.stack(frames[:num_frames])
 
 

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picture files: a folder of them with captions, or one folder per class; read into tensors, and grids of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from .class_labels import folder_labels
+from .samples import DataSample, UnusableSampleError, captioned_files, check_folder, file_key
+from .videos import fit_frames
+
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+
+def captioned_pictures(folder: Path, *, height: int, width: int) -> list[DataSample]:
+    """The captioned pictures of a folder; see `samples.captioned_files`.
+
+    Args:
+        folder: The folder.
+        height: Height to scale and crop to.
+        width: Width to scale and crop to.
+
+    Raises:
+        ValueError: See `samples.captioned_files`.
+    """
+    return [
+        _sample(path, folder, caption, height, width)
+        for path, caption in captioned_files(folder, IMAGE_SUFFIXES, "pictures")
+    ]
+
+
+def class_pictures(
+    folder: Path, *, height: int, width: int, known_labels: Mapping[str, int], num_classes: int
+) -> list[DataSample]:
+    """The pictures of a folder with one subfolder per class.
+
+    The first picture of every class comes first, then the second of every class, and so on: the first part of the
+    list has all classes in it.
+
+    Args:
+        folder: The folder; `class_labels.folder_labels` says which numbers its classes get.
+        height: Height to scale and crop to.
+        width: Width to scale and crop to.
+        known_labels: Names of classes that the pipeline knows.
+        num_classes: How many classes the model has.
+
+    Raises:
+        ValueError: If the folder does not exist, has no subfolders, or one of them has no pictures; or the classes
+            do not fit the model.
+    """
+    check_folder(folder)
+    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        raise ValueError(f"data: {folder} must have one folder of pictures per class, and has no folders")
+    labels = folder_labels(folder, [path.name for path in classes], known_labels, num_classes)
+    placed: list[tuple[int, int, DataSample]] = []
+    for directory in classes:
+        name = directory.name
+        files = [path for path in sorted(directory.rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+        if not files:
+            raise ValueError(f"data: {directory} has no pictures ({', '.join(IMAGE_SUFFIXES)})")
+        for place, path in enumerate(files):
+            placed.append((place, labels[name], _sample(path, folder, labels[name], height, width, name)))
+    return [sample for _, _, sample in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def read_picture(path: Path) -> np.ndarray:
+    """Reads a picture the way up that its EXIF data say, uint8 `[H, W, 3]`.
+
+    Raises:
+        UnusableSampleError: If the file cannot be read as a picture.
+    """
+    try:
+        with Image.open(path) as image:
+            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    # Pillow raises SyntaxError for damaged PNG files.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UnusableSampleError(f"{path} cannot be read as a picture: {error}") from error
+
+
+def fit_picture(picture: np.ndarray, height: int, width: int) -> torch.Tensor:
+    """Scales a picture to cover height x width, and crops the centre.
+
+    Args:
+        picture: uint8 `[H, W, 3]`.
+        height: Wanted height.
+        width: Wanted width.
+
+    Returns:
+        `[3, height, width]` in [-1, 1], fp32.
+    """
+    return fit_frames(picture[None], height, width)[:, 0]
+
+
+def picture_grid(pictures: np.ndarray) -> np.ndarray:
+    """Pictures side by side, in rows of about as many as there are rows; places left over are black.
+
+    Args:
+        pictures: uint8 `[P, H, W, 3]`.
+
+    Returns:
+        uint8 `[rows H, columns W, 3]`.
+    """
+    count, height, width, _ = pictures.shape
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    grid = np.zeros((rows * columns, height, width, 3), np.uint8)
+    grid[:count] = pictures
+    return grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
+
+
+def _sample(
+    path: Path, folder: Path, condition: str | int, height: int, width: int, class_name: str | None = None
+) -> DataSample:
+    def load() -> torch.Tensor:
+        return fit_picture(read_picture(path), height, width)
+
+    return DataSample(file_key(path, folder), condition, load, class_name)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of videos and pictures that a pipeline can be trained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import DIGITS, VIDEO_FAMILIES, CacheConfig
+from .loading import component_config
+from .objectives import objective_class
+
+
+# Wan's own height, width and frames, and those of the moving digits.
+_VIDEO_DEFAULTS = {"height": 480, "width": 832, "num_frames": 81}
+_DIGIT_VIDEO_DEFAULTS = {"height": 64, "width": 64, "num_frames": 17}
+_DIGIT_PICTURE_SIZE = 64
+# As the pipelines' own `__call__` pads them.
+_TEXT_LENGTHS = {"wan": 512, "sana": 300}
+
+
+@dataclass(frozen=True)
+class PipelineSizes:
+    """What a pipeline asks of the sizes of its data.
+
+    Attributes:
+        family: Name of the model's family.
+        spatial_factor: Pixels of height or width per latent.
+        temporal_factor: Frames per latent; the first frame is a latent of its own.
+        patch_size: Height and width of a token, in latents.
+        own_size: Height and width that an image model was made for, in pixels; 0 for video models.
+        num_classes: How many classes the model knows; 0 if it is conditioned on text.
+    """
+
+    family: str
+    spatial_factor: int
+    temporal_factor: int
+    patch_size: tuple[int, int]
+    own_size: int
+    num_classes: int
+
+    @classmethod
+    def of_pipeline(cls, directory: Path, component: str = "transformer") -> PipelineSizes:
+        """Reads the configurations of a pipeline directory.
+
+        Raises:
+            ValueError: If its transformer cannot be trained here.
+        """
+        config = component_config(directory, component)
+        family = objective_class(config["_class_name"]).family().name
+        vae = json.loads((directory / "vae" / "config.json").read_text(encoding="utf-8"))
+        patch = config["patch_size"]
+        if family in VIDEO_FAMILIES:
+            # Checkpoints older than these entries have the VAE of Wan 2.1.
+            factors = (vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4))
+            return cls(family, *factors, tuple(patch[1:]), 0, 0)
+        stages = vae.get("encoder_block_out_channels") or vae["block_out_channels"]
+        factor = 2 ** (len(stages) - 1)
+        num_classes = config["num_embeds_ada_norm"] if family == "dit" else 0
+        return cls(family, factor, 1, (patch, patch), config["sample_size"] * factor, num_classes)
+
+    def complete(self, config: CacheConfig) -> CacheConfig:
+        """The options with every size given.
+
+        Videos are 480x832 with 81 frames, moving digits 64x64 with 17. Pictures have the size that the model was made
+        for; digits at most 64x64, except for DiT, whose pipeline makes pictures of one size only. Of square data,
+        one side is enough.
+
+        Raises:
+            ValueError: If a size does not fit the pipeline or an option belongs to other models; the error names it.
+        """
+        config.check_family(self.family)
+        given = {name: value for name, value in config.to_dict().items() if value is not None}
+        completed = config.replace(**{**self._defaults(config), **given})
+        self.check(completed)
+        return completed
+
+    def check(self, config: CacheConfig) -> None:
+        """Checks that the VAE and the transformer's patches divide the wanted sizes.
+
+        Raises:
+            ValueError: If they do not; the error names the option.
+        """
+        sides = (("height", config.height), ("width", config.width))
+        for (name, length), patch in zip(sides, self.patch_size, strict=True):
+            multiple = self.spatial_factor * patch
+            if length is None or length % multiple:
+                raise ValueError(f"{name} must be a multiple of {multiple} for this pipeline, got {length}")
+        if config.num_frames is not None and (config.num_frames - 1) % self.temporal_factor:
+            raise ValueError(
+                f"num_frames must be a multiple of {self.temporal_factor} plus 1, got {config.num_frames}"
+            )
+
+    def _defaults(self, config: CacheConfig) -> dict[str, Any]:
+        text = {"max_sequence_length": _TEXT_LENGTHS[self.family]} if self.family in _TEXT_LENGTHS else {}
+        one_side = config.height or config.width
+        if self.family in VIDEO_FAMILIES:
+            if config.data != DIGITS:
+                return {**_VIDEO_DEFAULTS, **text}
+            square = {"height": one_side, "width": one_side} if one_side else {}
+            return {**_DIGIT_VIDEO_DEFAULTS, **square, **text}
+        side = self.own_size
+        if config.data == DIGITS and not self.num_classes:
+            side = min(side, _DIGIT_PICTURE_SIZE)
+        side = one_side or side
+        return {"height": side, "width": side, **text}
