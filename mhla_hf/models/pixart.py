@@ -39,10 +39,11 @@ class MHLAPixArtTransformer2DModel(
         for block in self.transformer_blocks:
             # It is handed the grid as well, and has no use for it.
             block.attn2.__class__ = MHLAImageAttention
-        if getattr(self, "original_attn_processors", None) is not None:
+        before = getattr(self, "original_attn_processors", None)
+        if before is not None:
             # Fused before it was converted: MHLA layers keep their new processors when projections come apart again.
             new = {name: kept for name, kept in self.attn_processors.items() if isinstance(kept, self.processor_class)}
-            self.original_attn_processors = {**self.original_attn_processors, **new}
+            self.original_attn_processors = {**before, **new}
 
     def forward(
         self,
