@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from .samples import DataSample
 from .sizes import PipelineSizes
 from .videos import captioned_videos
 
+
+logger = logging.getLogger(__name__)
 
 _DIGIT_COUNT = 256
 
@@ -55,6 +58,12 @@ def make_cache(
         source = find_pipeline(config.model, "model")
     sizes = PipelineSizes.of_pipeline(source, config.component)
     cache_config = sizes.complete(cache_config)
+    if sizes.num_classes and {cache_config.height, cache_config.width} != {sizes.own_size}:
+        logger.warning(
+            "height and width: the pipeline of this model makes pictures of %dx%d only, whatever it is trained on",
+            sizes.own_size,
+            sizes.own_size,
+        )
     samples = find_samples(source, sizes, cache_config, digit_videos)
     encoder_class = ENCODERS[sizes.family]
     settings = cache_building.cache_settings(source, cache_config, encoder_class.folders, sizes.num_classes)

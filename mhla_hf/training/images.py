@@ -79,7 +79,7 @@ def read_picture(path: Path) -> np.ndarray:
     """
     try:
         with Image.open(path) as image:
-            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
     # Pillow raises SyntaxError for damaged PNG files.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UnusableSampleError(f"{path} cannot be read as a picture: {error}") from error

@@ -219,7 +219,9 @@ class DiTValidator(PictureValidator):
                 f"validation_guidance must be at most 1: the pipeline's guidance is for models of {_GUIDANCE_LABEL} "
                 f"classes, and this one has {sizes.num_classes}"
             )
-        known = {**pipeline_labels(directory), **dataset.manifest["classes"]}
+        trained = dataset.manifest["classes"]
+        # The classes of the data come first where an error lists them, and mean what they mean there.
+        known = {**trained, **pipeline_labels(directory), **trained}
         return [{"class_labels": [find_label(prompt, known, sizes.num_classes)]} for prompt in self.prompts]
 
 
