@@ -12,6 +12,7 @@ from .conversion_options import LAYOUT, OPTIONS, mhla_fields, with_conversion_op
 
 if TYPE_CHECKING:
     from ..conversion import ConversionReport
+    from ..conversion.provenance import ComponentReport
 
 _WEIGHTS = "Weights"
 _SOURCE = "Hub"
@@ -48,7 +49,10 @@ def convert_command(
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Convert a pipeline, or a model of diffusers or transformers, to MHLA. The result needs fine-tuning."""
+    """Convert a pipeline, or a model of diffusers or transformers, to MHLA.
+
+    The result needs fine-tuning; SANA's makes the same pictures as before until then.
+    """
     from ..conversion import convert_pretrained
 
     report = convert_pretrained(
@@ -148,10 +152,30 @@ def _show(report: "ConversionReport") -> None:
     console.print(table)
     written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"
     console.print(f"Wrote {report.destination} ({written}); {FILE_NAME} says what came from where.", highlight=False)
-    if any(part.initialised for part in report.components.values()):
-        is_wan = all(part.target_class == "MHLAWanTransformer3DModel" for part in report.components.values())
-        how = "with mhla-hf train wan" if is_wan and "model" not in report.components else "the model"
-        console.print(f"The new parameters are untrained: fine-tune {how}.", highlight=False)
+    fresh = [part for part in report.components.values() if part.initialised]
+    if fresh:
+        console.print(_advice(fresh), highlight=False)
+
+
+def _advice(parts: "list[ComponentReport]") -> str:
+    """What to do about the new parameters."""
+    from ..config import MHLAConfig
+    from ..models.registry import MHLA_CLASSES
+    from ..training.objectives import OBJECTIVES
+
+    families = {part.target_class: MHLA_CLASSES.get(part.target_class) for part in parts}
+    trainable = {family.name for family in families.values() if family is not None and family.upstream in OBJECTIVES}
+    how = "the model"
+    if len(families) == len(trainable) == 1:
+        how = f"with mhla-hf train {trainable.pop()}"
+    same = [
+        family is not None and family.load_class().starts_as_upstream(MHLAConfig.from_dict(part.mhla))
+        for part in parts
+        for family in [families[part.target_class]]
+    ]
+    if all(same):
+        return f"The new parameters leave the model's output as it was. To make use of them, fine-tune {how}."
+    return f"The new parameters are untrained: fine-tune {how}."
 
 
 def _blocks(options: Mapping[str, Any]) -> str:

@@ -45,9 +45,9 @@ def convert_pretrained(
 
     Weights stream from the source's files to new ones, so memory stays at one tensor whatever the size of the model.
     Projections, norms and feed-forward layers are taken over; the MHLA parameters start from their initial values, so
-    the result needs fine-tuning. Everything else is copied (the other parts of a pipeline, tokenizers, generation
-    settings, the modules of sentence-transformers), except the old weights in other formats. `destination` appears
-    when it is complete.
+    the result needs fine-tuning (but SANA's, which computes what it did before). Everything else is copied (the other
+    parts of a pipeline, tokenizers, generation settings, the modules of sentence-transformers), except the old weights
+    in other formats. `destination` appears when it is complete.
 
     Args:
         source: A pipeline directory, a model directory, or a Hub id `owner/name`. A pipeline's `transformer_2`

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
+
+# Modules of an MHLA layer that leave its output as it is when they are fresh.
+_STARTS_AS_IDENTITY = ("gate", "lepe")
 
 
 if TYPE_CHECKING:
@@ -69,6 +73,8 @@ class MHLAModelMixin(_Upstream):
     default_grid: ClassVar[tuple[int, ...]]
     # What suits the model better than the defaults of `MHLAConfig`; options given as a dict are laid over it.
     default_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    # Whether upstream's own attention is what MHLA computes under `default_options` with equal mixing weights.
+    upstream_is_linear: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -165,6 +171,19 @@ class MHLAModelMixin(_Upstream):
                 "Give grid with it if the images are larger."
             )
         return resolved.replace(grid=grid)
+
+    @classmethod
+    def starts_as_upstream(cls, options: MHLAConfig) -> bool:
+        """Whether a model of the diffusers class computes the same after its conversion, until it is trained.
+
+        Args:
+            options: Complete options, as a model keeps them.
+        """
+        stock = cls.coerce_options(None)
+        fixed = (*_TRAINED_WITH, "eps", "output_norm")
+        equal_weights = options.mixing_init == "uniform" or math.prod(reference_blocks(options)) == 1
+        same = all(getattr(options, name) == getattr(stock, name) for name in fixed)
+        return cls.upstream_is_linear and equal_weights and same
 
     def _install_mhla(self, options: MHLAConfig | Mapping[str, Any] | None) -> None:
         config = self.resolve_options(options, self.config)
@@ -263,8 +282,8 @@ class MHLAModelMixin(_Upstream):
                 result = (*result[:4], None, *result[5:])
             layers = len({key.split(".mhla.")[0] for key in fresh})
             logger.warning(
-                "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. Fine-tune the "
-                "model before you use it.", cls.__name__, len(fresh), layers, name,
+                "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. %s",
+                cls.__name__, len(fresh), layers, name, _advice(model, fresh),
             )  # fmt: skip
         return (result[0], sorted({*result[1], *fresh}), *result[2:])
 
@@ -315,6 +334,14 @@ def _check_overrides(name: Any, model: Any) -> None:
     if changed:
         changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)
         logger.warning("The MHLA weights of %s were made with %s; the mhla options change that.", name, changes)
+
+
+def _advice(model: Any, fresh: list[str]) -> str:
+    """What a warning says to do about fresh parameters."""
+    identity = all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
+    if identity or model.starts_as_upstream(model.mhla_config):
+        return "They leave its output as it was until they are fine-tuned."
+    return "Fine-tune the model before you use it."
 
 
 def _initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[str, Any]) -> bool:

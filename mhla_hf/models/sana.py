@@ -75,6 +75,7 @@ class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaT
     __module__ = "diffusers"
 
     default_options = MappingProxyType({"mixing_init": "uniform", "eps": 1e-15})
+    upstream_is_linear = True
     processor_class = MHLASanaAttnProcessor
     _no_split_modules = [*SanaTransformer2DModel._no_split_modules, "MHLASanaTransformerBlock"]
     _repeated_blocks = ["MHLASanaTransformerBlock"]

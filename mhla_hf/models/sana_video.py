@@ -59,6 +59,7 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
     # 81 frames of 480 × 832 as Wan's autoencoder makes them, in patches of 2 × 2.
     default_grid = (21, 30, 52)
     default_options = MappingProxyType({"mixing_init": "uniform", "eps": 1e-15})
+    upstream_is_linear = True
     attention_class = MHLASanaVideoAttention
     _repeated_blocks = ["SanaVideoTransformerBlock"]
     _skip_layerwise_casting_patterns = [*SanaVideoTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]

@@ -74,7 +74,7 @@ class ImagePipelineChecks:
     def test_load_pipeline_from_an_ordinary_directory(self, ordinary_dir):
         with recorded_warnings() as warnings:
             pipeline = load_pipeline(ordinary_dir, attn_implementation="mhla", mhla=self.mhla)
-        assert len([message for message in warnings if "Fine-tune" in message]) == 1
+        assert len([message for message in warnings if "newly initialised" in message]) == 1
         stock = DiffusionPipeline.from_pretrained(ordinary_dir)
         assert type(pipeline) is type(stock) and type(pipeline.transformer) is self.mhla_class
         # Videos may have any length, so that their models know no grid.
@@ -117,6 +117,13 @@ class ImagePipelineChecks:
         for one, two, three in zip(self.images(pipeline), self.images(converted), self.images(saved)):
             np.testing.assert_allclose(two, one, atol=1e-5)
             np.testing.assert_allclose(three, one, atol=1e-5)
+
+    def test_command_says_whether_the_model_is_as_good_as_before(self, ordinary_dir, tmp_path):
+        source, linear = ordinary_dir / "transformer", self.mhla_class.upstream_is_linear
+        fresh = self.typed()
+        assert ("output as it was" in command("convert", source, tmp_path / "one", *fresh).output) == linear
+        result = command("convert", source, tmp_path / "two", *fresh, "--mixing-init", "linear")
+        assert "The new parameters are untrained: fine-tune" in result.output
 
     def test_default_conversion_by_command(self, ordinary_dir, tmp_path):
         assert command("convert", ordinary_dir / "transformer", tmp_path / "mhla", "--quiet").exit_code == 0

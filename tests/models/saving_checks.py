@@ -140,7 +140,8 @@ class SavingChecks(ModelCase):
         about_weights = [message for message in warnings if "newly initiali" in message]
         assert len(about_weights) == 1
         assert f"{len(mhla_parameters(model))} MHLA parameter(s)" in about_weights[0]
-        assert "Fine-tune" in about_weights[0]
+        unchanged = self.mhla_class.starts_as_upstream(model.mhla_config)
+        assert ("leave its output as it was" if unchanged else "Fine-tune the model") in about_weights[0]
         # Whatever else diffusers says, it says of its own model too (device maps and dtypes).
         assert not [message for message in warnings if "mhla" in message.lower() and message not in about_weights]
 
@@ -239,6 +240,7 @@ class SavingChecks(ModelCase):
         with recorded_warnings() as warnings:
             model = self.mhla_class.from_pretrained(mhla_dir, mhla={"output_gate": True, "lepe_kernel": 3})
         assert len(warnings) == 1 and f"{4 * len(model.mhla_layers)} MHLA parameter(s)" in warnings[0]
+        assert "leave its output as it was" in warnings[0]
         assert_same_parameters(model, stored, only_common=True)
         # Fresh gates and convolutions leave the output as it is.
         assert relative_error(self.run(model), self.run(stored)) < 1e-5

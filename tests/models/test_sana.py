@@ -42,6 +42,29 @@ class TestSana(SanaCase, ImageChecks):
         model = convert(stock, {**self.options, "mixing_init": "linear"})
         assert relative_error(self.run(model), expected) > 1e-4
 
+    @pytest.mark.parametrize(
+        "options, same",
+        [
+            ({}, True),
+            ({"mixing_init": "linear"}, False),
+            ({"mixing_init": "linear", "blocks": [1, 1]}, True),
+            ({"mixing_init": "linear", "blocks": None, "block_size": [4, 6]}, True),
+            ({"mixing_heads": "per_head", "output_gate": True, "lepe_kernel": 3}, True),
+            ({"output_norm": True}, False),
+            ({"eps": 1e-2}, False),
+            ({"feature_map": "elu"}, False),
+            ({"feature_map_eps": 1e-2}, False),
+            ({"normalizer": "none"}, False),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    )
+    def test_the_class_knows_when_it_starts_as_the_stock_model(self, options, same):
+        stock = self.make()
+        expected = self.run(stock)
+        model = convert(stock, {**self.options, **options})
+        assert self.mhla_class.starts_as_upstream(model.mhla_config) == same
+        assert (relative_error(self.run(model), expected) < 1e-5) == same
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_half_precision_is_as_good_as_stock(self, dtype):
         stock = self.make()
