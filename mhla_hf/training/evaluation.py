@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .batches import Batch, LatentSamples, assemble_batch, stable_seed
-from .objectives import Objective, objective_class_of
+from .objectives import Objective, objective_for
 
 
 @dataclass(frozen=True)
@@ -130,15 +130,15 @@ def evaluate(
 ) -> EvaluationResult:
     """Held-out loss of a model, comparable draw by draw between models; see `evaluation_batches`.
 
-    Without `objective`, it is the one of the model's family with its default noise levels. `objective_for` gives the
-    one that a pipeline's own scheduler asks for.
+    Without `objective` it is `objective_for(model)`, with the default noise levels of the model's family; give that
+    function the pipeline's directory too, and they are its scheduler's.
 
     Example:
         >>> softmax = evaluate(softmax_model, held_out, draws_per_sample=2)  # doctest: +SKIP
         >>> mhla = evaluate(mhla_model, held_out, draws_per_sample=2)  # doctest: +SKIP
         >>> above, standard_error = mhla.difference(softmax)  # doctest: +SKIP
     """
-    objective = objective or objective_class_of(model)()
+    objective = objective or objective_for(model)
     batches = evaluation_batches(
         dataset,
         objective,
