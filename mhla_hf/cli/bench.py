@@ -55,7 +55,7 @@ def decode_command(
     """
     options: dict[str, Any] = {
         "model": model, "hidden_size": hidden_size, "layers": layers, "heads": heads, "kv_heads": kv_heads,
-        "block_size": block_size, "feature_map": feature_map, "contexts": _numbers(contexts, "contexts"),
+        "block_size": block_size, "feature_map": feature_map, "contexts": parse_numbers(contexts, "contexts"),
         "dtypes": tuple(name.strip() for name in dtype.split(",")), "cache": cache, "tokens": tokens,
         "warmup": warmup, "batch_size": batch_size, "device": device,
     }  # fmt: skip
@@ -70,7 +70,12 @@ def decode_command(
         write_json(json_file, report)
 
 
-def _numbers(text: str, name: str) -> tuple[int, ...]:
+def parse_numbers(text: str, name: str) -> tuple[int, ...]:
+    """Numbers separated by commas.
+
+    Raises:
+        ValueError: If `text` is anything else; the message calls it `name`.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"{name}={text!r} must be numbers separated by commas, such as 2048,8192.")

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained, for how long, and what is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+VARIANTS = ("softmax", "linear", "mhla", "mhla_cpe_gate")
+"""Kinds of attention that are compared; `linear` is MHLA with a single block."""
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions:
+    """Everything that the figures depend on, besides the machine.
+
+    Every variant of a seed starts from the same weights and sees the same pictures, classes, timesteps and noise in
+    the same order. Nothing is chosen for one variant.
+
+    Args:
+        image_size: Side in pixels that the 8x8 scans are enlarged to.
+        patch_size: Side of a token in pixels.
+        hidden_size: Width of the model.
+        layers: Number of transformer blocks.
+        heads: Number of attention heads.
+        blocks: Number of MHLA blocks along each axis of the token grid.
+        lepe_kernel: Width of the convolution on the values of `mhla_cpe_gate`.
+        steps: Training steps.
+        batch_size: Pictures per step.
+        learning_rate: Peak of AdamW's learning rate, which falls to zero along a cosine.
+        warmup_steps: Steps in which it rises to the peak.
+        beta_schedule: Noise schedule of 1,000 steps, as diffusers names it.
+        class_dropout: Share of classes replaced by none in training, for guidance.
+        seeds: One training of each variant for each of them.
+        held_out_draws: Timesteps and noises that each held-out picture is judged at.
+        sampling_steps: Steps of DDIM.
+        guidance_scale: Guidance of the pictures of the grid; the Fréchet distance is of samples without guidance.
+        dtype: `"float32"`, or `"bfloat16"` for autocasting; weights are float32.
+
+    Raises:
+        ValueError: If a number is out of its range, or a name unknown.
+    """
+
+    image_size: int = 32
+    patch_size: int = 2
+    hidden_size: int = 64
+    layers: int = 4
+    heads: int = 4
+    blocks: int = 4
+    lepe_kernel: int = 3
+    steps: int = 250
+    batch_size: int = 32
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    beta_schedule: str = "linear"
+    class_dropout: float = 0.1
+    seeds: tuple[int, ...] = (0, 1, 2)
+    held_out_draws: int = 4
+    sampling_steps: int = 20
+    guidance_scale: float = 2.0
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "image_size", "patch_size", "hidden_size", "layers", "heads", "blocks", "steps", "batch_size",
+            "held_out_draws", "sampling_steps",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.image_size % self.patch_size:
+            raise ValueError(f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}.")
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(f"hidden_size={self.hidden_size} must be heads={self.heads} times an even number.")
+        if self.blocks > self.tokens_per_side:
+            raise ValueError(f"blocks={self.blocks} must be at most {self.tokens_per_side}, the tokens of an axis.")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be above 0.")
+        if not 0 <= self.warmup_steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be at least 0.")
+        if not 0 < self.class_dropout < 1:
+            raise ValueError(f"class_dropout={self.class_dropout} must be between 0 and 1.")
+        if self.guidance_scale < 1:
+            raise ValueError(f"guidance_scale={self.guidance_scale} must be at least 1, which is none.")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds={self.seeds} must be different numbers of at least 0.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}.")
+
+    @property
+    def tokens_per_side(self) -> int:
+        """Tokens along each axis."""
+        return self.image_size // self.patch_size
+
+    def mhla(self, variant: str) -> dict[str, Any] | None:
+        """The MHLA options of a variant; None for softmax.
+
+        Raises:
+            ValueError: If there is no such variant.
+        """
+        blocks = {"blocks": [self.blocks, self.blocks]}
+        options: dict[str, dict[str, Any] | None] = {
+            "softmax": None,
+            "linear": {"blocks": [1, 1]},
+            "mhla": blocks,
+            "mhla_cpe_gate": {**blocks, "lepe_kernel": self.lepe_kernel, "output_gate": True},
+        }
+        if variant not in options:
+            raise ValueError(f"variant={variant!r} must be one of {', '.join(VARIANTS)}.")
+        return options[variant]
+
+
+SETTINGS = {
+    "small": QualityOptions(),
+    "large": QualityOptions(
+        image_size=64,
+        hidden_size=192,
+        layers=12,
+        heads=6,
+        steps=6000,
+        batch_size=128,
+        learning_rate=5e-4,
+        warmup_steps=200,
+        held_out_draws=16,
+        sampling_steps=50,
+        dtype="bfloat16",
+    ),
+    "smoke": QualityOptions(
+        image_size=16,
+        hidden_size=16,
+        layers=1,
+        heads=2,
+        blocks=2,
+        steps=2,
+        batch_size=4,
+        warmup_steps=1,
+        seeds=(0, 1),
+        held_out_draws=1,
+        sampling_steps=2,
+    ),
+}
+"""`small` is for two CPU cores and a quarter of an hour, `large` for a GPU; `smoke` shows that everything runs."""

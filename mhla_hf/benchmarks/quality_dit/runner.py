@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole comparison. Finished trainings are kept in a work directory, and a stopped run goes on from there."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ...demo.progress import DemoProgress
+from ...files import atomic_directory, atomic_file, remove_leftovers, write_json
+from ..machine import machine_facts, synchronize
+from .data import NUM_CLASSES, Pictures, load_pictures
+from .fidelity import (
+    DigitClassifier,
+    FeatureStatistics,
+    accuracy,
+    feature_statistics,
+    frechet_distance,
+    train_classifier,
+)
+from .figures import plot_report, plot_samples
+from .models import make_model
+from .options import VARIANTS, QualityOptions
+from .report import curve, summarize
+from .training import held_out_losses, sample, train
+
+
+GRID_ROWS = 2
+"""Pictures of each class that the grid of samples shows."""
+
+_RESULT, _PICTURES, _CLASSIFIER, _OPTIONS = "result.json", "grid.safetensors", "classifier.safetensors", "options.json"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The report, ready for JSON, and pictures `[N, 1, S, S]` by variant, with real digits under `digits`."""
+
+    report: dict[str, Any]
+    samples: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What every run is judged with."""
+
+    train: Pictures
+    held_out: Pictures
+    classifier: DigitClassifier
+    statistics: FeatureStatistics
+
+
+def measure_quality(
+    options: QualityOptions,
+    work_directory: Path,
+    *,
+    setting: str = "own",
+    device: str | None = None,
+    show_progress: bool = False,
+) -> Measurement:
+    """Trains every variant with every seed and judges it.
+
+    Args:
+        options: What to do.
+        work_directory: Where finished trainings are kept; those that are there already are not done again.
+        setting: How the report calls the options.
+        device: Where to run; None for a GPU if there is one.
+        show_progress: Show bars on standard error.
+
+    Returns:
+        The report has `machine`, `options`, `classifier` (its held-out accuracy, and the Fréchet distance of the
+        held-out from the training digits, which no model is expected to beat), `models`, `runs` (a row for each
+        variant and seed, with its own machine), and `summary` and `differences` as `summarize` returns them.
+
+    Raises:
+        ValueError: If the work directory holds trainings with other options, or the device is unknown.
+        FloatingPointError: If a loss is not finite.
+    """
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _claim(work_directory, options)
+    with DemoProgress(show_progress) as progress:
+        with progress.stage("classifier", 1):
+            reference = _make_reference(options, work_directory)
+        for seed in options.seeds:
+            for variant in VARIANTS:
+                directory = _directory(work_directory, variant, seed)
+                with progress.stage(f"{variant}, seed {seed}", options.steps) as stage:
+                    if not directory.is_dir():
+                        _run(directory, options, variant, seed, reference, target, stage.advance)
+    directories = [_directory(work_directory, variant, seed) for seed in options.seeds for variant in VARIANTS]
+    runs = [json.loads((directory / _RESULT).read_text(encoding="utf-8")) for directory in directories]
+    held_out = reference.held_out
+    floor = frechet_distance(feature_statistics(reference.classifier, held_out.images), reference.statistics)
+    report = {
+        "benchmark": "quality_dit",
+        "setting": setting,
+        "machine": _machine(target),
+        "options": asdict(options),
+        "data": {"train": len(reference.train), "held_out": len(held_out)},
+        "classifier": {
+            "held_out_accuracy": accuracy(reference.classifier, held_out.images, held_out.labels),
+            "frechet_distance_of_held_out_digits": floor,
+        },
+        "runs": runs,
+        **summarize(runs),
+    }
+    samples = {"digits": held_out.images[_grid_indices(held_out.labels)]}
+    for variant in VARIANTS:
+        file = _directory(work_directory, variant, options.seeds[0]) / _PICTURES
+        samples[variant] = load_file(file)["pictures"].float() / 127.5 - 1
+    return Measurement(report, samples)
+
+
+def write_measurement(measurement: Measurement, directory: Path, stem: str) -> list[Path]:
+    """Writes `stem.json`, `stem.png` (losses and distances) and `stem_samples.png`; returns their paths."""
+    paths = [directory / f"{stem}.json", directory / f"{stem}.png", directory / f"{stem}_samples.png"]
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(paths[0], measurement.report)
+    plot_report(paths[1], measurement.report)
+    plot_samples(paths[2], measurement.samples, columns=NUM_CLASSES)
+    return paths
+
+
+def _run(
+    directory: Path,
+    options: QualityOptions,
+    variant: str,
+    seed: int,
+    reference: _Reference,
+    device: torch.device,
+    advance: Any,
+) -> None:
+    model = make_model(options, variant, seed).to(device)
+    start = time.perf_counter()
+    losses = train(model, reference.train, options, seed, advance)
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    labels = reference.held_out.labels
+    images = sample(model, labels, options)
+    statistics = feature_statistics(reference.classifier, images)
+    result = {
+        "variant": variant,
+        "seed": seed,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "mhla": options.mhla(variant),
+        **held_out_losses(model, reference.held_out, options),
+        "frechet_distance": frechet_distance(statistics, reference.statistics),
+        "class_accuracy": accuracy(reference.classifier, images, labels),
+        "training_seconds": seconds,
+        "curve": curve(losses),
+        "machine": _machine(device),
+    }
+    classes = torch.arange(NUM_CLASSES).repeat(GRID_ROWS)
+    grid = sample(model, classes, options, guidance_scale=options.guidance_scale, name="grid")
+    with atomic_directory(directory) as temporary:
+        save_file({"pictures": ((grid + 1) * 127.5).round().to(torch.uint8)}, temporary / _PICTURES)
+        write_json(temporary / _RESULT, result)
+
+
+def _make_reference(options: QualityOptions, work_directory: Path) -> _Reference:
+    pictures = load_pictures("train", options.image_size)
+    file = work_directory / _CLASSIFIER
+    if file.is_file():
+        classifier = DigitClassifier().eval().requires_grad_(False)
+        classifier.load_state_dict(load_file(file))
+    else:
+        classifier = train_classifier(pictures)
+        with atomic_file(file) as temporary:
+            save_file(classifier.state_dict(), temporary)
+    statistics = feature_statistics(classifier, pictures.images)
+    return _Reference(pictures, load_pictures("held_out", options.image_size), classifier, statistics)
+
+
+def _claim(work_directory: Path, options: QualityOptions) -> None:
+    """Ties a work directory to options; other seeds may be added to it later."""
+    work_directory.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(work_directory)
+    wanted = {name: value for name, value in asdict(options).items() if name != "seeds"}
+    file = work_directory / _OPTIONS
+    if not file.is_file():
+        write_json(file, wanted)
+        return
+    found = json.loads(file.read_text(encoding="utf-8"))
+    changed = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    if changed:
+        raise ValueError(
+            f"{work_directory} holds trainings with another {', '.join(changed)}; choose a new directory."
+        )
+
+
+def _directory(work_directory: Path, variant: str, seed: int) -> Path:
+    return work_directory / f"{variant}-{seed}"
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    return {**machine_facts(device), **{name: version(name) for name in ("diffusers", "mhla-hf")}}
+
+
+def _grid_indices(labels: torch.Tensor) -> list[int]:
+    """Of each class the first pictures, ordered like the grid of samples."""
+    places = [(labels == digit).nonzero()[:GRID_ROWS, 0].tolist() for digit in range(NUM_CLASSES)]
+    return [place[row] for row in range(GRID_ROWS) for place in places]

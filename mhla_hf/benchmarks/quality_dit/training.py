@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of one model, its held-out loss and its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler
+
+from ...training.batches import stable_seed
+from ...training.noise_prediction import NoiseSchedule, own_class_dropping_off, squared_errors
+from ...training.optimization import learning_rate_factor
+from .data import EVALUATION_BATCH, NUM_CLASSES, NoisyBatch, Pictures, held_out_batches, training_batch
+from .options import QualityOptions
+
+
+# Gradients of norms above this are scaled down to it.
+GRADIENT_CLIP = 1.0
+QUARTERS = 4
+
+
+def make_scheduler(options: QualityOptions) -> DDIMScheduler:
+    """The sampler, whose schedule is trained with; pictures lie in [-1, 1], so predictions are clipped to that."""
+    return DDIMScheduler(beta_schedule=options.beta_schedule, clip_sample=True, timestep_spacing="trailing")
+
+
+def train(
+    model: Any, pictures: Pictures, options: QualityOptions, seed: int, advance: Callable[[int], None]
+) -> list[float]:
+    """Trains a model in place.
+
+    Args:
+        model: A DiT, on the device to train on.
+        pictures: Training split.
+        options: Steps, batches and learning rate.
+        seed: Chooses the order of the pictures and the noise.
+        advance: Called with 1 after each step.
+
+    Returns:
+        The loss of every step.
+
+    Raises:
+        FloatingPointError: If the loss is not finite.
+    """
+    schedule = NoiseSchedule.from_config(make_scheduler(options).config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
+    losses: list[torch.Tensor] = []
+    model.train()
+    with own_class_dropping_off(model):
+        for step in range(options.steps):
+            factor = learning_rate_factor(
+                step, schedule="cosine", warmup_steps=options.warmup_steps, total_steps=options.steps
+            )
+            optimizer.param_groups[0]["lr"] = options.learning_rate * factor
+            batch = training_batch(pictures, options, schedule, seed, step).to(model.device)
+            loss = batch_losses(model, batch, options).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            advance(1)
+    model.eval()
+    values = torch.stack(losses).tolist()
+    if not torch.tensor(values).isfinite().all():
+        raise FloatingPointError(f"The loss of {type(model).__name__} with seed {seed} is not finite any more.")
+    return values
+
+
+def batch_losses(model: Any, batch: NoisyBatch, options: QualityOptions) -> torch.Tensor:
+    """Mean squared error of the predicted noise of each picture, `[B]`, fp32."""
+    with _precision(model, options):
+        prediction = model(batch.noisy, timestep=batch.timesteps, class_labels=batch.labels, return_dict=False)[0]
+    return squared_errors(prediction, batch.noise)
+
+
+@torch.no_grad()
+def held_out_losses(model: Any, pictures: Pictures, options: QualityOptions) -> dict[str, Any]:
+    """The loss on held-out pictures, over all timesteps and over each quarter of them, small noise first.
+
+    Returns:
+        `held_out_loss`, a number, and `held_out_loss_by_quarter`, a list of four.
+    """
+    schedule = NoiseSchedule.from_config(make_scheduler(options).config)
+    losses, timesteps = [], []
+    for batch in held_out_batches(pictures, options, schedule):
+        losses.append(batch_losses(model, batch.to(model.device), options).cpu())
+        timesteps.append(batch.timesteps)
+    loss, quarter = torch.cat(losses), torch.cat(timesteps) * QUARTERS // schedule.num_timesteps
+    return {
+        "held_out_loss": loss.mean().item(),
+        "held_out_loss_by_quarter": [loss[quarter == number].mean().item() for number in range(QUARTERS)],
+    }
+
+
+@torch.no_grad()
+def sample(
+    model: Any, labels: torch.Tensor, options: QualityOptions, *, guidance_scale: float = 1.0, name: str = "samples"
+) -> torch.Tensor:
+    """Samples pictures with DDIM; the initial noise is the same for every model.
+
+    Args:
+        model: A trained model.
+        labels: Their classes `[N]`.
+        options: Number of steps.
+        guidance_scale: 1 for none.
+        name: Other names give other initial noise.
+
+    Returns:
+        `[N, 1, S, S]` in [-1, 1], on the CPU.
+    """
+    generator = torch.Generator().manual_seed(stable_seed("quality", name))
+    noise = torch.randn(len(labels), 1, options.image_size, options.image_size, generator=generator)
+    pictures = []
+    for start, classes in zip(noise.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH)):
+        pictures.append(
+            _sample_batch(model, start.to(model.device), classes.to(model.device), options, guidance_scale)
+        )
+    return torch.cat(pictures).cpu().clamp(-1, 1)
+
+
+def _sample_batch(
+    model: Any, images: torch.Tensor, labels: torch.Tensor, options: QualityOptions, guidance_scale: float
+) -> torch.Tensor:
+    scheduler = make_scheduler(options)
+    scheduler.set_timesteps(options.sampling_steps)
+    guided = guidance_scale > 1
+    classes = torch.cat([labels, torch.full_like(labels, NUM_CLASSES)]) if guided else labels
+    for timestep in scheduler.timesteps:
+        inputs = torch.cat([images, images]) if guided else images
+        with _precision(model, options):
+            noise = model(
+                inputs, timestep=timestep.to(labels).expand(len(inputs)), class_labels=classes, return_dict=False
+            )[0].float()
+        if guided:
+            with_class, without = noise.chunk(2)
+            noise = without + guidance_scale * (with_class - without)
+        images = scheduler.step(noise, timestep, images).prev_sample
+    return images
+
+
+def _precision(model: Any, options: QualityOptions) -> AbstractContextManager[Any]:
+    dtype = getattr(torch, options.dtype)
+    return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
