@@ -11,23 +11,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 import torch.nn as nn
-from accelerate.utils import offload_weight, save_offload_index
 from diffusers.models.modeling_utils import ModelMixin
 
 from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
+from .fresh_parameters import advice, initialize_fresh
 
 
 logger = logging.getLogger(__name__)
 
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
-
-# Modules of an MHLA layer that leave its output as it is when they are fresh.
-_STARTS_AS_IDENTITY = ("gate", "lepe")
 
 
 if TYPE_CHECKING:
@@ -277,13 +273,13 @@ class MHLAModelMixin(_Upstream):
                 raise
             raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {error}") from error
         if fresh:
-            if _initialize_fresh(model, fresh, kwargs):
+            if initialize_fresh(model, fresh, kwargs):
                 # The index is in the offload folder, as upstream leaves it.
                 result = (*result[:4], None, *result[5:])
             layers = len({key.split(".mhla.")[0] for key in fresh})
             logger.warning(
                 "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. %s",
-                cls.__name__, len(fresh), layers, name, _advice(model, fresh),
+                cls.__name__, len(fresh), layers, name, advice(model, fresh),
             )  # fmt: skip
         return (result[0], sorted({*result[1], *fresh}), *result[2:])
 
@@ -334,39 +330,3 @@ def _check_overrides(name: Any, model: Any) -> None:
     if changed:
         changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)
         logger.warning("The MHLA weights of %s were made with %s; the mhla options change that.", name, changes)
-
-
-def _advice(model: Any, fresh: list[str]) -> str:
-    """What a warning says to do about fresh parameters."""
-    identity = all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
-    if identity or model.starts_as_upstream(model.mhla_config):
-        return "They leave its output as it was until they are fine-tuned."
-    return "Fine-tune the model before you use it."
-
-
-def _initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[str, Any]) -> bool:
-    """Gives parameters that the checkpoint lacks their initial values; returns whether some went to the disk."""
-    dtype = load_options.get("dtype") or torch.get_default_dtype()
-    kept = set(load_options.get("keep_in_fp32_modules") or [])
-    device_map = load_options.get("device_map") or {}
-    offload_index: dict[str, Any] = {}
-    for key in keys:
-        prefix, _, name = key.partition(".mhla.")
-        owner = model.get_submodule(key.rpartition(".")[0])
-        target = torch.float32 if kept & set(key.split(".")) else dtype
-        value = model.get_submodule(f"{prefix}.mhla").initial_tensor(name).to(target)
-        device = _mapped_device(key, device_map)
-        if device == "disk":
-            # Hooks read it from there; the parameter itself stays on the meta device like all offloaded ones.
-            offload_weight(value, key, load_options["offload_folder"], offload_index)
-        else:
-            setattr(owner, key.rpartition(".")[2], nn.Parameter(value.to(device)))
-    if offload_index:
-        save_offload_index(offload_index, load_options["offload_folder"])
-    return bool(offload_index)
-
-
-def _mapped_device(key: str, device_map: Mapping[str, Any]) -> Any:
-    """Device of the longest entry of `device_map` that `key` falls under."""
-    matches = [prefix for prefix in device_map if prefix == "" or key == prefix or key.startswith(f"{prefix}.")]
-    return device_map[max(matches, key=len)] if matches else "cpu"
