@@ -59,56 +59,54 @@ class Encoder(ABC):
         """The same for a sample without caption or class, as the pipeline's guidance takes it."""
 
 
-class WanEncoder(Encoder):
-    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
+class TextConditionEncoder(Encoder):
+    """What models of captions share: prompts that repeat are encoded once."""
 
     def __init__(self, pipeline: Any, config: CacheConfig, num_classes: int = 0) -> None:
         super().__init__(pipeline, config, num_classes)
         self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._encode_prompt)
 
+    def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
+        """See the base class."""
+        return self._remembered(str(condition))
+
+    @abstractmethod
+    def _encode_prompt(self, prompt: str) -> dict[str, torch.Tensor]:
+        """The condition of a caption."""
+
+
+class WanEncoder(TextConditionEncoder):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
+
     def latents(self, media: torch.Tensor) -> torch.Tensor:
         """See the base class."""
         return encode_videos(self.pipeline.vae, media[None])[0]
-
-    def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
-        """See the base class."""
-        return {"prompt_embeds": self._remembered(str(condition))}
 
     def null_condition(self) -> dict[str, torch.Tensor]:
         """The empty prompt."""
         return self.condition("")
 
     @torch.no_grad()
-    def _encode_prompt(self, prompt: str) -> torch.Tensor:
+    def _encode_prompt(self, prompt: str) -> dict[str, torch.Tensor]:
         embeddings, _ = self.pipeline.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=self.config.max_sequence_length
         )
         used = embeddings[0].abs().sum(dim=1).nonzero()
-        return embeddings[0, : int(used.max()) + 1 if len(used) else 0]
+        return {"prompt_embeds": embeddings[0, : int(used.max()) + 1 if len(used) else 0]}
 
 
-class SanaEncoder(Encoder):
+class SanaEncoder(TextConditionEncoder):
     """Pictures `[3, H, W]` to `[C, H', W']`; captions to `prompt_embeds` `[l, D]`, `prompt_attention_mask` `[l]`.
 
     Captions follow the instruction that the pipeline puts before prompts unless told otherwise ("complex human
     instruction"), and the empty prompt is without it: training sees text as inference does.
     """
 
-    def __init__(self, pipeline: Any, config: CacheConfig, num_classes: int = 0) -> None:
-        super().__init__(pipeline, config, num_classes)
-        self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._encode_prompt)
-
     @torch.no_grad()
     def latents(self, media: torch.Tensor) -> torch.Tensor:
         """See the base class."""
         vae = self.pipeline.vae
-        parameter = next(vae.parameters())
-        encoded = vae.encode(media[None].to(parameter.device, parameter.dtype)).latent[0]
-        return encoded.float() * vae.config.scaling_factor
-
-    def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
-        """See the base class."""
-        return self._remembered(str(condition))
+        return _encode(vae, media[None]).latent[0].float() * vae.config.scaling_factor
 
     @torch.no_grad()
     def null_condition(self) -> dict[str, torch.Tensor]:
@@ -138,9 +136,7 @@ class DiTEncoder(Encoder):
     def latents(self, media: torch.Tensor) -> torch.Tensor:
         """The mode of the VAE's distribution, scaled as the pipeline scales it."""
         vae = self.pipeline.vae
-        parameter = next(vae.parameters())
-        encoded = vae.encode(media[None].to(parameter.device, parameter.dtype)).latent_dist.mode()[0]
-        return encoded.float() * vae.config.scaling_factor
+        return _encode(vae, media[None]).latent_dist.mode()[0].float() * vae.config.scaling_factor
 
     def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
         """See the base class."""
@@ -170,7 +166,7 @@ def load_encoders(directory: Path) -> Any:
 
 
 @torch.no_grad()
-def encode_videos(vae: torch.nn.Module, videos: torch.Tensor) -> torch.Tensor:
+def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
     """Normalised latents of videos: the mean of the VAE's distribution, less the VAE's mean, over its deviation.
 
     Args:
@@ -180,8 +176,7 @@ def encode_videos(vae: torch.nn.Module, videos: torch.Tensor) -> torch.Tensor:
     Returns:
         `[N, C, F', H', W']`, fp32, as Wan's transformer takes it.
     """
-    parameter = next(vae.parameters())
-    encoded = vae.encode(videos.to(parameter.device, parameter.dtype)).latent_dist.mode().float()
+    encoded = _encode(vae, videos).latent_dist.mode().float()
     mean = torch.tensor(vae.config.latents_mean, device=encoded.device).view(1, -1, 1, 1, 1)
     deviation = torch.tensor(vae.config.latents_std, device=encoded.device).view(1, -1, 1, 1, 1)
     return (encoded - mean) / deviation
@@ -190,6 +185,12 @@ def encode_videos(vae: torch.nn.Module, videos: torch.Tensor) -> torch.Tensor:
 def sana_instruction(pipeline: Any) -> list[str]:
     """The lines that a SANA pipeline puts before prompts when it is called without saying otherwise."""
     return list(inspect.signature(type(pipeline).__call__).parameters["complex_human_instruction"].default)
+
+
+def _encode(vae: Any, media: torch.Tensor) -> Any:
+    """What a VAE makes of videos or pictures, on its device and in its type."""
+    parameter = next(vae.parameters())
+    return vae.encode(media.to(parameter.device, parameter.dtype))
 
 
 def _without_padding(embeddings: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
