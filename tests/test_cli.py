@@ -15,6 +15,7 @@ import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.cli import errors
 from mhla_hf.cli.main import app
+from mhla_hf.integrations.transformers.families import TransformersFamily
 from tests import tiny
 
 
@@ -80,6 +81,25 @@ def test_module_and_version():
 )
 def test_scripts_take_the_same_options(script, option):
     assert option in run_process(ROOT / f"conversion/{script}.py", "--help").stdout
+
+
+def test_models_keep_names_whole_in_narrow_windows():
+    output = run_process("-m", "mhla_hf", "models", COLUMNS="80").stdout
+    assert max(map(len, output.splitlines())) <= 80
+    for name, family in mhla_hf.supported_models().items():
+        words = [name] if isinstance(family, TransformersFamily) else [name, family.mhla_class, *family.pipelines]
+        assert not [word for word in words if word not in output]
+
+
+def test_supported_models_print_as_a_list():
+    models = mhla_hf.supported_models()
+    lines = str(models).splitlines()
+    assert repr(models) == str(models) and len(lines) == len(models) + 2
+    assert lines[:2] == [
+        "diffusers",
+        "  WanTransformer3DModel        video  as MHLAWanTransformer3DModel in WanPipeline, WanImageToVideoPipeline",
+    ]
+    assert "  modernbert             encoder         local layers stay softmax" in lines
 
 
 def test_models():

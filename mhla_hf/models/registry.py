@@ -104,12 +104,40 @@ LEGACY_CLASS = "Transformer2DModel"
 """What diffusers called several image models before each had a class of its own."""
 
 
-def supported_models() -> dict[str, ModelFamily | TransformersFamily]:
+class SupportedModels(dict[str, ModelFamily | TransformersFamily]):
+    """The supported architectures by name, which print as a list to read."""
+
+    def __str__(self) -> str:
+        lines = []
+        for library, kind_of in (("diffusers", ModelFamily), ("transformers", TransformersFamily)):
+            families = {name: family for name, family in self.items() if isinstance(family, kind_of)}
+            width = max(map(len, families), default=0)
+            kinds = max((len(family.kind) for family in families.values()), default=0)
+            rows = [
+                f"  {name:{width}}  {family.kind:{kinds}}  {describe(family)}".rstrip()
+                for name, family in families.items()
+            ]
+            lines += [library, *rows]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def describe(family: ModelFamily | TransformersFamily) -> str:
+    """What there is to say of a family: its MHLA class and pipelines where it has such, and its note."""
+    if isinstance(family, TransformersFamily):
+        return family.note
+    description = f"as {family.mhla_class} in {', '.join(family.pipelines)}"
+    return f"{description}; {family.note}" if family.note else description
+
+
+def supported_models() -> SupportedModels:
     """Returns the supported architectures: of diffusers by upstream class, of transformers by `model_type`.
 
-    Those of transformers were tested; others load too, with a warning, where their attention allows it.
+    It is a dict, and prints as a list. Those of transformers were tested; others load too, with a warning, where their
+    attention allows it.
     """
-    return {**FAMILIES, **TRANSFORMERS_FAMILIES}
+    return SupportedModels({**FAMILIES, **TRANSFORMERS_FAMILIES})
 
 
 def current_class(class_name: str, config: Mapping[str, Any]) -> str:
