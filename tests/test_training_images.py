@@ -81,6 +81,11 @@ class TestReading:
         picture = read_picture(path)
         assert picture.shape == (5, 6, 3) and picture.dtype == np.uint8 and picture.min() == 255
 
+    def test_sixteen_bits_become_eight(self, tmp_path):
+        grey = np.array([[0, 0x0100, 0x80FF, 0xFFFF]], np.uint16)
+        Image.fromarray(grey).save(tmp_path / "grey.png")
+        assert read_picture(tmp_path / "grey.png")[0, :, 2].tolist() == [0, 1, 128, 255]
+
     def test_pictures_are_scaled_to_cover_and_cropped(self):
         pixels = np.zeros((16, 48, 3), np.uint8)
         pixels[:, 16:32] = 255

@@ -79,7 +79,11 @@ def read_picture(path: Path) -> np.ndarray:
     """
     try:
         with Image.open(path) as image:
-            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+            turned = ImageOps.exif_transpose(image)
+            if turned.mode.startswith("I;16"):
+                # Pillow would cut these off at 255.
+                turned = Image.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
+            return np.array(turned.convert("RGB"))
     # Pillow raises SyntaxError for damaged PNG files.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UnusableSampleError(f"{path} cannot be read as a picture: {error}") from error
