@@ -30,8 +30,9 @@ class QualityOptions:
         lepe_kernel: Width of the convolution on the values of `mhla_cpe_gate`.
         steps: Training steps.
         batch_size: Pictures per step.
-        learning_rate: Peak of AdamW's learning rate, which falls to zero along a cosine.
-        warmup_steps: Steps in which it rises to the peak.
+        matrix_learning_rate: Peak learning rate of Muon, which trains the matrices of the transformer blocks.
+        learning_rate: Peak learning rate of AdamW, which trains everything else.
+        warmup_steps: Steps in which both rise to the peak; then they fall to zero along a cosine.
         beta_schedule: Noise schedule of 1,000 steps, as diffusers names it.
         class_dropout: Share of classes replaced by none in training, for guidance.
         seeds: One training of each variant for each of them.
@@ -53,6 +54,7 @@ class QualityOptions:
     lepe_kernel: int = 3
     steps: int = 250
     batch_size: int = 32
+    matrix_learning_rate: float = 4e-3
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     beta_schedule: str = "linear"
@@ -76,9 +78,10 @@ class QualityOptions:
             raise ValueError(f"hidden_size={self.hidden_size} must be heads={self.heads} times an even number.")
         if self.blocks > self.tokens_per_side:
             raise ValueError(f"blocks={self.blocks} must be at most {self.tokens_per_side}, the tokens of an axis.")
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be above 0.")
-        if not 0 <= self.warmup_steps:
+        for name in ("matrix_learning_rate", "learning_rate"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
+        if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be at least 0.")
         if not 0 < self.class_dropout < 1:
             raise ValueError(f"class_dropout={self.class_dropout} must be between 0 and 1.")
@@ -119,9 +122,10 @@ SETTINGS = {
         hidden_size=192,
         layers=12,
         heads=6,
-        steps=6000,
-        batch_size=128,
-        learning_rate=5e-4,
+        steps=4000,
+        batch_size=64,
+        matrix_learning_rate=2e-3,
+        learning_rate=1e-3,
         warmup_steps=200,
         held_out_draws=16,
         sampling_steps=50,
