@@ -42,10 +42,11 @@ class Stage(Protocol):
         """Lets go of what only this stage needs."""
 
 
-class ObjectiveLoss(nn.Module):
-    """The transformer and its loss in one module.
+class ObjectivePrediction(nn.Module):
+    """The transformer, called as its objective calls it.
 
-    Accelerate changes the forward method of what it wraps; wrapping this leaves the transformer as it was.
+    Accelerate changes the forward method of what it wraps; wrapping this leaves the transformer as it was. The loss is
+    not in here: sharding under mixed precision casts whatever it is handed, and the targets are better in fp32.
     """
 
     def __init__(self, transformer: nn.Module, objective: Objective) -> None:
@@ -55,11 +56,9 @@ class ObjectiveLoss(nn.Module):
         # Sharding takes the units to wrap from here.
         self._no_split_modules = getattr(transformer, "_no_split_modules", None)
 
-    def forward(
-        self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """The loss, a scalar; see `Batch` for the arguments."""
-        return self.objective.losses(self.transformer, Batch(latents, noise, levels, condition)).mean()
+    def forward(self, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See `Objective.predict`."""
+        return self.objective.predict(self.transformer, noisy, levels, condition)
 
 
 class FineTuning:
@@ -80,12 +79,14 @@ class FineTuning:
         return trainable_names(self.model, self.config.train)
 
     def module(self) -> nn.Module:
-        """The transformer with its loss."""
-        return ObjectiveLoss(self.model, self.objective)
+        """The transformer."""
+        return ObjectivePrediction(self.model, self.objective)
 
     def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
         """The objective's loss."""
-        return module(batch.latents, batch.noise, batch.levels, batch.condition)
+        noisy = self.objective.add_noise(batch.latents, batch.noise, batch.levels)
+        prediction = module(noisy, batch.levels, batch.condition)
+        return self.objective.losses_of(prediction, noisy, batch).mean()
 
     def context(self) -> AbstractContextManager[None]:
         """What the objective asks for."""
