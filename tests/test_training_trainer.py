@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
@@ -20,7 +21,7 @@ from mhla_hf.training import (
     evaluate,
     record_attention,
 )
-from mhla_hf.training.batches import Batch
+from mhla_hf.training.batches import Batch, DataOrder, make_batch
 from mhla_hf.training.checkpoints import list_checkpoints
 from mhla_hf.training.export import unsharded
 from mhla_hf.training.loading import default_teacher, load_student, load_teacher
@@ -35,6 +36,7 @@ from mhla_hf.training.parameters import (
     trainable_names,
 )
 from mhla_hf.training.prefetch import Prefetcher
+from mhla_hf.training.stages import FineTuning
 from mhla_hf.training.transfer import LayerMatching
 
 from . import tiny
@@ -434,6 +436,41 @@ def test_a_sharded_model_is_exported_whole(teacher):
         distributed.destroy_process_group()
     assert type(whole) is type(teacher)
     assert all(torch.equal(value, expected[name]) for name, value in whole.state_dict().items())
+
+
+# Nothing changes what a unit returns in place.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@every_family
+@pytest.mark.parametrize("converted", [True, False], ids=["mhla", "ordinary"])
+def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted):
+    """Shards as accelerate does: the units that the module names, then what is left."""
+    import torch.distributed as distributed
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = case.student(teacher) if converted else copy.deepcopy(teacher)
+    order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
+    batch = make_batch(dataset, order, 0, 0, case.objective)
+    stage = FineTuning(options(), model, case.objective)
+    module, accelerator = stage.module(), Accelerator(cpu=True)
+    with torch.no_grad():
+        expected = stage.loss(module, batch, accelerator).item()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        shared = {
+            "mesh": distributed.device_mesh.init_device_mesh("cpu", (1,)),
+            "mp_policy": MixedPrecisionPolicy(*[torch.bfloat16] * 3),
+        }
+        units = [part for part in module.modules() if type(part).__name__ in module._no_split_modules]
+        assert len(units) >= len(module._no_split_modules) > 0
+        for part in reversed(units):
+            fully_shard(part, **shared)
+        fully_shard(module, **shared)
+        loss = stage.loss(module, batch, accelerator)
+        loss.backward()
+    finally:
+        distributed.destroy_process_group()
+    assert loss.item() == pytest.approx(expected, rel=0.01)
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class TestFiles:

@@ -53,8 +53,10 @@ class ObjectivePrediction(nn.Module):
         super().__init__()
         self.transformer = transformer
         self.objective = objective
-        # Sharding takes the units to wrap from here.
-        self._no_split_modules = getattr(transformer, "_no_split_modules", None)
+        # Sharding takes the units to wrap from here, and refuses names that no module has.
+        there = {type(module).__name__ for module in transformer.modules()}
+        units = {*(getattr(transformer, "_no_split_modules", None) or ()), *objective.sharded_classes}
+        self._no_split_modules = sorted(units & there)
 
     def forward(self, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]) -> torch.Tensor:
         """See `Objective.predict`."""

@@ -35,10 +35,12 @@ class Objective(ABC):
     Attributes:
         upstream: Name of the diffusers class; its MHLA class is trained in the same way.
         condition_names: What a sample holds besides `latents`, and the sample for guidance holds instead.
+        sharded_classes: Modules that sharding gathers by themselves, besides those that the model names.
     """
 
     upstream: ClassVar[str]
     condition_names: ClassVar[tuple[str, ...]]
+    sharded_classes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod

@@ -50,6 +50,8 @@ class DiTObjective(Objective):
 
     upstream = "DiTTransformer2DModel"
     condition_names = ("class_label",)
+    # The model's end calls the first block's embeddings once more, when the block is sharded again.
+    sharded_classes = ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings")
 
     scheduler: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_SCHEDULER))
 
