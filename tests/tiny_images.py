@@ -100,7 +100,13 @@ SANA: dict[str, Any] = {
 }
 """Constructor arguments of the text-to-image transformer."""
 
-SANA_SPRINT: dict[str, Any] = {**SANA, "guidance_embeds": True, "qk_norm": "rms_norm_across_heads"}
+SANA_SPRINT: dict[str, Any] = {
+    **SANA,
+    "guidance_embeds": True,
+    "qk_norm": "rms_norm_across_heads",
+    # Its bins are for pictures of 1024 pixels.
+    "sample_size": 32,
+}
 """The same for SANA-Sprint, which is told the guidance scale."""
 
 

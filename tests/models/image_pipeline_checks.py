@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from mhla_hf import MHLAConfig, convert, load_pipeline
 from mhla_hf.cli.main import app
-from tests.models.model_case import assert_fresh, assert_same_parameters, perturb_mhla, recorded_warnings
+from tests.models.model_case import assert_fresh, assert_same_parameters, captured, perturb_mhla, recorded_warnings
 
 
 def command(*arguments):
@@ -110,13 +111,28 @@ class ImagePipelineChecks:
         assert_same_parameters(converted.transformer, pipeline.transformer)
         notes = json.loads((tmp_path / "mhla/conversion.json").read_text())["components"]["transformer"]
         assert notes["target_class"] == self.mhla_class.__name__ and notes["mhla_layers"] == [1]
-        pipeline.save_pretrained(tmp_path / "saved")
-        index = json.loads((tmp_path / "saved/model_index.json").read_text())
-        assert index["transformer"] == ["diffusers", self.mhla_class.__name__]
-        saved = DiffusionPipeline.from_pretrained(tmp_path / "saved")
-        for one, two, three in zip(self.images(pipeline), self.images(converted), self.images(saved)):
-            np.testing.assert_allclose(two, one, atol=1e-5)
-            np.testing.assert_allclose(three, one, atol=1e-5)
+        expected = self.images(pipeline)
+        for index, each in enumerate((pipeline, converted)):
+            folder = tmp_path / f"saved{index}"
+            each.save_pretrained(folder)
+            saved = json.loads((folder / "model_index.json").read_text())["transformer"]
+            assert saved == ["diffusers", self.mhla_class.__name__]
+            again = DiffusionPipeline.from_pretrained(folder)
+            for one, two, three in zip(expected, self.images(each), self.images(again)):
+                np.testing.assert_allclose(two, one, atol=1e-5)
+                np.testing.assert_allclose(three, one, atol=1e-5)
+
+    def test_images_at_twice_the_size(self, mhla_dir):
+        """Where a model knows its grid, blocks keep their size from twice that on, and the weights are resampled."""
+        pipeline = load_pipeline(mhla_dir)
+        module = pipeline.transformer.mhla_modules()[0]
+        for size in [tuple(2 * length for length in size) for size in self.sizes]:
+            with captured(module) as calls:
+                image = self.generate(pipeline, size)
+            assert image.shape[1:] == (*size, 3) and np.isfinite(image).all()
+            blocks = module.layout_for(calls[0].keywords["grid"]).blocks
+            doubled = pipeline.transformer.mhla_config.grid is not None
+            assert (np.prod(blocks) > np.prod(self.mhla["blocks"])) == doubled
 
     def test_command_says_whether_the_model_is_as_good_as_before(self, ordinary_dir, tmp_path):
         source, linear = ordinary_dir / "transformer", self.mhla_class.upstream_is_linear
@@ -152,13 +168,22 @@ class ImagePipelineChecks:
         result = command("convert", source, tmp_path / "result", *self.typed())
         assert result.exit_code == 1 and len(result.output.strip().splitlines()) == 1, result.output
         assert all(part in result.output for part in parts), result.output
-        assert not (tmp_path / "result").exists()
+        # Neither the result nor a part of it under another name.
+        assert set(tmp_path.iterdir()) <= {Path(source)}
 
     def test_convert_refuses_an_mhla_directory(self, mhla_dir, tmp_path):
         self.refused(mhla_dir, tmp_path, f"{self.mhla_class.__name__} already")
 
     def test_convert_refuses_another_architecture(self, ordinary_dir, tmp_path):
         self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted", "DiTTransformer2DModel")
+        folder = tmp_path / "other"
+        shutil.copytree(ordinary_dir, folder, ignore=shutil.ignore_patterns("transformer"))
+        index = json.loads((folder / "model_index.json").read_text())
+        index["transformer"] = ["diffusers", "FluxTransformer2DModel"]
+        (folder / "model_index.json").write_text(json.dumps(index))
+        self.refused(
+            folder, tmp_path, "no model that can be converted", "FluxTransformer2DModel", "DiTTransformer2DModel"
+        )
 
     def test_convert_refuses_damaged_weights(self, ordinary_dir, tmp_path):
         source = tmp_path / "transformer"
@@ -167,10 +192,57 @@ class ImagePipelineChecks:
         weights.write_bytes(weights.read_bytes()[:-100])
         self.refused(source, tmp_path, weights.name)
 
-    def test_convert_refuses_a_missing_shard(self, ordinary_dir, tmp_path):
-        source = tmp_path / "transformer"
+    @pytest.mark.parametrize("damage", ["missing", "truncated"])
+    def test_convert_refuses_a_damaged_shard_of_a_pipeline(self, damage, ordinary_dir, tmp_path):
+        source = tmp_path / "pipeline"
+        shutil.copytree(ordinary_dir, source)
         transformer = DiffusionPipeline.from_pretrained(ordinary_dir).transformer
-        transformer.save_pretrained(source, max_shard_size="30KB")
-        lost = sorted(source.glob("*-of-*.safetensors"))[1]
-        lost.unlink()
-        self.refused(source, tmp_path, lost.name)
+        (source / "transformer/diffusion_pytorch_model.safetensors").unlink()
+        transformer.save_pretrained(source / "transformer", max_shard_size="30KB")
+        shard = sorted(source.glob("transformer/*-of-*.safetensors"))[1]
+        if damage == "missing":
+            shard.unlink()
+        else:
+            shard.write_bytes(shard.read_bytes()[:-100])
+        self.refused(source, tmp_path, shard.name, damage)
+
+
+class PromptedPipelineChecks(ImagePipelineChecks):
+    """Pipelines that draw after a prompt.
+
+    Attributes:
+        latents_shape: Of one image of the second of the `sizes`.
+        images_per_prompt: What the pipeline calls the number of images for each prompt.
+        guidance_scales: Two that differ.
+        without_noise: Options under which the scheduler adds no noise of its own.
+    """
+
+    latents_shape: ClassVar[tuple[int, ...]]
+    images_per_prompt: ClassVar[str] = "num_images_per_prompt"
+    guidance_scales: ClassVar[tuple[float, ...]] = (1.0, 4.5)
+    without_noise: ClassVar[dict[str, Any]] = {}
+
+    def test_guidance_and_batches(self, mhla_dir):
+        """Several prompts with several images each are what each would be alone."""
+        pipeline = load_pipeline(mhla_dir)
+        latents = torch.randn(4, *self.latents_shape, generator=torch.Generator().manual_seed(1))
+        # Of one length: for several prompts and images of each, SANA mixes up the masks of their padding.
+        prompts = ["a blue seven", "a green four"]
+        drawn = []
+        for scale in self.guidance_scales:
+            options = {"size": self.sizes[1], "guidance_scale": scale, **self.without_noise}
+            together = self.all_images(
+                pipeline, prompt=prompts, latents=latents, **options, **{self.images_per_prompt: 2}
+            )
+            assert len(together) == 4
+            apart = [
+                self.all_images(pipeline, prompt=prompts[index // 2], latents=latents[index : index + 1], **options)[0]
+                for index in range(4)
+            ]
+            np.testing.assert_allclose(together, np.stack(apart), atol=1e-4)
+            drawn.append(together)
+        assert np.abs(drawn[0] - drawn[1]).max() > 1e-4
+
+    def all_images(self, pipeline, **options):
+        """What `generate` returns the first of, for pipelines that make videos."""
+        return self.generate(pipeline, **options)

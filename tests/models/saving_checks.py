@@ -235,15 +235,21 @@ class SavingChecks(ModelCase):
         assert model.config.mhla == {**stored.config.mhla, "resize": "block_size"}
         assert_same_parameters(model, stored)
 
-    def test_override_may_add_parameters(self, mhla_dir):
+    @pytest.mark.parametrize("kernel", [3, 5])
+    def test_override_may_add_parameters(self, kernel, mhla_dir):
         stored = self.mhla_class.from_pretrained(mhla_dir)
         with recorded_warnings() as warnings:
-            model = self.mhla_class.from_pretrained(mhla_dir, mhla={"output_gate": True, "lepe_kernel": 3})
+            model = self.mhla_class.from_pretrained(mhla_dir, mhla={"output_gate": True, "lepe_kernel": kernel})
         assert len(warnings) == 1 and f"{4 * len(model.mhla_layers)} MHLA parameter(s)" in warnings[0]
         assert "leave its output as it was" in warnings[0]
         assert_same_parameters(model, stored, only_common=True)
-        # Fresh gates and convolutions leave the output as it is.
-        assert relative_error(self.run(model), self.run(stored)) < 1e-5
+        # Fresh gates and convolutions leave the output as it is, at grids that the blocks do not divide too.
+        for size in (0, 1, 2):
+            assert relative_error(self.run(model, size), self.run(stored, size)) < 1e-5
+        for module in model.mhla_modules().values():
+            assert set(module.lepe.weight.shape[2:]) == {kernel}
+            torch.nn.init.normal_(module.lepe.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+        assert relative_error(self.run(model), self.run(stored)) > 1e-4
 
     def test_upstream_class_warns_of_the_weights_it_drops(self, mhla_dir):
         with recorded_warnings() as warnings:

@@ -3,15 +3,16 @@
 
 import torch
 
-from mhla_hf import MHLAPixArtTransformer2DModel, load_pipeline
+from mhla_hf import MHLAPixArtTransformer2DModel
 from tests import tiny_images
-from tests.models.image_pipeline_checks import ImagePipelineChecks
+from tests.models.image_pipeline_checks import PromptedPipelineChecks
 
 
-class PixArtPipelines(ImagePipelineChecks):
+class PixArtPipelines(PromptedPipelineChecks):
     mhla_class = MHLAPixArtTransformer2DModel
     # Token grids of 4×4, 4×6 and 6×4.
     sizes = ((16, 16), (16, 24), (24, 16))
+    latents_shape = (4, 8, 12)
     sigma = False
 
     @classmethod
@@ -35,12 +36,7 @@ class PixArtPipelines(ImagePipelineChecks):
 
 
 class TestPixArtAlphaPipeline(PixArtPipelines):
-    def test_guidance_and_batches(self, mhla_dir):
-        pipeline = load_pipeline(mhla_dir)
-        for scale in (1.0, 4.5):
-            options = {"num_images_per_prompt": 2, "guidance_scale": scale}
-            images = self.generate(pipeline, (16, 24), ["a seven", "a one"], **options)
-            assert images.shape == (4, 16, 24, 3)
+    pass
 
 
 class TestPixArtSigmaPipeline(PixArtPipelines):

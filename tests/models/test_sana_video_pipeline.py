@@ -7,21 +7,26 @@ from diffusers import DiffusionPipeline
 
 from mhla_hf import MHLASanaVideoTransformer3DModel, load_pipeline
 from tests import tiny_images
-from tests.models.image_pipeline_checks import ImagePipelineChecks
+from tests.models.image_pipeline_checks import PromptedPipelineChecks
 
 
-class TestSanaVideoPipeline(ImagePipelineChecks):
+class TestSanaVideoPipeline(PromptedPipelineChecks):
     mhla_class = MHLASanaVideoTransformer3DModel
     mhla = {"blocks": [2, 1, 2]}
     # Token grids of 2×2×4 and 2×4×2.
     sizes = ((32, 64), (64, 32))
+    latents_shape = (16, 2, 8, 4)
+    images_per_prompt = "num_videos_per_prompt"
 
     @classmethod
     def make_pipeline(cls, transformer_cls=None, **overrides):
         return tiny_images.sana_video_pipeline(transformer_cls, **overrides)
 
     def generate(self, pipeline, size=(32, 64), prompt="a blue seven", **options):
-        """The frames of a video."""
+        """The frames of the first video."""
+        return self.all_images(pipeline, size, prompt, **options)[0]
+
+    def all_images(self, pipeline, size, prompt, **options):
         pipeline.set_progress_bar_config(disable=True)
         arguments = {
             "height": size[0],
@@ -35,7 +40,7 @@ class TestSanaVideoPipeline(ImagePipelineChecks):
             "generator": torch.Generator().manual_seed(0),
             **options,
         }
-        return pipeline(prompt, **arguments).frames[0]
+        return pipeline(prompt, **arguments).frames
 
     def test_before_fine_tuning_the_videos_are_those_of_the_original(self, ordinary_dir):
         stock = DiffusionPipeline.from_pretrained(ordinary_dir)
