@@ -213,7 +213,7 @@ def test_learning_rate_schedules():
         ({"condition_dropout": 1.5}, "condition_dropout must be at most 1"),
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false"),
         ({"max_steps": 0}, "nothing to train"),
-        ({"mhla": "none", "train": "mhla"}, "mhla='none' keeps softmax"),
+        ({"mhla": "none", "train": "mhla"}, "mhla='none' converts nothing"),
         ({"mhla": "none", "transfer_steps": 3}, "transfer_steps needs MHLA layers"),
         ({"mhla": "{"}, "mhla is not valid JSON"),
         ({"mhla": "there-is-no-such-file"}, "mhla must be a JSON object"),

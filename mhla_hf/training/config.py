@@ -23,7 +23,7 @@ TRACKERS = ("none", "tensorboard", "wandb")
 DEVICES = ("auto", "cpu")
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 # What `mhla` is for a model that stays as it is.
-SOFTMAX = "none"
+UNCONVERTED = "none"
 # Families of the registry that are trained by flow matching.
 FLOW_FAMILIES = ("wan", "sana")
 VIDEO_FAMILIES = ("wan",)
@@ -212,10 +212,12 @@ class TrainingConfig(_Options):
         self._check_fields()
         if self.transfer_steps + self.max_steps == 0:
             raise ValueError("max_steps and transfer_steps are both 0: nothing to train")
-        if self.mhla == SOFTMAX and self.train == "mhla":
-            raise ValueError("train='mhla' needs MHLA layers, but mhla='none' keeps softmax; use train lora or full")
-        if self.mhla == SOFTMAX and self.transfer_steps:
-            raise ValueError("transfer_steps needs MHLA layers, but mhla='none' keeps softmax")
+        if self.mhla == UNCONVERTED and self.train == "mhla":
+            raise ValueError(
+                "train='mhla' needs MHLA layers, but mhla='none' converts nothing; use train lora or full"
+            )
+        if self.mhla == UNCONVERTED and self.transfer_steps:
+            raise ValueError("transfer_steps needs MHLA layers, but mhla='none' converts nothing")
         if self.resume is not None and self.output is None:
             raise ValueError("resume needs output: the directory with the checkpoints")
 
@@ -271,7 +273,7 @@ def _parse_mhla(value: Any) -> Any:
         return value.given_options()
     if not isinstance(value, str):
         raise ValueError(f"mhla must be JSON, a JSON file or 'none', got {value!r}")
-    if value == SOFTMAX:
+    if value == UNCONVERTED:
         return value
     text = value
     if not value.lstrip().startswith("{"):

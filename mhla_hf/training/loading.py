@@ -11,7 +11,7 @@ import torch
 
 from ..models.registry import current_class, is_mhla_class, mhla_class_for
 from ..sources import find_pipeline
-from .config import SOFTMAX
+from .config import UNCONVERTED
 from .objectives import objective_class
 
 
@@ -48,7 +48,7 @@ def load_student(directory: Path, component: str = "transformer", mhla: dict | s
     Args:
         directory: An MHLA pipeline, or an ordinary one that is converted on load.
         component: `transformer` or `transformer_2`.
-        mhla: MHLA options for an ordinary pipeline; `none` keeps softmax.
+        mhla: MHLA options for an ordinary pipeline; `none` leaves it as it is.
 
     Raises:
         ValueError: If an ordinary pipeline comes without options, an MHLA one with them, or the model is of a kind
@@ -64,10 +64,10 @@ def load_student(directory: Path, component: str = "transformer", mhla: dict | s
         return mhla_class_for(name).from_pretrained(directory, **options)
     if mhla is None:
         raise ValueError(
-            f"model: {directory} is an ordinary (softmax) pipeline; say how to convert it (mhla, blocks, ...), "
+            f"model: {directory} is an ordinary pipeline; say how to convert it (mhla, blocks, ...), "
             "convert it first with `mhla-hf convert`, or pass mhla='none' to train it as it is"
         )
-    if mhla == SOFTMAX:
+    if mhla == UNCONVERTED:
         return _upstream_class(name).from_pretrained(directory, **options)
     return mhla_class_for(name).from_pretrained(directory, mhla=mhla, **options)
 
@@ -75,27 +75,27 @@ def load_student(directory: Path, component: str = "transformer", mhla: dict | s
 def load_teacher(
     directory: Path, component: str, teacher: str | None, dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
-    """Loads the softmax model whose attention outputs the matching stage aims at.
+    """Loads the ordinary model whose attention outputs the matching stage aims at.
 
     Args:
         directory: The pipeline that is trained.
         component: `transformer` or `transformer_2`.
-        teacher: A softmax pipeline; None takes `directory` itself if it is one, else what it was converted from.
+        teacher: An ordinary pipeline; None takes `directory` itself if it is one, else what it was converted from.
         dtype: Type of the weights.
 
     Raises:
-        ValueError: If no softmax pipeline is to be found.
+        ValueError: If no ordinary pipeline is to be found.
     """
     source = find_pipeline(teacher, "teacher") if teacher is not None else default_teacher(directory, component)
     name = component_config(source, component)["_class_name"]
     if is_mhla_class(name):
-        raise ValueError(f"teacher: {source} is MHLA itself; it must be a softmax pipeline")
+        raise ValueError(f"teacher: {source} is MHLA itself; it must be an ordinary pipeline")
     model = _upstream_class(name).from_pretrained(source, subfolder=component, torch_dtype=dtype)
     return model.requires_grad_(False).eval()
 
 
 def default_teacher(directory: Path, component: str) -> Path:
-    """The softmax pipeline behind a pipeline directory: itself, or what `conversion.json` or `training.json` names.
+    """The ordinary pipeline behind a pipeline directory: itself, or what `conversion.json` or `training.json` names.
 
     A Hub repository is downloaded. A directory may be recorded by its name alone: then it is looked for beside the
     one with the record.
@@ -107,7 +107,7 @@ def default_teacher(directory: Path, component: str) -> Path:
         return directory
     recorded = _recorded_sources(directory)
     if not recorded:
-        raise ValueError(f"teacher must be given: {directory} does not say which softmax pipeline it comes from")
+        raise ValueError(f"teacher must be given: {directory} does not say which pipeline it was converted from")
     first, seen = recorded[0], {directory.resolve()}
     # The sources of a source follow it, those in a first record before those in a second.
     waiting = [(directory, source) for source in recorded]
@@ -115,10 +115,10 @@ def default_teacher(directory: Path, component: str) -> Path:
         owner, source = waiting.pop(0)
         try:
             found = find_pipeline(source if "/" in source else owner.resolve().with_name(source), "teacher")
-            is_softmax = not is_mhla_class(component_config(found, component)["_class_name"])
+            is_ordinary = not is_mhla_class(component_config(found, component)["_class_name"])
         except (OSError, ValueError):
             continue
-        if is_softmax:
+        if is_ordinary:
             return found
         if found.resolve() not in seen:
             seen.add(found.resolve())

@@ -12,7 +12,7 @@ from torch import nn
 
 from . import checkpoints
 from .checkpoints import Position
-from .config import SOFTMAX, TrainingConfig
+from .config import UNCONVERTED, TrainingConfig
 from .lock import lock_output
 from .objectives import Objective
 
@@ -35,7 +35,7 @@ def run_state(
     """What a checkpoint keeps of the run that made it, as plain JSON."""
     options = config.to_dict()
     stored = getattr(model.config, "mhla", None)
-    options["mhla"] = dict(stored) if stored is not None else SOFTMAX
+    options["mhla"] = dict(stored) if stored is not None else UNCONVERTED
     # What autocast really uses; None on the command line means what the launcher says.
     options["mixed_precision"] = accelerator.mixed_precision
     return {
