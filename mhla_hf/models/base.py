@@ -27,37 +27,13 @@ _TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 
 
 if TYPE_CHECKING:
-    # To the type checker the mixin has whatever the diffusers class beside it has.
-    from typing import Any as _Upstream
+    # To the type checker a mixin has whatever the diffusers class beside it has.
+    from typing import Any as Upstream
 else:
-    _Upstream = object
+    Upstream = object
 
 
-class KeepsMHLAProcessor(_Upstream):
-    """Goes before an attention class of diffusers in the bases of its MHLA version."""
-
-    # What computes the attention of a layer with MHLA parameters.
-    mhla_processor_class: ClassVar[type]
-
-    def set_processor(self, processor: object) -> None:
-        """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.
-
-        Raises:
-            ValueError: If a layer that has MHLA parameters is given another kind of processor.
-        """
-        self.check_processor(processor)
-        super().set_processor(processor)
-
-    def check_processor(self, processor: object) -> None:
-        """Raises as `set_processor` does, and changes nothing."""
-        if hasattr(self, "mhla") and not isinstance(processor, self.mhla_processor_class):
-            raise ValueError(
-                f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Load the original "
-                "checkpoint instead, or leave this layer out of `layers` when you convert."
-            )
-
-
-class MHLAModelMixin(_Upstream):
+class MHLAModelMixin(Upstream):
     """Goes before a diffusers model class in the bases of its MHLA version.
 
     Subclasses set `default_grid` and write `_self_attentions` and `_use_mhla`; where a model's options have other
@@ -282,26 +258,6 @@ class MHLAModelMixin(_Upstream):
                 cls.__name__, len(fresh), layers, name, advice(model, fresh),
             )  # fmt: skip
         return (result[0], sorted({*result[1], *fresh}), *result[2:])
-
-
-class KeepsMHLAProcessors(MHLAModelMixin):
-    """Goes first in the bases where the diffusers class has `set_attn_processor`, which sets those of all layers."""
-
-    def set_attn_processor(self, processor: Any) -> None:
-        """As upstream, but all or nothing: MHLA layers keep MHLA processors.
-
-        Args:
-            processor: One for all layers, or a dict by the names of `attn_processors`.
-
-        Raises:
-            ValueError: If a layer that has MHLA parameters is given another kind of processor; none is changed.
-        """
-        for name, module in self.named_modules():
-            if isinstance(module, KeepsMHLAProcessor):
-                key = f"{name}.processor"
-                module.check_processor(processor.get(key) if isinstance(processor, dict) else processor)
-        # Upstream empties the dict that it is given.
-        super().set_attn_processor(dict(processor) if isinstance(processor, dict) else processor)
 
 
 def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import torch
 import torch.nn as nn
 from diffusers.models.attention_processor import Attention
 
-from .base import KeepsMHLAProcessor, MHLAModelMixin
+from .base import MHLAModelMixin
+from .processors import KeepsMHLAProcessor
 from .rotary import pairwise_rotary
 
 

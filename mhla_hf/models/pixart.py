@@ -12,8 +12,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, Fused
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
-from .base import KeepsMHLAProcessors
 from .image import MHLAImageAttention, MHLAImageModelMixin
+from .processors import KeepsMHLAProcessors
 
 
 class MHLAPixArtTransformer2DModel(

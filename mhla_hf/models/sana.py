@@ -14,8 +14,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel, SanaTransformerBlock
 
-from .base import KeepsMHLAProcessors
 from .image import MHLAImageAttnProcessor, MHLAImageModelMixin
+from .processors import KeepsMHLAProcessors
 
 
 class MHLASanaAttnProcessor(MHLAImageAttnProcessor):

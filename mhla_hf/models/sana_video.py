@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel, WanRotaryPosEmbed
 
-from .base import KeepsMHLAProcessors
 from .image import MHLAImageAttention, MHLAImageModelMixin
+from .processors import KeepsMHLAProcessors
 
 
 class MHLASanaVideoRotaryPosEmbed(WanRotaryPosEmbed):

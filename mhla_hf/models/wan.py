@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_wan import (
     _get_qkv_projections,
 )
 
-from .base import KeepsMHLAProcessor, KeepsMHLAProcessors
+from .processors import KeepsMHLAProcessor, KeepsMHLAProcessors
 from .rotary import pairwise_rotary
 
 
