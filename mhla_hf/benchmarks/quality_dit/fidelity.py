@@ -16,9 +16,9 @@ from .data import NUM_CLASSES, Pictures
 FEATURES = 32
 """Width of the layer before the last, whose values are compared."""
 
-EPOCHS = 12
-BATCH_SIZE = 64
-LEARNING_RATE = 2e-3
+EPOCHS = 20
+BATCH_SIZE = 32
+LEARNING_RATE = 3e-3
 # Side in pixels that the classifier sees, whatever the pictures' own: the scans have 8.
 INPUT_SIZE = 32
 
