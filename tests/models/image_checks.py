@@ -69,7 +69,7 @@ class ImageChecks(ModelCase):
         assert self.make(self.mhla_class, mhla=MHLAConfig(**given)).mhla_config == MHLAConfig(**{**defaults, **given})
 
     def test_blocks_alone_are_for_the_models_own_grid(self, tmp_path):
-        """From twice its size on the blocks keep their size, below they keep their number."""
+        """Between half and twice its size the blocks keep their number, beyond their size."""
         stock = self.make()
         side = stock.config.sample_size // self.patch
         model = convert(stock, {"blocks": [2, 2]})
@@ -77,6 +77,8 @@ class ImageChecks(ModelCase):
         assert model.mhla_config.grid == (side, side)
         assert module.layout_for((2 * side - 1, side)).blocks == (2, 2)
         assert module.layout_for((2 * side, side)).blocks == (4, 2)
+        assert module.layout_for((side // 2 + 1, side)).blocks == (2, 2)
+        assert module.layout_for((side // 2, side)).blocks == (1, 2)
         with captured(module) as calls:
             self.run(model, (2 * side * self.patch, 2 * side * self.patch))
         assert module.layout_for(calls[0].keywords["grid"]).blocks == (4, 4)
