@@ -19,6 +19,7 @@ MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 MIXING_HEADS = ("shared", "per_head")
 MIXING_CONSTRAINTS = ("none", "nonnegative")
 RESIZE_MODES = ("auto", "blocks", "block_size", "extend")
+BACKENDS = ("auto", "torch", "triton")
 
 _CHOICES = {
     "feature_map": FEATURE_MAPS,
@@ -28,6 +29,7 @@ _CHOICES = {
     "mixing_heads": MIXING_HEADS,
     "mixing_constraint": MIXING_CONSTRAINTS,
     "resize": RESIZE_MODES,
+    "backend": BACKENDS,
 }
 _AXES = ("blocks", "block_size", "grid")
 _FLAGS = ("output_norm", "output_gate", "causal")
@@ -77,6 +79,9 @@ class MHLAConfig:
             output; `None` for no convolution.
         layers: Indices of the layers that are MHLA; the others stay softmax. `None` means every layer.
         causal: Blocks are consecutive chunks of `block_size` tokens and attention only looks back.
+        backend: What computes the operator: `"torch"`, `"triton"` (kernels for GPUs) or `"auto"`, which picks by
+            device and dtype. Results agree up to rounding, so any checkpoint runs with any backend. The environment
+            variable `MHLA_HF_BACKEND` wins over it.
 
     Raises:
         ValueError: If an option has a value outside its allowed ones; the message names both.
@@ -105,6 +110,7 @@ class MHLAConfig:
     lepe_kernel: int | None = None
     layers: tuple[int, ...] | None = None
     causal: bool = False
+    backend: str = "auto"
 
     def __new__(cls, **options: Any) -> MHLAConfig:
         config = object.__new__(cls)

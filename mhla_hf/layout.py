@@ -174,6 +174,10 @@ class BlockLayout:
             return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
         return grouped.flatten(1, 2).index_select(1, _cached(_token_slots, self, grouped.device))
 
+    def token_table(self, device: torch.device) -> torch.Tensor:
+        """Token of each slot of each block, int32 `[M, N]`; T (one past the last token) where a slot is empty."""
+        return _cached(_token_table, self, device)
+
     def check_length(self, length: int, name: str) -> None:
         """Raises `ValueError` unless `length` is the number of tokens of the grid; `name` names the tensor."""
         if length != self.num_tokens:
@@ -360,3 +364,7 @@ def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     tokens = torch.full((layout.num_blocks * layout.max_block_tokens,), layout.num_tokens, device="cpu")
     tokens[_token_slots(layout, torch.device("cpu"))] = torch.arange(layout.num_tokens, device="cpu")
     return tokens.to(device)
+
+
+def _token_table(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    return _slot_tokens(layout, device).to(torch.int32).unflatten(0, (layout.num_blocks, layout.max_block_tokens))

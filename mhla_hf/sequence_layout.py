@@ -103,6 +103,11 @@ class SequenceLayout:
         padded = F.pad(slots, [0, 0] * (slots.dim() - 2) + [0, 1])
         return _gather_tokens(padded, self._slot_of_token)
 
+    def token_table(self, device: torch.device) -> torch.Tensor:
+        """Token of each slot of each block, int32 `[B, M, N]` on `device`; T where a slot is empty."""
+        table = self._token_of_slot.to(device, torch.int32)
+        return table.unflatten(1, (self.num_blocks, self.block_size)).contiguous()
+
     def mixing_matrix(self, mixing: torch.Tensor, *, causal: bool) -> torch.Tensor:
         """The mixing weights of these blocks, zero between documents.
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layout import BlockLayout, resample_mixing
-from ..ops import extend_mixing, mhla_attention
+from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, repeat_heads
 from .blocks import layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
@@ -204,7 +204,8 @@ class MHLA(nn.Module):
         """
         config = self.config
         layout = None if sequence is not None else self._grid_layout(grid, query.shape[1])
-        dtype = accumulation_dtype(value.dtype)
+        backend = choose_backend(config.backend, query, key, value)
+        dtype = self._token_dtype(backend, value.dtype)
         with torch.autocast(query.device.type, enabled=False):
             query, key = query.to(dtype), key.to(dtype)
             if scaling is not None:
@@ -219,11 +220,9 @@ class MHLA(nn.Module):
                 query = rotate_features(query, rotary, self.head_dim)
                 key = rotate_features(key, rotary, self.head_dim)
             options: dict[str, Any] = {"normalizer_query": plain_query, "normalizer_key": plain_key}
-            options.update(normalizer=config.normalizer, eps=config.eps)
-            # Values go in as float32: without a normaliser the sums can leave the range of fp16, and the output
-            # norm brings them back before anything is rounded.
+            options.update(normalizer=config.normalizer, eps=config.eps, backend=backend)
             tokens = query, key, value.to(dtype)
-            mixing = self.mixing_matrix(layout).to(dtype)
+            mixing = self.mixing_matrix(layout).to(accumulation_dtype(dtype))
             if sequence is not None:
                 output = sequence_attention(*tokens, mixing, self._sequence_block_size(), sequence, **options)
             else:
@@ -239,6 +238,17 @@ class MHLA(nn.Module):
         if self.lepe is not None and layout is not None:
             output = output + self._positional(self.lepe, value, layout)
         return output.to(value.dtype)
+
+    def _token_dtype(self, backend: str, dtype: torch.dtype) -> torch.dtype:
+        """The type that feature maps and the operator work in, for values of type `dtype`.
+
+        The kernels take half precision as it is and sum in float32. Elsewhere tokens go in as float32. So they do
+        for float16 without a normaliser: sums can leave its range, and the output norm brings them back before
+        anything is rounded.
+        """
+        if backend == "triton" and not (dtype == torch.float16 and self.config.normalizer == "none"):
+            return dtype
+        return accumulation_dtype(dtype)
 
     def _sequence_block_size(self) -> int:
         if not self.config.is_sequence or self.config.block_size is None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..layout import BlockLayout
-from ..ops import block_mhla_attention, causal_mhla_attention, extend_mixing
+from ..ops import attend_blocks, extend_mixing
 from ..sequence_layout import SequenceLayout
 
 
@@ -57,6 +57,8 @@ def sequence_attention(
     mixing: torch.Tensor,
     block_size: int,
     sequence: TokenSequence,
+    *,
+    backend: str = "auto",
     **options: Any,
 ) -> torch.Tensor:
     """MHLA over the tokens of a sequence, in blocks of `block_size` valid tokens.
@@ -68,6 +70,7 @@ def sequence_attention(
         mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
         block_size: Tokens of a block.
         sequence: Padding, documents and cache.
+        backend: See [`mhla_hf.ops.choose_backend`]; decoding with a cache is plain torch.
         **options: `normalizer`, `normalizer_query`, `normalizer_key` and `eps` of [`mhla_hf.ops.mhla_attention`].
 
     Returns:
@@ -84,14 +87,14 @@ def sequence_attention(
         return sequence.cache.attend(
             query, key, value, mixing, block_size=block_size, valid=sequence.valid, **options
         )  # fmt: skip
-    attend = causal_mhla_attention if sequence.causal else block_mhla_attention
+    options.update(causal=sequence.causal, backend=backend)
     if sequence.valid is None and sequence.documents is None:
         dense = BlockLayout(grid=(query.shape[1],), block_size=(block_size,))
         weights = extend_mixing(mixing, dense.num_blocks, causal=sequence.causal)
-        return attend(query, key, value, weights, dense, **options)
+        return attend_blocks(query, key, value, weights, dense, **options)
     valid = sequence.valid
     if valid is None:
         valid = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
     layout = SequenceLayout(valid, block_size, sequence.documents, sequence.num_documents)
     weights = layout.mixing_matrix(mixing, causal=sequence.causal)
-    return attend(query, key, value, weights, layout, **options)
+    return attend_blocks(query, key, value, weights, layout, **options)

@@ -2,18 +2,21 @@
 """The MHLA operator in all its forms: dense (the oracle), block-parallel, causal chunked and recurrent."""
 
 from ..sequence_layout import extend_mixing, mixing_at
+from .backends import choose_backend, triton_obstacle
 from .block import block_mhla_attention
 from .causal import causal_mhla_attention
-from .dispatch import BACKENDS, mhla_attention
+from .dispatch import OPERATOR_BACKENDS, attend_blocks, mhla_attention
 from .naive import naive_mhla_attention, naive_mhla_weights
 from .recurrent import MHLAState, empty_state, mhla_extend, mhla_step, rewind_state
 
 
 __all__ = [
-    "BACKENDS",
+    "OPERATOR_BACKENDS",
     "MHLAState",
+    "attend_blocks",
     "block_mhla_attention",
     "causal_mhla_attention",
+    "choose_backend",
     "empty_state",
     "extend_mixing",
     "mhla_attention",
@@ -23,4 +26,5 @@ __all__ = [
     "naive_mhla_attention",
     "naive_mhla_weights",
     "rewind_state",
+    "triton_obstacle",
 ]

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
+from ..config import BACKENDS
 from ..layout import BlockLayout
-from ..sequence_layout import extend_mixing
+from ..sequence_layout import SequenceLayout, extend_mixing
+from .backends import choose_backend
 from .block import block_mhla_attention
 from .causal import causal_mhla_attention
 from .naive import naive_mhla_attention
 from .numerics import check_normalizer
 
 
-BACKENDS = ("auto", "torch", "naive")
+# `"naive"`, the dense oracle, can be asked for by name only.
+OPERATOR_BACKENDS = (*BACKENDS, "naive")
 
 
 def mhla_attention(
@@ -49,7 +52,8 @@ def mhla_attention(
         normalizer: `"query"`, `"block_query"` (blocks of equal shape only) or `"none"`.
         causal: Token t sees j ≤ t only; earlier blocks contribute whole.
         eps: Added to the denominator.
-        backend: `"auto"`, `"torch"` (block-parallel or chunked) or `"naive"` (the dense oracle).
+        backend: `"auto"`, `"torch"` (block-parallel or chunked), `"triton"` (the same by kernels) or `"naive"` (the
+            dense oracle); see [`mhla_hf.ops.choose_backend`].
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`.
@@ -66,16 +70,51 @@ def mhla_attention(
         return naive_mhla_attention(query, key, value, mixing, layout, causal=causal, **options)
     if causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
-        return causal_mhla_attention(query, key, value, mixing, layout, **options)
-    return block_mhla_attention(query, key, value, mixing, layout, **options)
+    return attend_blocks(query, key, value, mixing, layout, causal=causal, backend=backend, **options)
+
+
+def attend_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    causal: bool,
+    backend: str = "auto",
+    **options: Any,
+) -> torch.Tensor:
+    """The linear form of the operator by the backend that is best for it; nothing is checked.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        mixing: Weights of the layout's own blocks, `[..., M, M]`.
+        layout: The blocks, those of padded or packed sequences too.
+        causal: Whether to look back only.
+        backend: See [`mhla_hf.ops.choose_backend`].
+        **options: `normalizer`, `normalizer_query`, `normalizer_key` and `eps` of [`mhla_attention`].
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+    """
+    tokens = query, key, value
+    if causal:
+        return causal_mhla_attention(*tokens, mixing, layout, **options)
+    if choose_backend(backend, *tokens, options.get("normalizer_query")) == "triton":
+        from .triton.block import triton_block_mhla_attention
+
+        return triton_block_mhla_attention(*tokens, mixing, layout, **options)
+    return block_mhla_attention(*tokens, mixing, layout, **options)
 
 
 def _check_arguments(
     query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, causal, eps, backend
 ) -> None:
     check_normalizer(normalizer)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
+    if backend not in OPERATOR_BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, OPERATOR_BACKENDS))}.")
     if not isinstance(layout, BlockLayout):
         raise ValueError(f"layout must be a BlockLayout, got {type(layout).__name__}.")
     if not isinstance(eps, (int, float)) or not eps >= 0:

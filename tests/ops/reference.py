@@ -16,8 +16,10 @@ def make_inputs(
     per_head: bool = False,
     rotated: bool = True,
     blocks: int | None = None,
+    key_width: int = 5,
+    value_width: int = 4,
 ) -> dict[str, torch.Tensor]:
-    """Inputs of `mhla_attention` with batch 2, 3 heads, key width 5, value width 4; all require gradients."""
+    """Inputs of `mhla_attention` with batch 2 and 3 heads; all require gradients."""
     generator = torch.Generator().manual_seed(seed)
     tokens, count = layout.num_tokens, blocks or layout.num_blocks
 
@@ -25,16 +27,16 @@ def make_inputs(
         return torch.rand(*shape, generator=generator, dtype=torch.float64) + 0.05
 
     tensors = {
-        "query": positive(2, tokens, 3, 5),
-        "key": positive(2, tokens, 3, 5),
-        "value": torch.randn(2, tokens, 3, 4, generator=generator, dtype=torch.float64),
+        "query": positive(2, tokens, 3, key_width),
+        "key": positive(2, tokens, 3, key_width),
+        "value": torch.randn(2, tokens, 3, value_width, generator=generator, dtype=torch.float64),
         "mixing": positive(*((3, count, count) if per_head else (count, count))),
     }
     if rotated:
         # The numerator's pair may have any sign once it is rotated; only the normaliser's has to stay positive.
         tensors["normalizer_query"], tensors["normalizer_key"] = tensors["query"], tensors["key"]
-        tensors["query"] = torch.randn(2, tokens, 3, 5, generator=generator, dtype=torch.float64)
-        tensors["key"] = torch.randn(2, tokens, 3, 5, generator=generator, dtype=torch.float64)
+        tensors["query"] = torch.randn(2, tokens, 3, key_width, generator=generator, dtype=torch.float64)
+        tensors["key"] = torch.randn(2, tokens, 3, key_width, generator=generator, dtype=torch.float64)
     return {name: tensor.to(dtype).requires_grad_() for name, tensor in tensors.items()}
 
 
@@ -44,7 +46,8 @@ def output_and_gradients(
     """The output and the gradient of every input that takes part, under a fixed random cotangent."""
     output = mhla_attention(**inputs, layout=layout, **options)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    gradients = torch.autograd.grad(output, list(inputs.values()), cotangent.to(output.dtype), allow_unused=True)
+    cotangent = cotangent.to(output.device, output.dtype)
+    gradients = torch.autograd.grad(output, list(inputs.values()), cotangent, allow_unused=True)
     named = {f"gradient of {name}": gradient for name, gradient in zip(inputs, gradients) if gradient is not None}
     return {"output": output.detach(), **named}
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which code computes the operator: plain torch, or Triton kernels where they run and pay."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from ..config import BACKENDS
+
+
+logger = logging.getLogger(__name__)
+
+# Wins over what configurations and callers ask for: the person at the machine knows best what runs there.
+ENVIRONMENT_VARIABLE = "MHLA_HF_BACKEND"
+TRITON_INSTALLED = find_spec("triton") is not None
+# Triton makes up its mind when it is imported, too.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+# The widest head that the kernels take.
+MAX_WIDTH = 256
+# Of GPUs with bfloat16 and TF32 matrix products.
+MIN_CAPABILITY = (8, 0)
+
+
+def choose_backend(requested: str, *tokens: torch.Tensor | None) -> str:
+    """Chooses between `"torch"` and `"triton"` for some token tensors.
+
+    `"auto"` takes the kernels on a GPU for half precision, and for float32 where TF32 is allowed: exact float32
+    products run on no tensor core. `"triton"` takes them wherever they run. Anything else falls back to torch, which
+    is logged once for each reason.
+
+    Args:
+        requested: `"auto"`, `"torch"` or `"triton"`; the environment variable `MHLA_HF_BACKEND` wins over it.
+        *tokens: `[B, T, H, D]` each, or None.
+
+    Returns:
+        `"torch"` or `"triton"`.
+
+    Raises:
+        ValueError: If the request, or the environment variable, is not one of these.
+    """
+    wanted = os.environ.get(ENVIRONMENT_VARIABLE) or requested
+    if wanted not in BACKENDS:
+        where = ENVIRONMENT_VARIABLE if wanted != requested else "backend"
+        raise ValueError(f"{where}={wanted!r} is not one of {', '.join(map(repr, BACKENDS))}.")
+    if wanted == "torch":
+        return wanted
+    present = [tensor for tensor in tokens if tensor is not None]
+    obstacle = triton_obstacle(*present)
+    if obstacle is None and wanted == "auto":
+        obstacle = _not_worth_it(present[0])
+    if obstacle is None:
+        return "triton"
+    if not torch.compiler.is_compiling():
+        _log_once(wanted == "triton", obstacle)
+    return "torch"
+
+
+def triton_obstacle(*tokens: torch.Tensor) -> str | None:
+    """Why the Triton kernels cannot run on some token tensors `[B, T, H, D]`; None if they can."""
+    device = tokens[0].device
+    if not TRITON_INSTALLED:
+        return "triton is not installed (pip install 'mhla-hf[triton]')"
+    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
+        return f"the kernels run on GPUs, and the tensors are on {device.type}"
+    if device.type == "cuda" and _is_too_old(device):
+        return f"the GPU is older than compute capability {'.'.join(map(str, MIN_CAPABILITY))}"
+    for tensor in tokens:
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"the kernels take no {tensor.dtype}"
+        if tensor.shape[-1] > MAX_WIDTH:
+            return f"the kernels take heads of width {MAX_WIDTH} at most, not {tensor.shape[-1]}"
+        if 0 in tensor.shape:
+            return "there are no tokens"
+    return None
+
+
+def _not_worth_it(tokens: torch.Tensor) -> str | None:
+    if tokens.device.type != "cuda":
+        return "Triton interprets its kernels on a CPU"
+    if tokens.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return "float32 without TF32 (torch.backends.cuda.matmul.allow_tf32)"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _is_too_old(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
+
+
+@cache
+def _log_once(asked_for: bool, reason: str) -> None:
+    logger.log(logging.WARNING if asked_for else logging.INFO, "MHLA runs in plain torch: %s.", reason)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-parallel MHLA by Triton kernels: summaries, mixing, attention, without permuting tokens into blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from ...layout import BlockLayout
+from ...sequence_layout import SequenceLayout
+from ..numerics import check_normalizer, mix_summaries, repeat_heads
+from .block_operators import block_attend, block_summary
+from .mixing import mix_blocks
+
+
+def triton_block_mhla_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Non-causal MHLA by Triton kernels; arguments as in [`mhla_hf.ops.block_mhla_attention`].
+
+    Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+
+    Raises:
+        ValueError: If `normalizer` is unknown.
+    """
+    check_normalizer(normalizer)
+    num_heads, dtype = query.shape[2], value.dtype
+    if normalizer_query is query:
+        normalizer_query = None
+    if normalizer_key is key:
+        normalizer_key = None
+    if normalizer_query is None and normalizer_key is not None:
+        normalizer_query = query
+    if normalizer_key is None and normalizer_query is not None:
+        normalizer_key = key
+    with torch.autocast(query.device.type, enabled=False):
+        query, key = query.to(dtype), key.to(dtype)
+        table = layout.token_table(query.device)
+        # Summaries are means over the slots: their size does not grow with the blocks'.
+        slots = float(table.shape[-1])
+        divides = normalizer != "none"
+        plain_key = normalizer_key if divides else None
+        summary, key_sum = block_summary(
+            key, value, plain_key, table, 1 / slots, divides, not _trains(query, key, value, mixing)
+        )
+        weights = mixing.float()
+        per_head = weights.dim() > 2 and weights.shape[-3] != 1
+        groups = num_heads if per_head else key.shape[2]
+        summary = mix_blocks(weights, summary, groups, False, dtype == torch.float32)
+        mixed_sum = divisor = None
+        if normalizer == "query":
+            mixed_sum = mix_summaries(weights, key_sum.unsqueeze(-1), groups).squeeze(-1)
+        elif normalizer == "block_query":
+            plain_query = query if normalizer_query is None else normalizer_query
+            divisor = _block_query_divisor(plain_query, key_sum, mixing, layout)
+        apart = normalizer_query if normalizer == "query" else None
+        output, _ = block_attend(query, summary, mixed_sum, apart, divisor, table, slots, eps)
+        return output
+
+
+def _trains(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _block_query_divisor(
+    query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout
+) -> torch.Tensor:
+    """Σ_b m_ib φ(q_bw)·z_b for the token at position w of block i, float32 `[B, T, H]`."""
+    num_heads = query.shape[2]
+    key_sum = repeat_heads(key_sum, num_heads, 1).movedim(1, 3)
+    own = torch.einsum("bmnhk,bmkh->bhmn", layout.to_blocks(query).float(), key_sum)
+    return layout.from_blocks((mixing.float() @ own).permute(0, 2, 3, 1))

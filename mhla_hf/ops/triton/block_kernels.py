@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of block-parallel MHLA. Two of them carry forward and backward alike.
+
+`outer_kernel` sums outer products of token rows within each block (block summaries, and the gradients of mixed
+summaries); `apply_kernel` multiplies each token's row with a matrix of its block (all token gradients). The forward
+pass has `attend_kernel`, which is `apply_kernel` with the division by the normaliser. Tokens are read where they lie:
+a table gives the token of every slot of every block, so blocks need neither be contiguous nor of one size.
+
+Layout of a launch: program axis 0 runs over (block, column tile, share of the block's slots), axis 1 over (batch,
+head). Sums are in float32. Widths that are no power of two are padded with zeros inside the kernel only.
+"""
+
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS: tl.constexpr):
+    """Tokens of some slots of a block, and which of the slots hold one."""
+    inside = slot < stop
+    tokens = tl.load(table + batch * table_stride_batch + block * SLOTS + slot, mask=inside, other=num_tokens)
+    present = inside & (tokens < num_tokens)
+    return tl.where(present, tokens, 0).to(tl.int64), present
+
+
+@triton.jit
+def _rows(start, tokens, present, stride_token, column, WIDTH: tl.constexpr):
+    """Rows of a token tensor, zero where there is no token or no column."""
+    pointers = start + tokens[:, None] * stride_token + column[None, :]
+    return tl.load(pointers, mask=present[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(start, tokens, present, stride_token, column, rows, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
+    pointers = start + tokens[:, None] * stride_token + column[None, :]
+    narrow = to_type(rows, start.dtype.element_ty, INTERPRETED)
+    tl.store(pointers, narrow, mask=present[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def to_type(values, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Converts, to the nearest value. The interpreter would cut float32 off to bfloat16: there it is rounded first."""
+    if INTERPRETED and TYPE == tl.bfloat16 and values.dtype == tl.float32:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+    return values.to(TYPE)
+
+
+@triton.jit
+def product(left, right, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """left @ right in float32, of factors rounded to DOT_TYPE."""
+    left, right = to_type(left, DOT_TYPE, INTERPRETED), to_type(right, DOT_TYPE, INTERPRETED)
+    if INTERPRETED:
+        # It multiplies no bfloat16.
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision=PRECISION)
+
+
+@triton.jit
+def outer_kernel(
+    left,
+    right,
+    plain,
+    scale,
+    weight,
+    table,
+    products,
+    total,
+    num_tokens,
+    table_stride_batch,
+    left_stride_batch,
+    left_stride_token,
+    left_stride_head,
+    right_stride_batch,
+    right_stride_token,
+    right_stride_head,
+    plain_stride_batch,
+    plain_stride_token,
+    plain_stride_head,
+    products_stride_split,
+    total_stride_split,
+    factor,
+    NUM_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr,
+    BLOCK_RIGHT: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    TOTAL: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """products_b = factor Σ_t left_t ⊗ (scale_t right_t) and total_b = Σ_t weight_t plain_t over the slots of block b.
+
+    HEADS is the number of heads of `products`; each sums REPEATS heads of the rows. `scale` and `weight` are
+    `[B, T, HEADS · REPEATS]`. TOTAL: 0 computes no total, 1 sums `left`, 2 sums `plain`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    split, tile = program % SPLITS, program // SPLITS
+    COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
+    block, column_tile = tile // COLUMN_TILES, tile % COLUMN_TILES
+    left_column = tl.arange(0, BLOCK_LEFT)
+    right_column = column_tile * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
+    plain_column = tl.arange(0, BLOCK_PLAIN)
+    accumulator = tl.zeros((BLOCK_LEFT, BLOCK_RIGHT), tl.float32)
+    sums = tl.zeros((BLOCK_PLAIN,), tl.float32)
+    first = split * SPLIT_SLOTS
+    stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
+    for repeat in range(REPEATS):
+        row_head = head * REPEATS + repeat
+        left_start = left + batch * left_stride_batch + row_head * left_stride_head
+        right_start = right + batch * right_stride_batch + row_head * right_stride_head
+        plain_start = plain + batch * plain_stride_batch + row_head * plain_stride_head
+        for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
+            slot = first + offset + tl.arange(0, BLOCK_TOKENS)
+            tokens, present = _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+            per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
+            left_rows = _rows(left_start, tokens, present, left_stride_token, left_column, LEFT)
+            right_rows = _rows(right_start, tokens, present, right_stride_token, right_column, RIGHT)
+            if HAS_SCALE:
+                row_scale = tl.load(scale + per_token, mask=present, other=0.0)
+                right_rows = right_rows.to(tl.float32) * row_scale[:, None]
+            accumulator += product(tl.trans(left_rows), right_rows, DOT_TYPE, PRECISION, INTERPRETED)
+            if TOTAL != 0:
+                if TOTAL == 2:
+                    plain_rows = _rows(plain_start, tokens, present, plain_stride_token, plain_column, PLAIN)
+                else:
+                    plain_rows = left_rows
+                plain_rows = plain_rows.to(tl.float32)
+                if HAS_WEIGHT:
+                    row_weight = tl.load(weight + per_token, mask=present, other=0.0)
+                    plain_rows *= row_weight[:, None]
+                sums += tl.sum(plain_rows, axis=0)
+    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    start = products + split * products_stride_split + matrix * (LEFT * RIGHT)
+    inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
+    pointers = start + left_column[:, None] * RIGHT + right_column[None, :]
+    tl.store(pointers, to_type(accumulator * factor, products.dtype.element_ty, INTERPRETED), mask=inside)
+    if TOTAL != 0:
+        sums_start = total + split * total_stride_split + matrix * PLAIN
+        if column_tile == 0:
+            tl.store(sums_start + plain_column, sums, mask=plain_column < PLAIN)
+
+
+@triton.jit
+def attend_kernel(
+    query,
+    plain,
+    summary,
+    key_sum,
+    table,
+    output,
+    denominator,
+    num_tokens,
+    table_stride_batch,
+    query_stride_batch,
+    query_stride_token,
+    query_stride_head,
+    plain_stride_batch,
+    plain_stride_token,
+    plain_stride_head,
+    factor,
+    eps,
+    NUM_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """output_t = factor · query_tᵀ summary_b(t), divided by plain_t · key_sum_b(t) + eps.
+
+    HEADS is the number of heads of `summary`, REPEATS the query heads that share one. NORMALIZER: 0 does not divide,
+    1 takes the query itself for `plain`, 2 takes `plain`, 3 takes a given `denominator` `[B, T, H]`; 1 and 2 write
+    the denominator.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row_head = tl.program_id(1).to(tl.int64) % (HEADS * REPEATS)
+    batch, head = tl.program_id(1).to(tl.int64) // (HEADS * REPEATS), row_head // REPEATS
+    split, tile = program % SPLITS, program // SPLITS
+    COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
+    block, column_tile = tile // COLUMN_TILES, tile % COLUMN_TILES
+    column = tl.arange(0, BLOCK_WIDTH)
+    value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+    plain_column = tl.arange(0, BLOCK_PLAIN)
+    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    weights = tl.load(
+        summary + matrix * (WIDTH * VALUE) + column[:, None] * VALUE + value_column[None, :],
+        mask=(column < WIDTH)[:, None] & (value_column < VALUE)[None, :],
+        other=0.0,
+    )
+    if NORMALIZER == 1 or NORMALIZER == 2:
+        sums = tl.load(key_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
+    query_start = query + batch * query_stride_batch + row_head * query_stride_head
+    plain_start = plain + batch * plain_stride_batch + row_head * plain_stride_head
+    output_start = output + (batch * num_tokens * (HEADS * REPEATS) + row_head) * VALUE
+    first = split * SPLIT_SLOTS
+    stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
+    for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
+        slot = first + offset + tl.arange(0, BLOCK_TOKENS)
+        tokens, present = _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+        rows = _rows(query_start, tokens, present, query_stride_token, column, WIDTH)
+        result = product(rows, weights, DOT_TYPE, PRECISION, INTERPRETED) * factor
+        if NORMALIZER != 0:
+            per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
+            if NORMALIZER == 3:
+                divisor = tl.load(denominator + per_token, mask=present, other=1.0) + eps
+            else:
+                if NORMALIZER == 2:
+                    plain_rows = _rows(plain_start, tokens, present, plain_stride_token, plain_column, PLAIN)
+                else:
+                    plain_rows = rows
+                divisor = tl.sum(plain_rows.to(tl.float32) * sums[None, :], axis=1) + eps
+                if column_tile == 0:
+                    tl.store(denominator + per_token, divisor, mask=present)
+            result = result / tl.where(present, divisor, 1.0)[:, None]
+        _store_rows(output_start, tokens, present, HEADS * REPEATS * VALUE, value_column, result, VALUE, INTERPRETED)
+
+
+@triton.jit
+def apply_kernel(
+    rows,
+    other,
+    matrices,
+    vectors,
+    scale,
+    table,
+    result,
+    second,
+    weight,
+    num_tokens,
+    table_stride_batch,
+    rows_stride_batch,
+    rows_stride_token,
+    rows_stride_head,
+    other_stride_batch,
+    other_stride_token,
+    other_stride_head,
+    matrix_stride_row,
+    matrix_stride_column,
+    factor,
+    NUM_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_VECTOR: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    VECTORS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """result_t = factor · scale_t · rows_tᵀ matrix_b(t), plus weight_t · vector_b(t).
+
+    The strides of a matrix say whether it is transposed. VECTORS: 0 adds nothing, 1 adds the weighted vector to the
+    result, 2 writes it to `second`. WEIGHT: 0 takes 1 for weight_t. Otherwise weight_t is the gradient of a
+    denominator, where rows are output gradients and `scale` is one over the denominator: 1 has the outputs in `other`
+    and computes -scale_t rows_t · other_t; 2 has the queries there and computes the same from the products just made,
+    -scale_t result_t · other_t, free of the rounding of the outputs, where one tile holds all columns. Either is
+    written to `weight` `[B, T, H]`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row_head = tl.program_id(1).to(tl.int64) % (HEADS * REPEATS)
+    batch, head = tl.program_id(1).to(tl.int64) // (HEADS * REPEATS), row_head // REPEATS
+    split, tile = program % SPLITS, program // SPLITS
+    COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    block, column_tile = tile // COLUMN_TILES, tile % COLUMN_TILES
+    row_column = tl.arange(0, BLOCK_WIDTH)
+    column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    weights = tl.load(
+        matrices
+        + matrix * (WIDTH * COLUMNS)
+        + row_column[:, None] * matrix_stride_row
+        + column[None, :] * matrix_stride_column,
+        mask=(row_column < WIDTH)[:, None] & (column < COLUMNS)[None, :],
+        other=0.0,
+    )
+    if VECTORS == 1:
+        vector = tl.load(vectors + matrix * VECTOR + column, mask=column < VECTOR, other=0.0)
+    if VECTORS == 2:
+        vector_column = tl.arange(0, BLOCK_VECTOR)
+        vector = tl.load(vectors + matrix * VECTOR + vector_column, mask=vector_column < VECTOR, other=0.0)
+    rows_start = rows + batch * rows_stride_batch + row_head * rows_stride_head
+    other_start = other + batch * other_stride_batch + row_head * other_stride_head
+    token_start = batch * num_tokens * (HEADS * REPEATS) + row_head
+    first = split * SPLIT_SLOTS
+    stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
+    for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
+        slot = first + offset + tl.arange(0, BLOCK_TOKENS)
+        tokens, present = _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+        per_token = token_start + tokens * (HEADS * REPEATS)
+        values = _rows(rows_start, tokens, present, rows_stride_token, row_column, WIDTH)
+        output = product(values, weights, DOT_TYPE, PRECISION, INTERPRETED) * factor
+        if HAS_SCALE:
+            # After the product: gradients of half precision then enter it as they are.
+            row_scale = tl.load(scale + per_token, mask=present, other=0.0)
+            output *= row_scale[:, None]
+        if VECTORS != 0:
+            if WEIGHT == 0:
+                weighted = tl.zeros((BLOCK_TOKENS, 1), tl.float32) + vector[None, :]
+            else:
+                if WEIGHT == 1:
+                    others = _rows(other_start, tokens, present, other_stride_token, row_column, WIDTH)
+                    row_weight = -row_scale * tl.sum(values.to(tl.float32) * others.to(tl.float32), axis=1)
+                else:
+                    others = _rows(other_start, tokens, present, other_stride_token, column, COLUMNS)
+                    row_weight = -row_scale * tl.sum(output * others.to(tl.float32), axis=1)
+                if column_tile == 0:
+                    tl.store(weight + per_token, row_weight, mask=present)
+                weighted = row_weight[:, None] * vector[None, :]
+            if VECTORS == 1:
+                output += weighted
+            elif column_tile == 0:
+                second_start = second + token_start * VECTOR
+                _store_rows(
+                    second_start,
+                    tokens,
+                    present,
+                    HEADS * REPEATS * VECTOR,
+                    vector_column,
+                    weighted,
+                    VECTOR,
+                    INTERPRETED,
+                )
+        _store_rows(
+            result + token_start * COLUMNS,
+            tokens,
+            present,
+            HEADS * REPEATS * COLUMNS,
+            column,
+            output,
+            COLUMNS,
+            INTERPRETED,
+        )

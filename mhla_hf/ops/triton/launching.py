@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every launch of a kernel needs: tile sizes, strides, the type of products, and the GPU to launch on."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+# Programs below which the slots of a block are shared out: a few for each multiprocessor of a large GPU.
+FEW_PROGRAMS = 512
+# Elements of a tile that a program accumulates: 128 x 128 in float32 is half of a multiprocessor's registers.
+MAX_TILE = 128 * 128
+MAX_WIDTH = 256
+
+
+def padded(width: int) -> int:
+    """The width that a kernel works with: the next power of two, 16 at least (the smallest matrix product)."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def column_tile(width: int, columns: int) -> int:
+    """Columns that one program takes of a matrix `[width, columns]`."""
+    return min(padded(columns), max(16, MAX_TILE // padded(width)))
+
+
+def token_tile(slots: int, width: int) -> int:
+    """Tokens that a program reads at a time."""
+    return min(padded(slots), 64 if padded(width) <= 128 else 32)
+
+
+def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
+    """Shares out the slots of a block where there are few programs.
+
+    Returns:
+        Number of shares, and slots of each, a multiple of `tile`.
+    """
+    tiles = triton.cdiv(slots, tile)
+    shares = max(1, min(tiles, triton.cdiv(FEW_PROGRAMS, max(programs, 1))))
+    share = triton.cdiv(tiles, shares)
+    return triton.cdiv(tiles, share), share * tile
+
+
+def product_options(tokens: torch.dtype, summaries: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Type and precision of matrix products between token rows and summaries.
+
+    bfloat16 where both are. Otherwise float32: through TF32, which holds half precision exactly, for tokens of half
+    precision, and for float32 tokens where torch itself may (`torch.backends.cuda.matmul.allow_tf32`).
+    """
+    interpreted = device.type != "cuda"
+    if tokens == summaries == torch.bfloat16:
+        return {"DOT_TYPE": tl.bfloat16, "PRECISION": "tf32", "INTERPRETED": interpreted}
+    exact = tokens == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return {"DOT_TYPE": tl.float32, "PRECISION": "ieee" if exact else "tf32", "INTERPRETED": interpreted}
+
+
+def summary_dtype(tokens: torch.dtype, half: bool) -> torch.dtype:
+    """The type that summaries of tokens are kept in: float32, or bfloat16 for bfloat16 tokens if `half`.
+
+    Sums of float16 would leave its range. Summaries in bfloat16 take half the memory traffic; outputs keep the error
+    of their own rounding, but gradients, where terms cancel, would have up to three times theirs.
+    """
+    return torch.bfloat16 if half and tokens == torch.bfloat16 else torch.float32
+
+
+def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of batch, token and head of `[B, T, H, D]`, whose last axis must be dense."""
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied only where its last axis is not dense."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager:
+    """Makes the tensor's GPU the current one, which Triton launches on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels that mix block summaries, with weights that are not rounded to the summaries' type.
+
+A summary is a row of `columns` numbers (K · V of them). float32 weights meet bfloat16 summaries as the sum of two
+bfloat16 numbers, which costs one more product and keeps 16 bits of them; cuBLAS would need the weights rounded.
+"""
+
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
+import triton
+import triton.language as tl
+
+from .block_kernels import product, to_type
+
+
+@triton.jit
+def _split_product(weights, summaries, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """weights @ summaries for float32 weights."""
+    result = product(weights, summaries, DOT_TYPE, PRECISION, INTERPRETED)
+    if DOT_TYPE == tl.bfloat16:
+        rest = weights - to_type(weights, DOT_TYPE, INTERPRETED).to(tl.float32)
+        result += product(rest, summaries, DOT_TYPE, PRECISION, INTERPRETED)
+    return result
+
+
+@triton.jit
+def mix_kernel(
+    mixing,
+    summaries,
+    mixed,
+    mixing_stride_batch,
+    mixing_stride_head,
+    mixing_stride_row,
+    mixing_stride_column,
+    columns,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    SUM_REPEATS: tl.constexpr,
+    LOWER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """mixed_i = Σ_b m_ib summary_b, `[B, HEADS, ROWS, columns]` from `[B, G, BLOCKS, columns]`.
+
+    HEADS are those of `mixed`. Without SUM_REPEATS, G = HEADS / REPEATS and REPEATS heads in a row share one of
+    `summaries`; with it, G = HEADS · REPEATS and REPEATS of them are mixed and summed (the gradient of the former).
+    Strides say where a head's weights lie and whether they are transposed. LOWER: weights on and above the diagonal
+    (1) or on and below it (2, for transposed ones) are zero, and not read.
+    """
+    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    COLUMN_AXIS: tl.constexpr = 0
+    row_tiles = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    row_tile, column_tile = tl.program_id(COLUMN_AXIS) % row_tiles, tl.program_id(COLUMN_AXIS) // row_tiles
+    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    first = 0
+    stop = BLOCKS
+    if LOWER == 1:
+        stop = tl.minimum(BLOCKS, (row_tile + 1) * BLOCK_ROWS)
+    if LOWER == 2:
+        first = (row_tile * BLOCK_ROWS) // BLOCK_INNER * BLOCK_INNER
+    for repeat in range(REPEATS if SUM_REPEATS else 1):
+        weight_head = head * REPEATS + repeat if SUM_REPEATS else head
+        summary_head = weight_head if SUM_REPEATS else head // REPEATS
+        groups = HEADS * REPEATS if SUM_REPEATS else HEADS // REPEATS
+        weights_start = mixing + batch * mixing_stride_batch + weight_head * mixing_stride_head
+        summary_start = summaries + (batch * groups + summary_head) * BLOCKS * columns
+        for offset in range(first, stop, BLOCK_INNER):
+            inner = offset + tl.arange(0, BLOCK_INNER)
+            used = (row < ROWS)[:, None] & (inner < BLOCKS)[None, :]
+            if LOWER == 1:
+                used = used & (inner[None, :] < row[:, None])
+            if LOWER == 2:
+                used = used & (inner[None, :] > row[:, None])
+            pointers = weights_start + row[:, None] * mixing_stride_row + inner[None, :] * mixing_stride_column
+            weights = tl.load(pointers, mask=used, other=0.0)
+            pointers = summary_start + inner.to(tl.int64)[:, None] * columns + column[None, :]
+            rows = tl.load(pointers, mask=(inner < BLOCKS)[:, None] & (column < columns)[None, :], other=0.0)
+            accumulator += _split_product(weights, rows, DOT_TYPE, PRECISION, INTERPRETED)
+    start = mixed + (batch * HEADS + head) * ROWS * columns
+    pointers = start + row.to(tl.int64)[:, None] * columns + column[None, :]
+    inside = (row < ROWS)[:, None] & (column < columns)[None, :]
+    tl.store(pointers, to_type(accumulator, mixed.dtype.element_ty, INTERPRETED), mask=inside)
+
+
+@triton.jit
+def mixing_gradient_kernel(
+    gradients,
+    summaries,
+    result,
+    columns,
+    count,
+    share,
+    BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    LOWER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """result_ib = Σ gradient_i · summary_b over the batch entries and heads of a share, float32 `[shares, M, M]`.
+
+    `gradients` is `[B, HEADS, M, columns]` and `summaries` `[B, HEADS / REPEATS, M, columns]`; program axis 1 takes
+    `share` of the `count` = B · HEADS pairs in a row. LOWER leaves out what lies on and above the diagonal.
+    """
+    tiles = (BLOCKS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    row = (tl.program_id(0) // tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    other = (tl.program_id(0) % tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    accumulator = tl.zeros((BLOCK_ROWS, BLOCK_ROWS), tl.float32)
+    if not LOWER or tl.program_id(0) % tiles <= tl.program_id(0) // tiles:
+        for index in range(tl.program_id(1) * share, tl.minimum((tl.program_id(1) + 1) * share, count)):
+            batch, head = index // HEADS, index % HEADS
+            gradient_start = gradients + tl.cast(index, tl.int64) * BLOCKS * columns
+            groups = HEADS // REPEATS
+            summary_start = summaries + tl.cast(batch * groups + head // REPEATS, tl.int64) * BLOCKS * columns
+            for offset in range(0, columns, BLOCK_COLUMNS):
+                column = offset + tl.arange(0, BLOCK_COLUMNS)
+                inside = (column < columns)[None, :]
+                pointers = row.to(tl.int64)[:, None] * columns + column[None, :]
+                left = tl.load(gradient_start + pointers, mask=(row < BLOCKS)[:, None] & inside, other=0.0)
+                pointers = other.to(tl.int64)[:, None] * columns + column[None, :]
+                right = tl.load(summary_start + pointers, mask=(other < BLOCKS)[:, None] & inside, other=0.0)
+                accumulator += product(left, tl.trans(right), DOT_TYPE, PRECISION, INTERPRETED)
+    used = (row < BLOCKS)[:, None] & (other < BLOCKS)[None, :]
+    if LOWER:
+        accumulator = tl.where(other[None, :] < row[:, None], accumulator, 0.0)
+    start = result + tl.program_id(1).to(tl.int64) * BLOCKS * BLOCKS
+    tl.store(start + row[:, None] * BLOCKS + other[None, :], accumulator, mask=used)

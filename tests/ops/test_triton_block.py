@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block kernels against the dense definition: interpreted on a CPU, compiled on a GPU, the same cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from mhla_hf import BlockLayout, mhla_attention
+from mhla_hf.ops import attend_blocks, naive_mhla_attention
+from mhla_hf.sequence_layout import SequenceLayout
+
+from .reference import assert_same, make_inputs, output_and_gradients
+from .triton_checks import DEVICES, cast, half_precision_errors, on
+
+
+pytest.importorskip("triton")
+
+LAYOUTS = [
+    pytest.param(BlockLayout((1,), blocks=(1,)), id="T1"),
+    pytest.param(BlockLayout((63,), blocks=(4,)), id="T63"),
+    pytest.param(BlockLayout((7, 11), blocks=(2, 3)), id="7x11-over-2x3"),
+    pytest.param(BlockLayout((3, 5, 7), blocks=(2, 1, 2)), id="3x5x7-over-2x1x2"),
+    pytest.param(BlockLayout((3, 4), blocks=(2, 2), num_prefix_tokens=2), id="prefix"),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("normalizer", ["query", "none"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_and_gradients_match_naive(layout, normalizer, rotated, device):
+    inputs = make_inputs(layout, seed=int(rotated), per_head=rotated, rotated=rotated)
+    expected = output_and_gradients(inputs, layout, normalizer=normalizer, backend="naive")
+    actual = output_and_gradients(cast(inputs, device), layout, normalizer=normalizer, backend="triton")
+    assert_same(on("cpu", actual), expected, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rotated", [False, True])
+def test_block_query_matches_naive(rotated, device):
+    layout = BlockLayout((4, 6), blocks=(2, 2))
+    inputs = make_inputs(layout, per_head=rotated, rotated=rotated)
+    expected = output_and_gradients(inputs, layout, normalizer="block_query", backend="naive")
+    actual = output_and_gradients(cast(inputs, device), layout, normalizer="block_query", backend="triton")
+    assert_same(on("cpu", actual), expected, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("key_width, value_width", [(32, 40), (72, 72), (256, 160)])
+def test_widths_of_heads(key_width, value_width, device):
+    layout = BlockLayout((9, 5), blocks=(2, 2))
+    generator = torch.Generator().manual_seed(3)
+    inputs = {
+        "query": torch.rand(1, 45, 2, key_width, generator=generator, dtype=torch.float64),
+        "key": torch.rand(1, 45, 2, key_width, generator=generator, dtype=torch.float64),
+        "value": torch.randn(1, 45, 2, value_width, generator=generator, dtype=torch.float64),
+        "mixing": torch.rand(4, 4, generator=generator, dtype=torch.float64),
+    }
+    inputs = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    expected = output_and_gradients(inputs, layout, backend="naive")
+    assert_same(on("cpu", output_and_gradients(cast(inputs, device), layout, backend="triton")), expected, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_grouped_queries(per_head, device):
+    layout = BlockLayout((21,), blocks=(3,))
+    inputs = make_inputs(layout, rotated=False)
+    inputs["query"] = torch.cat([inputs["query"].detach(), inputs["query"].detach().flip(1)], 2).requires_grad_()
+    if per_head:
+        inputs["mixing"] = torch.rand(6, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        inputs["mixing"].requires_grad_()
+    expected = output_and_gradients(inputs, layout, backend="naive")
+    assert_same(on("cpu", output_and_gradients(cast(inputs, device), layout, backend="triton")), expected, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_read_through_their_strides(device):
+    layout = BlockLayout((5, 5), blocks=(2, 2))
+    inputs = cast(make_inputs(layout, rotated=False), device)
+    packed = torch.cat([inputs["query"], inputs["key"], inputs["value"]], dim=-1).detach().requires_grad_()
+    tokens = packed.split([5, 5, 4], dim=-1)
+    assert not tokens[1].is_contiguous()
+    mixing = inputs["mixing"].detach()
+    output = mhla_attention(*tokens, mixing, layout, backend="triton")
+    expected = mhla_attention(*(token.contiguous() for token in tokens), mixing, layout, backend="torch")
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    (actual_gradient,) = torch.autograd.grad(output.square().sum(), packed, retain_graph=True)
+    (expected_gradient,) = torch.autograd.grad(expected.square().sum(), packed)
+    torch.testing.assert_close(actual_gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_is_neither_read_nor_left_unwritten(device):
+    """Outputs and gradients of padding are zeros, not what was in memory."""
+    inputs = cast(make_inputs(BlockLayout((20,), blocks=(1,)), blocks=5), device)
+    valid = torch.ones(2, 20, dtype=torch.bool, device=device)
+    valid[0, :3] = valid[0, 9] = valid[1, 13:] = False
+    for name in ("query", "key", "value", "normalizer_query", "normalizer_key"):
+        inputs[name] = inputs[name].detach().masked_fill(~valid[..., None, None], float("nan")).requires_grad_()
+    layout = SequenceLayout(valid, 4)
+    mixing = layout.mixing_matrix(inputs["mixing"], causal=False)
+    tokens = [inputs[name] for name in ("query", "key", "value")]
+    options = {name: inputs[name] for name in ("normalizer_query", "normalizer_key")}
+    results = {}
+    for backend in ("torch", "triton"):
+        output = attend_blocks(*tokens, mixing, layout, causal=False, backend=backend, **options)
+        chosen = output.masked_fill(~valid[..., None, None], 0).square().sum()
+        gradients = torch.autograd.grad(chosen, [*tokens, *options.values(), inputs["mixing"]], retain_graph=True)
+        results[backend] = [output, *gradients]
+    for actual, expected in zip(results["triton"], results["torch"], strict=True):
+        torch.testing.assert_close(actual.nan_to_num(0), expected.nan_to_num(0), rtol=1e-4, atol=1e-5)
+    for tensor in results["triton"][:-1]:
+        assert tensor[~valid].abs().max() == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buffers_full_of_nan_are_written_completely(device, monkeypatch):
+    """Every element of what the kernels allocate is written: allocations filled with NaN change nothing."""
+    layout = BlockLayout((7, 5), blocks=(3, 2))
+    inputs = cast(make_inputs(layout), device)
+    expected = output_and_gradients(inputs, layout, backend="triton")
+    plain_new_empty = torch.Tensor.new_empty
+
+    def new_empty(tensor, *size, **options):
+        buffer = plain_new_empty(tensor, *size, **options)
+        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    actual = output_and_gradients(inputs, layout, backend="triton")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bad_query_spoils_its_own_row_only(device):
+    layout = BlockLayout((12,), blocks=(3,))
+    inputs = {name: tensor.detach() for name, tensor in cast(make_inputs(layout, rotated=False), device).items()}
+    clean = mhla_attention(**inputs, layout=layout, backend="triton")
+    inputs["query"] = inputs["query"].clone()
+    inputs["query"][1, 5, 2, 0] = float("nan")
+    output = mhla_attention(**inputs, layout=layout, backend="triton")
+    assert output[1, 5, 2].isnan().all()
+    output[1, 5, 2] = clean[1, 5, 2]
+    assert torch.equal(output, clean)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normalizer", ["query", "none"])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, normalizer, rotated, training, device):
+    layout = BlockLayout((6, 10), blocks=(2, 3))
+    errors = half_precision_errors(
+        layout, dtype, device, training=training, normalizer=normalizer, rotated=rotated, causal=False
+    )
+    for name, (kernel, plain) in errors.items():
+        assert kernel <= 2 * plain, f"{name}: error {kernel:.2e}, torch {plain:.2e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float16_does_not_overflow(device):
+    """Summaries of 4,000 tokens of size 20 leave float16's range; outputs do not."""
+    layout = BlockLayout((4000,), blocks=(1,))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (20 * torch.rand(1, 4000, 1, 16, generator=generator) for _ in range(3))
+    mixing = torch.ones(1, 1)
+    expected = naive_mhla_attention(
+        *(x[:, ::8].double() for x in (query, key, value)), mixing, BlockLayout((500,), blocks=(1,))
+    )
+    tokens = [tensor.to(device, torch.float16) for tensor in (query, key, value)]
+    output = mhla_attention(*tokens, mixing.to(device), layout, backend="triton")
+    assert output.isfinite().all()
+    # The mean of random values: an eighth of the tokens already tells it.
+    assert (output.mean() - expected.mean()).abs() / expected.mean() < 0.05
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rotated", [False, True])
+def test_operators_are_what_torch_expects(rotated, device):
+    """Schemas, fake tensors, autograd registration and ahead-of-time tracing of every custom operator."""
+    layout = BlockLayout((3, 4), blocks=(2, 2))
+    inputs = cast(make_inputs(layout, rotated=rotated), device)
+    plain_query, plain_key = inputs.get("normalizer_query"), inputs.get("normalizer_key")
+    table = layout.token_table(torch.device(device))
+    operators = torch.ops.mhla_hf
+    arguments = inputs["key"], inputs["value"], plain_key, table, 0.5, True, False
+    torch.library.opcheck(operators.block_summary, arguments)
+    summary, key_sum = (tensor.detach() for tensor in operators.block_summary(*arguments))
+    summary.requires_grad_()
+    torch.library.opcheck(operators.mix_blocks, (inputs["mixing"], summary, 3, False, True))
+    for divisor in (None, torch.rand(2, 12, 3, device=device) + 1):
+        sums = key_sum.requires_grad_() if divisor is None else None
+        plain = plain_query if divisor is None else None
+        divisor = divisor if divisor is None else divisor.requires_grad_()
+        torch.library.opcheck(
+            operators.block_attend, (inputs["query"], summary, sums, plain, divisor, table, 2.0, 1e-6)
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_in_one_graph(device):
+    layout = BlockLayout((5, 7), blocks=(2, 3))
+    inputs = cast(make_inputs(layout), device)
+    expected = output_and_gradients(inputs, layout, backend="triton")
+
+    def loss(**tensors):
+        return mhla_attention(**tensors, layout=layout, backend="triton")
+
+    torch._dynamo.reset()
+    output = torch.compile(loss, fullgraph=True, backend="aot_eager")(**inputs)
+    torch.testing.assert_close(output.detach(), expected["output"])
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, list(inputs.values()), cotangent.to(output.device, output.dtype))
+    for name, gradient in zip(inputs, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected[f"gradient of {name}"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_survives_activation_checkpointing(device):
+    layout = BlockLayout((5, 4), blocks=(2, 2))
+    inputs = cast(make_inputs(layout, rotated=False), device)
+    expected = output_and_gradients(inputs, layout, backend="triton")
+    output = torch.utils.checkpoint.checkpoint(
+        lambda: mhla_attention(**inputs, layout=layout, backend="triton"), use_reentrant=False
+    )
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, list(inputs.values()), cotangent.to(output.device, output.dtype))
+    for name, gradient in zip(inputs, gradients, strict=True):
+        assert torch.equal(gradient, expected[f"gradient of {name}"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_counts_floating_point_operations(device):
+    """2 B T H K V for each of two products, 2 B H M² K V for the mixing; the backward pass is twice that."""
+    layout = BlockLayout((24,), blocks=(3,))
+    inputs = cast(make_inputs(layout, rotated=False, key_width=8, value_width=16), device)
+    with FlopCounterMode(display=False) as counter:
+        output = mhla_attention(**inputs, layout=layout, normalizer="none", backend="triton")
+        forward = counter.get_total_flops()
+        output.sum().backward()
+    assert forward == 2 * (2 * 2 * 24 * 3 * 8 * 16) + 2 * 2 * 3 * 3**2 * 8 * 16
+    assert counter.get_total_flops() == 3 * forward

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of all kernels share: the devices they run on, and errors of half precision against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mhla_hf import BlockLayout, mhla_attention
+
+from .reference import make_inputs, output_and_gradients
+
+
+_ON_GPU = torch.cuda.is_available()
+
+# Where there is a GPU, Triton compiles, and its kernels cannot take tensors on the CPU.
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(_ON_GPU, reason="Triton compiles its kernels here"), id="interpreted"
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def cast(inputs: dict[str, torch.Tensor], device: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Leaves of another type on another device."""
+    return {name: tensor.detach().to(device, dtype).requires_grad_() for name, tensor in inputs.items()}
+
+
+def on(device: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors on another device."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def half_precision_errors(
+    layout: BlockLayout,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    training: bool,
+    rotated: bool,
+    seeds: int = 2,
+    **options: object,
+) -> dict[str, tuple[float, float]]:
+    """Relative errors of output and gradients against float64, of the kernels and of plain torch, over some seeds.
+
+    Inputs are rounded to `dtype` first, so that only the computation errs. The mixing weights stay float32. Without
+    `training` there is the output alone, computed without recording gradients.
+    """
+    totals: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        drawn = make_inputs(layout, seed=seed, rotated=rotated, key_width=32, value_width=32)
+        rounded = {name: tensor.detach() for name, tensor in drawn.items()}
+        rounded = {name: tensor.to(torch.float32 if name == "mixing" else dtype) for name, tensor in rounded.items()}
+        expected = _results(cast(rounded, "cpu", torch.float64), layout, training, backend="naive", **options)
+        for index, backend in enumerate(("triton", "torch")):
+            inputs = {name: tensor.to(device).requires_grad_() for name, tensor in rounded.items()}
+            actual = on("cpu", _results(inputs, layout, training, backend=backend, **options))
+            for name, reference in expected.items():
+                error = (actual[name].double() - reference).square().sum().item()
+                totals.setdefault(name, [0.0, 0.0])[index] += error / reference.square().sum().item()
+    return {name: ((kernel / seeds) ** 0.5, (plain / seeds) ** 0.5) for name, (kernel, plain) in totals.items()}
+
+
+def _results(
+    inputs: dict[str, torch.Tensor], layout: BlockLayout, training: bool, **options: object
+) -> dict[str, torch.Tensor]:
+    if training:
+        return output_and_gradients(inputs, layout, **options)
+    with torch.no_grad():
+        return {"output": mhla_attention(**inputs, layout=layout, **options)}
