@@ -16,7 +16,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS: tl.constexpr):
+def slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS: tl.constexpr):
     """Tokens of some slots of a block, and which of the slots hold one."""
     inside = slot < stop
     tokens = tl.load(table + batch * table_stride_batch + block * SLOTS + slot, mask=inside, other=num_tokens)
@@ -25,14 +25,14 @@ def _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch
 
 
 @triton.jit
-def _rows(start, tokens, present, stride_token, column, WIDTH: tl.constexpr):
+def load_rows(start, tokens, present, stride_token, column, WIDTH: tl.constexpr):
     """Rows of a token tensor, zero where there is no token or no column."""
     pointers = start + tokens[:, None] * stride_token + column[None, :]
     return tl.load(pointers, mask=present[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def _store_rows(start, tokens, present, stride_token, column, rows, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
+def store_rows(start, tokens, present, stride_token, column, rows, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
     pointers = start + tokens[:, None] * stride_token + column[None, :]
     narrow = to_type(rows, start.dtype.element_ty, INTERPRETED)
     tl.store(pointers, narrow, mask=present[:, None] & (column < WIDTH)[None, :])
@@ -126,17 +126,17 @@ def outer_kernel(
         plain_start = plain + batch * plain_stride_batch + row_head * plain_stride_head
         for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
             slot = first + offset + tl.arange(0, BLOCK_TOKENS)
-            tokens, present = _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+            tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
             per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
-            left_rows = _rows(left_start, tokens, present, left_stride_token, left_column, LEFT)
-            right_rows = _rows(right_start, tokens, present, right_stride_token, right_column, RIGHT)
+            left_rows = load_rows(left_start, tokens, present, left_stride_token, left_column, LEFT)
+            right_rows = load_rows(right_start, tokens, present, right_stride_token, right_column, RIGHT)
             if HAS_SCALE:
                 row_scale = tl.load(scale + per_token, mask=present, other=0.0)
                 right_rows = right_rows.to(tl.float32) * row_scale[:, None]
             accumulator += product(tl.trans(left_rows), right_rows, DOT_TYPE, PRECISION, INTERPRETED)
             if TOTAL != 0:
                 if TOTAL == 2:
-                    plain_rows = _rows(plain_start, tokens, present, plain_stride_token, plain_column, PLAIN)
+                    plain_rows = load_rows(plain_start, tokens, present, plain_stride_token, plain_column, PLAIN)
                 else:
                     plain_rows = left_rows
                 plain_rows = plain_rows.to(tl.float32)
@@ -222,8 +222,8 @@ def attend_kernel(
     stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
     for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
         slot = first + offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
-        rows = _rows(query_start, tokens, present, query_stride_token, column, WIDTH)
+        tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+        rows = load_rows(query_start, tokens, present, query_stride_token, column, WIDTH)
         result = product(rows, weights, DOT_TYPE, PRECISION, INTERPRETED) * factor
         if NORMALIZER != 0:
             per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
@@ -231,14 +231,14 @@ def attend_kernel(
                 divisor = tl.load(denominator + per_token, mask=present, other=1.0) + eps
             else:
                 if NORMALIZER == 2:
-                    plain_rows = _rows(plain_start, tokens, present, plain_stride_token, plain_column, PLAIN)
+                    plain_rows = load_rows(plain_start, tokens, present, plain_stride_token, plain_column, PLAIN)
                 else:
                     plain_rows = rows
                 divisor = tl.sum(plain_rows.to(tl.float32) * sums[None, :], axis=1) + eps
                 if column_tile == 0:
                     tl.store(denominator + per_token, divisor, mask=present)
             result = result / tl.where(present, divisor, 1.0)[:, None]
-        _store_rows(output_start, tokens, present, HEADS * REPEATS * VALUE, value_column, result, VALUE, INTERPRETED)
+        store_rows(output_start, tokens, present, HEADS * REPEATS * VALUE, value_column, result, VALUE, INTERPRETED)
 
 
 @triton.jit
@@ -321,9 +321,9 @@ def apply_kernel(
     stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
     for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
         slot = first + offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = _slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+        tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
         per_token = token_start + tokens * (HEADS * REPEATS)
-        values = _rows(rows_start, tokens, present, rows_stride_token, row_column, WIDTH)
+        values = load_rows(rows_start, tokens, present, rows_stride_token, row_column, WIDTH)
         output = product(values, weights, DOT_TYPE, PRECISION, INTERPRETED) * factor
         if HAS_SCALE:
             # After the product: gradients of half precision then enter it as they are.
@@ -334,10 +334,10 @@ def apply_kernel(
                 weighted = tl.zeros((BLOCK_TOKENS, 1), tl.float32) + vector[None, :]
             else:
                 if WEIGHT == 1:
-                    others = _rows(other_start, tokens, present, other_stride_token, row_column, WIDTH)
+                    others = load_rows(other_start, tokens, present, other_stride_token, row_column, WIDTH)
                     row_weight = -row_scale * tl.sum(values.to(tl.float32) * others.to(tl.float32), axis=1)
                 else:
-                    others = _rows(other_start, tokens, present, other_stride_token, column, COLUMNS)
+                    others = load_rows(other_start, tokens, present, other_stride_token, column, COLUMNS)
                     row_weight = -row_scale * tl.sum(output * others.to(tl.float32), axis=1)
                 if column_tile == 0:
                     tl.store(weight + per_token, row_weight, mask=present)
@@ -346,7 +346,7 @@ def apply_kernel(
                 output += weighted
             elif column_tile == 0:
                 second_start = second + token_start * VECTOR
-                _store_rows(
+                store_rows(
                     second_start,
                     tokens,
                     present,
@@ -356,7 +356,7 @@ def apply_kernel(
                     VECTOR,
                     INTERPRETED,
                 )
-        _store_rows(
+        store_rows(
             result + token_start * COLUMNS,
             tokens,
             present,
