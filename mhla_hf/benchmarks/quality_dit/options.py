@@ -52,16 +52,16 @@ class QualityOptions:
     heads: int = 4
     blocks: int = 4
     lepe_kernel: int = 3
-    steps: int = 250
-    batch_size: int = 32
-    matrix_learning_rate: float = 4e-3
-    learning_rate: float = 2e-3
+    steps: int = 400
+    batch_size: int = 16
+    matrix_learning_rate: float = 8e-3
+    learning_rate: float = 4e-3
     warmup_steps: int = 20
     beta_schedule: str = "linear"
     class_dropout: float = 0.1
     seeds: tuple[int, ...] = (0, 1, 2)
     held_out_draws: int = 4
-    sampling_steps: int = 20
+    sampling_steps: int = 10
     guidance_scale: float = 2.0
     dtype: str = "float32"
 
