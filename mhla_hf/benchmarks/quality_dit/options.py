@@ -52,8 +52,8 @@ class QualityOptions:
     heads: int = 4
     blocks: int = 4
     lepe_kernel: int = 3
-    steps: int = 400
-    batch_size: int = 16
+    steps: int = 600
+    batch_size: int = 8
     matrix_learning_rate: float = 8e-3
     learning_rate: float = 4e-3
     warmup_steps: int = 20
