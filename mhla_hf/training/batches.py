@@ -174,7 +174,7 @@ def assemble_batch(
         generator = torch.Generator().manual_seed(seed)
         uniform.append(uniform_of(generator, position))
         dropped = bool(torch.rand((), generator=generator) < condition_dropout)
-        clean = sample["latents"].float().cpu()
+        clean = _plain(sample["latents"])
         latents.append(clean)
         noise.append(torch.randn(clean.shape, generator=generator))
         conditions.append(null_condition if dropped and null_condition is not None else sample)
@@ -202,7 +202,8 @@ def check_null_condition(condition_dropout: float, null_condition: Tensors | Non
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.float() if tensor.is_floating_point() else tensor.long()).cpu()
+    # Encoders called without `no_grad` leave a graph behind.
+    return (tensor.float() if tensor.is_floating_point() else tensor.long()).detach().cpu()
 
 
 def _stack(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
