@@ -59,6 +59,24 @@ def product(left, right, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERP
 
 
 @triton.jit
+def is_finite(rows):
+    """Which numbers are neither NaN nor infinite."""
+    return tl.abs(rows.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def finite_or_zero(rows):
+    """The rows, zero where they are not finite: zero times NaN would reach sums that leave the number out."""
+    return tl.where(is_finite(rows), rows, 0.0).to(rows.dtype)
+
+
+@triton.jit
+def first_bad_slot(rows, slot, SLOTS: tl.constexpr):
+    """The first of the slots whose row is not finite; SLOTS if there is none."""
+    return tl.min(tl.min(tl.where(is_finite(rows), SLOTS, slot[:, None]), axis=1), axis=0).to(tl.int32)
+
+
+@triton.jit
 def outer_kernel(
     left,
     right,
@@ -68,6 +86,7 @@ def outer_kernel(
     table,
     products,
     total,
+    bad,
     num_tokens,
     table_stride_batch,
     left_stride_batch,
@@ -81,6 +100,7 @@ def outer_kernel(
     plain_stride_head,
     products_stride_split,
     total_stride_split,
+    bad_stride_part,
     factor,
     NUM_BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -98,6 +118,8 @@ def outer_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     TOTAL: tl.constexpr,
+    BAD: tl.constexpr,
+    BAD_REPEATS: tl.constexpr,
     DOT_TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -105,7 +127,10 @@ def outer_kernel(
     """products_b = factor Σ_t left_t ⊗ (scale_t right_t) and total_b = Σ_t weight_t plain_t over the slots of block b.
 
     HEADS is the number of heads of `products`; each sums REPEATS heads of the rows. `scale` and `weight` are
-    `[B, T, HEADS · REPEATS]`. TOTAL: 0 computes no total, 1 sums `left`, 2 sums `plain`.
+    `[B, T, HEADS · REPEATS]`. TOTAL: 0 computes no total, 1 sums `left`, 2 sums `plain`. BAD: 1 takes numbers that are
+    not finite for zero and writes the first slot that has one, or SLOTS, to `bad` `[parts, B, HEADS, NUM_BLOCKS]`, a
+    part for each share and column tile; 2 leaves out the slots from `bad` `[B, heads, NUM_BLOCKS]` on, of which
+    BAD_REPEATS heads of the rows share one.
     """
     program = tl.program_id(0).to(tl.int64)
     batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
@@ -119,8 +144,13 @@ def outer_kernel(
     sums = tl.zeros((BLOCK_PLAIN,), tl.float32)
     first = split * SPLIT_SLOTS
     stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
+    first_bad = tl.full((), SLOTS, tl.int32)
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
+        if BAD == 2:
+            bad_heads = HEADS * REPEATS // BAD_REPEATS
+            bad_matrix = (batch * bad_heads + row_head // BAD_REPEATS) * NUM_BLOCKS + block
+            stop = tl.minimum(tl.minimum(first + SPLIT_SLOTS, SLOTS), tl.load(bad + bad_matrix))
         left_start = left + batch * left_stride_batch + row_head * left_stride_head
         right_start = right + batch * right_stride_batch + row_head * right_stride_head
         plain_start = plain + batch * plain_stride_batch + row_head * plain_stride_head
@@ -130,6 +160,10 @@ def outer_kernel(
             per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
             left_rows = load_rows(left_start, tokens, present, left_stride_token, left_column, LEFT)
             right_rows = load_rows(right_start, tokens, present, right_stride_token, right_column, RIGHT)
+            if BAD == 1:
+                first_bad = tl.minimum(first_bad, first_bad_slot(left_rows, slot, SLOTS))
+                first_bad = tl.minimum(first_bad, first_bad_slot(right_rows, slot, SLOTS))
+                left_rows, right_rows = finite_or_zero(left_rows), finite_or_zero(right_rows)
             if HAS_SCALE:
                 row_scale = tl.load(scale + per_token, mask=present, other=0.0)
                 right_rows = right_rows.to(tl.float32) * row_scale[:, None]
@@ -137,6 +171,9 @@ def outer_kernel(
             if TOTAL != 0:
                 if TOTAL == 2:
                     plain_rows = load_rows(plain_start, tokens, present, plain_stride_token, plain_column, PLAIN)
+                    if BAD == 1:
+                        first_bad = tl.minimum(first_bad, first_bad_slot(plain_rows, slot, SLOTS))
+                        plain_rows = finite_or_zero(plain_rows)
                 else:
                     plain_rows = left_rows
                 plain_rows = plain_rows.to(tl.float32)
@@ -153,6 +190,8 @@ def outer_kernel(
         sums_start = total + split * total_stride_split + matrix * PLAIN
         if column_tile == 0:
             tl.store(sums_start + plain_column, sums, mask=plain_column < PLAIN)
+    if BAD == 1:
+        tl.store(bad + (split * COLUMN_TILES + column_tile) * bad_stride_part + matrix, first_bad)
 
 
 @triton.jit

@@ -20,14 +20,11 @@ from .launching import (
     row_strides,
     split_slots,
     token_tile,
+    warps,
 )
 
 
-def _warps(width: int, columns: int) -> int:
-    return 8 if padded(width) * columns >= 128 * 64 else 4
-
-
-def _token_tensor(tokens: torch.Tensor, table: torch.Tensor, width: int, dtype: torch.dtype | None) -> torch.Tensor:
+def token_tensor(tokens: torch.Tensor, table: torch.Tensor, width: int, dtype: torch.dtype | None) -> torch.Tensor:
     """A tensor `[B, T, H, width]` to write; zeros where the layout may leave tokens out (padding)."""
     shape = (*tokens.shape[:-1], width)
     return tokens.new_zeros(shape, dtype=dtype) if table.dim() == 3 else tokens.new_empty(shape, dtype=dtype)
@@ -45,6 +42,7 @@ def outer(
     plain: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    limit: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
 
@@ -59,11 +57,51 @@ def outer(
         plain: `[B, T, H, P]`; `left` if not given.
         weight: float32 `[B, T, H]`; 1 if not given.
         dtype: Of the products.
+        limit: int32 `[B, H', M]`, H' a divisor of H: the slots of a block from there on are left out.
 
     Returns:
-        The products `[B, G, M, K, V]`, and the sums, float32 `[B, G, M, P]` (empty if not
-        `total`).
+        The products `[B, G, M, K, V]`, and the sums, float32 `[B, G, M, P]` (empty if not `total`).
     """
+    options = {"factor": factor, "scale": scale, "total": total, "plain": plain, "weight": weight, "dtype": dtype}
+    product, sums, _ = _outer(left, right, table, num_heads, limit=limit, finite=False, **options)
+    return product, sums
+
+
+def finite_outer(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    factor: float,
+    total: bool,
+    plain: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`outer`] for each head of the rows, with zero for numbers that are not finite.
+
+    Returns:
+        The products, the sums, and the first slot of each block whose rows were not all finite, int32 `[B, H, M]`; the
+        number of slots where all were.
+    """
+    options = {"factor": factor, "total": total, "plain": plain, "dtype": dtype}
+    return _outer(left, right, table, left.shape[2], scale=None, weight=None, limit=None, finite=True, **options)
+
+
+def _outer(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    table: torch.Tensor,
+    num_heads: int,
+    *,
+    factor: float,
+    scale: torch.Tensor | None,
+    total: bool,
+    plain: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    dtype: torch.dtype,
+    limit: torch.Tensor | None,
+    finite: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     left, right = dense_rows(left), dense_rows(right)
     batch, num_tokens, heads, width = left.shape
     value = right.shape[-1]
@@ -78,6 +116,8 @@ def outer(
     )
     sums_shape = (splits, batch, num_heads, blocks, plain_width) if total else (0,)
     sums = left.new_empty(sums_shape, dtype=torch.float32)
+    parts = splits * triton.cdiv(value, value_tile)
+    bad = left.new_empty((parts, batch, num_heads, blocks) if finite else (0,), dtype=torch.int32)
     with on_device(left):
         outer_kernel[(tiles * splits, batch * num_heads)](
             left,
@@ -88,6 +128,7 @@ def outer(
             table,
             product,
             sums,
+            bad if limit is None else limit,
             num_tokens,
             table.stride(0) if table.dim() == 3 else 0,
             *row_strides(left),
@@ -95,6 +136,7 @@ def outer(
             *row_strides(rows),
             product.stride(0),
             sums.stride(0),
+            bad.stride(0),
             factor,
             NUM_BLOCKS=blocks,
             SLOTS=slots,
@@ -112,14 +154,18 @@ def outer(
             HAS_SCALE=scale is not None,
             HAS_WEIGHT=weight is not None,
             TOTAL=0 if not total else 1 if plain is None else 2,
-            num_warps=_warps(width, value_tile),
+            BAD=1 if finite else 0 if limit is None else 2,
+            BAD_REPEATS=1 if limit is None else heads // limit.shape[1],
+            num_warps=warps(width, value_tile),
             num_stages=2,
             # Without a scale the rows enter as they are, whatever the type of the products.
             **product_options(left.dtype, left.dtype if scale is None else dtype, left.device),
         )
+    if finite:
+        bad = bad[0] if parts == 1 else bad.amin(0)
     if splits == 1:
-        return product[0], sums[0] if total else sums
-    return product.sum(0).to(dtype), sums.sum(0) if total else sums
+        return product[0], sums[0] if total else sums, bad
+    return product.sum(0).to(dtype), sums.sum(0) if total else sums, bad
 
 
 def attend(
@@ -158,7 +204,7 @@ def attend(
     value_tile, tile = column_tile(width, value), token_tile(slots, width)
     tiles = blocks * triton.cdiv(value, value_tile)
     splits, share = split_slots(slots, tile, tiles * batch * heads)
-    output = _token_tensor(query, table, value, dtype)
+    output = token_tensor(query, table, value, dtype)
     computed = query.new_empty((batch, num_tokens, heads) if key_sum is not None else (0,), dtype=torch.float32)
     normalizer = 0
     if denominator is not None:
@@ -194,7 +240,7 @@ def attend(
             BLOCK_PLAIN=padded(rows.shape[-1]),
             BLOCK_TOKENS=tile,
             NORMALIZER=normalizer,
-            num_warps=_warps(width, value_tile),
+            num_warps=warps(width, value_tile),
             num_stages=2,
             **product_options(query.dtype, summary.dtype, query.device),
         )
@@ -248,9 +294,9 @@ def apply(
     others = (rows, outputs, queries)[weight_mode]
     assert others is not None
     others = dense_rows(others)
-    result = _token_tensor(rows, table, columns, dtype)
+    result = token_tensor(rows, table, columns, dtype)
     apart = vectors is not None and not add_vectors
-    second = _token_tensor(rows, table, vector_width, dtype) if apart else rows.new_empty(0, dtype=dtype)
+    second = token_tensor(rows, table, vector_width, dtype) if apart else rows.new_empty(0, dtype=dtype)
     weight = rows.new_empty((batch, num_tokens, heads) if outputs is not None else (0,), dtype=torch.float32)
     with on_device(rows):
         apply_kernel[(tiles * splits, batch * heads)](
@@ -286,7 +332,7 @@ def apply(
             HAS_SCALE=scale is not None,
             WEIGHT=weight_mode,
             VECTORS=0 if vectors is None else 2 if apart else 1,
-            num_warps=_warps(width, tile_columns),
+            num_warps=warps(width, tile_columns),
             num_stages=2,
             **product_options(rows.dtype, matrices.dtype, rows.device),
         )

@@ -33,6 +33,11 @@ def token_tile(slots: int, width: int) -> int:
     return min(padded(slots), 64 if padded(width) <= 128 else 32)
 
 
+def warps(width: int, columns: int) -> int:
+    """Warps of a program that holds `[width, columns]`: with fewer, large tiles would spill registers."""
+    return 8 if padded(width) * padded(columns) > 64 * 64 else 4
+
+
 def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
     """Shares out the slots of a block where there are few programs.
 

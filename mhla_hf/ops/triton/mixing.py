@@ -21,7 +21,7 @@ from .mixing_kernels import mix_kernel, mixing_gradient_kernel
 SHARES = 64
 
 
-def _strides(mixing: Tensor) -> tuple[int, int, int, int]:
+def mixing_strides(mixing: Tensor) -> tuple[int, int, int, int]:
     """Strides of batch, head, row and column of `[M, M]`, `[H, M, M]` or `[B, 1 or H, M, M]`; 0 where shared."""
     leading = [0, 0]
     for axis in range(mixing.dim() - 2):
@@ -48,7 +48,7 @@ def _launch(
     batch, _, blocks = summaries.shape[:3]
     columns = summaries.shape[3] * summaries.shape[4]
     mixed = summaries.new_empty(batch, heads, *summaries.shape[2:])
-    batch_stride, head_stride, row, column = _strides(mixing)
+    batch_stride, head_stride, row, column = mixing_strides(mixing)
     rows_tile, columns_tile = min(64, padded(blocks)), min(128, padded(columns))
     grid = (triton.cdiv(blocks, rows_tile) * triton.cdiv(columns, columns_tile), batch * heads)
     with on_device(summaries):
