@@ -3,6 +3,7 @@
 
 from .blocks import reference_blocks, resolve_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map
+from .fused import PairwiseRotary
 from .mhla import MHLA
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 
@@ -10,6 +11,7 @@ from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 __all__ = [
     "HedgehogFeatureMap",
     "MHLA",
+    "PairwiseRotary",
     "effective_mixing",
     "fixed_feature_map",
     "initial_mixing",

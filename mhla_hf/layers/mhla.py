@@ -20,6 +20,7 @@ from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, repeat_heads
 from .blocks import layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
+from .fused import can_fuse, fused_attention, is_plain_norm, normed
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 from .sequence import TokenSequence, sequence_attention
 
@@ -181,18 +182,22 @@ class MHLA(nn.Module):
         sequence: TokenSequence | None = None,
         hidden_states: torch.Tensor | None = None,
         rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        norms: tuple[nn.Module, nn.Module] | None = None,
         scaling: float | None = None,
     ) -> torch.Tensor:
         """Attends.
 
         Args:
-            query: Projected (and normalised, where the model does that) queries before RoPE, `[B, T, H, K]`.
+            query: Projected queries before RoPE, `[B, T, H, K]`; normalised where the model does that, or see `norms`.
             key: Keys, `[B, T, H_kv, K]`.
             value: Values, `[B, T, H_kv, V]`.
             grid: Number of tokens along each axis; T is their product plus `num_prefix_tokens`.
             sequence: For models of sequences, in place of `grid`: padding, documents and cache.
             hidden_states: The layer's input `[B, T, hidden]`; needed by the output gate only.
-            rotary: Rotates `[B, T, H, K]`; `None` for models without rotary embeddings.
+            rotary: Rotates `[B, T, H, K]`; `None` for models without rotary embeddings. A [`PairwiseRotary`] can be
+                computed in the kernels.
+            norms: Norms of queries and keys over all heads of a token together, which the kernels can compute;
+                `None` where there are none, or they have been applied.
             scaling: What softmax attention would scale q·k with; half of it (its root) goes to each side before the
                 feature map. `None` for 1.
 
@@ -202,10 +207,55 @@ class MHLA(nn.Module):
         Raises:
             ValueError: If the grid does not have T tokens, or the gate misses its hidden states.
         """
-        config = self.config
         layout = None if sequence is not None else self._grid_layout(grid, query.shape[1])
-        backend = choose_backend(config.backend, query, key, value)
-        dtype = self._token_dtype(backend, value.dtype)
+        gate = self._projected_gate(hidden_states)
+        backend = choose_backend(self.config.backend, query, key, value)
+        if layout is not None and can_fuse(self.config, backend, query, value, rotary, self.output_norm):
+            if norms is not None and not all(is_plain_norm(norm, query.device) for norm in norms):
+                query, key, norms = normed(query, norms[0]), normed(key, norms[1]), None
+            output = fused_attention(
+                self.config,
+                query,
+                key,
+                value,
+                self.mixing_matrix(layout),
+                layout,
+                rotary=rotary,  # type: ignore[arg-type]
+                norms=norms,
+                scaling=scaling,
+                gate=gate,
+                output_norm=self.output_norm,
+            )
+        else:
+            if norms is not None:
+                query, key = normed(query, norms[0]), normed(key, norms[1])
+            output = self._attend(query, key, value, backend, layout, sequence, rotary, scaling)
+            if gate is not None:
+                output = output * F.silu(gate)
+        if self.lepe is not None and layout is not None:
+            output = output + self._positional(self.lepe, value, layout)
+        return output.to(value.dtype)
+
+    def _projected_gate(self, hidden_states: torch.Tensor | None) -> torch.Tensor | None:
+        if self.gate is None:
+            return None
+        if hidden_states is None:
+            raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
+        return self.gate(hidden_states).unflatten(-1, (self.num_heads, -1))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        backend: str,
+        layout: BlockLayout | None,
+        sequence: TokenSequence | None,
+        rotary: Callable[[torch.Tensor], torch.Tensor] | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Feature map, rotary embedding, operator and output norm: `[B, T, H, V]` in the dtype of `value`."""
+        config, dtype = self.config, self._token_dtype(backend, value.dtype)
         with torch.autocast(query.device.type, enabled=False):
             query, key = query.to(dtype), key.to(dtype)
             if scaling is not None:
@@ -230,13 +280,6 @@ class MHLA(nn.Module):
                 output = mhla_attention(*tokens, mixing, layout, causal=config.causal, **options)
             if self.output_norm is not None:
                 output = self.output_norm(output)
-        output = output.to(value.dtype)
-        if self.gate is not None:
-            if hidden_states is None:
-                raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
-            output = output * F.silu(self.gate(hidden_states)).unflatten(-1, (self.num_heads, -1))
-        if self.lepe is not None and layout is not None:
-            output = output + self._positional(self.lepe, value, layout)
         return output.to(value.dtype)
 
     def _token_dtype(self, backend: str, dtype: torch.dtype) -> torch.dtype:

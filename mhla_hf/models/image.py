@@ -51,12 +51,11 @@ class MHLAImageAttnProcessor:
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        # Where there are such norms, they go across heads.
-        query = query if attn.norm_q is None else attn.norm_q(query)
-        key = key if attn.norm_k is None else attn.norm_k(key)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
         rotary = None if rotary_emb is None else pairwise_rotary(rotary_emb)
-        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary)
+        # Where there are such norms, they go across heads.
+        norms = None if attn.norm_q is None else (attn.norm_q, attn.norm_k)
+        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
 

@@ -46,10 +46,10 @@ class MHLAWanAttnProcessor:
         if grid is None or rotary_emb is None:
             raise ValueError("MHLA layers of Wan need the rotary embeddings of their own model, which carry the grid.")
         query, key, value = _get_qkv_projections(attn, hidden_states, None)
-        query, key = attn.norm_q(query), attn.norm_k(key)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
         rotary = pairwise_rotary(rotary_emb)
-        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary)
+        norms = attn.norm_q, attn.norm_k
+        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
 

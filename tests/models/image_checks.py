@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers are MHLA, every grid against the dense definition, and what is refused: for image models."""
 
-import functools
-
 import pytest
 import torch
 from diffusers import ContextParallelConfig
@@ -11,7 +9,15 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 import mhla_hf.layers.mhla
 from mhla_hf import BlockLayout, MHLAConfig, convert, mhla_attention
 from mhla_hf.models.image import MHLAImageAttnProcessor
-from tests.models.model_case import OPTION_SETS, ModelCase, captured, gradient_error, relative_error
+from tests.models.model_case import (
+    OPTION_SETS,
+    ModelCase,
+    attention_inputs,
+    captured,
+    gradient_error,
+    naive_attention,
+    relative_error,
+)
 
 
 class ImageChecks(ModelCase):
@@ -116,7 +122,7 @@ class ImageChecks(ModelCase):
         assert tuple(call.keywords["grid"]) == tokens
         layout = BlockLayout(grid=tokens, blocks=[min(pair) for pair in zip(self.options["blocks"], tokens)])
         mixing = module.mixing_matrix(layout).double()
-        query, key, value = (tensor.double() for tensor in call.arguments)
+        query, key, value = (tensor.double() for tensor in attention_inputs(call))
         query, key = torch.relu(query), torch.relu(key)
         block = layout.block_of_token
         weights = mixing[block][:, block] * torch.einsum("bthk,bjhk->bhtj", query, key)
@@ -140,15 +146,14 @@ class ImageChecks(ModelCase):
             return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
         actual = gradients()
-        naive = functools.partial(mhla_attention, backend="naive")
-        monkeypatch.setattr(mhla_hf.layers.mhla, "mhla_attention", naive)
+        monkeypatch.setattr(mhla_hf.layers.mhla, "mhla_attention", naive_attention)
         assert gradient_error(actual, gradients()) < 1e-8
 
     def test_one_block_is_vanilla_linear_attention(self):
         model = self.make_mhla(trained=False, blocks=[1, 1])
         with captured(model._self_attentions()[0].mhla) as calls:
             self.run(model, 2)
-        query, key, value = calls[0].arguments
+        query, key, value = attention_inputs(calls[0])
         query, key = torch.relu(query), torch.relu(key)
         summary = torch.einsum("bjhk,bjhv->bhkv", key, value)
         denominator = torch.einsum("bthk,bhk->bth", query, key.sum(1)).unsqueeze(-1) + model.mhla_config.eps

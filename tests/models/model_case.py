@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mhla_hf import MHLAConfig
+from mhla_hf import MHLAConfig, mhla_attention
 
 
 # Kinds of MHLA layer, as changes to a case's own options.
@@ -156,3 +156,17 @@ def captured(module: torch.nn.Module):
     finally:
         handle.remove()
     assert calls
+
+
+def attention_inputs(call: SimpleNamespace) -> list[torch.Tensor]:
+    """Query, key and value of a captured call of an `MHLA` module, queries and keys after the norms it was given."""
+    query, key, value = call.arguments
+    norms = call.keywords.get("norms")
+    if norms is not None:
+        query, key = (norm(x.flatten(2)).unflatten(2, x.shape[2:]) for norm, x in zip(norms, (query, key)))
+    return [query, key, value]
+
+
+def naive_attention(*arguments: Any, **options: Any) -> torch.Tensor:
+    """`mhla_attention` by the dense definition, whatever backend is asked for."""
+    return mhla_attention(*arguments, **{**options, "backend": "naive"})

@@ -7,7 +7,7 @@ import torch
 from mhla_hf import mhla_attention
 from tests.models.dit_case import DiTCase
 from tests.models.image_checks import ImageChecks
-from tests.models.model_case import captured, relative_error
+from tests.models.model_case import attention_inputs, captured, relative_error
 
 
 class TestDiT(DiTCase, ImageChecks):
@@ -35,7 +35,7 @@ class TestDiT(DiTCase, ImageChecks):
         torch.nn.init.zeros_(module.lepe.bias)
         with captured(module) as calls:
             self.run(model)
-        query, key, value = calls[0].arguments
+        query, key, value = attention_inputs(calls[0])
         layout, options = module.layout_for((4, 6)), {"normalizer": "block_query", "backend": "naive"}
         expected = mhla_attention(query.relu(), key.relu(), value, module.mixing_matrix(layout), layout, **options)
         assert relative_error(calls[0].output, expected) < 1e-5

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is particular to SANA-Video: its own attention is linear, and MHLA starts as exactly that."""
 
-import functools
-
 import pytest
 import torch
 from diffusers.models.transformers.transformer_sana_video import SanaLinearAttnProcessor3_0, WanRotaryPosEmbed
 
 import mhla_hf.layers.mhla
-from mhla_hf import convert, mhla_attention
+from mhla_hf import convert
 from mhla_hf.models.image import MHLAImageAttnProcessor
-from tests.models.model_case import OPTION_SETS, captured, gradient_error, relative_error
+from tests.models.model_case import OPTION_SETS, captured, gradient_error, naive_attention, relative_error
 from tests.models.sana_video_case import SanaVideoCase
 
 
@@ -75,7 +73,7 @@ def test_gradients_equal_those_of_the_naive_form(options, monkeypatch):
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     actual = gradients()
-    monkeypatch.setattr(mhla_hf.layers.mhla, "mhla_attention", functools.partial(mhla_attention, backend="naive"))
+    monkeypatch.setattr(mhla_hf.layers.mhla, "mhla_attention", naive_attention)
     assert gradient_error(actual, gradients()) < 1e-6
 
 

@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanR
 from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, mhla_attention
 from mhla_hf.models.wan import MHLAWanAttnProcessor
 from tests import tiny
-from tests.models.model_case import captured, perturb_mhla, relative_error
+from tests.models.model_case import attention_inputs, captured, perturb_mhla, relative_error
 from tests.models.wan_case import WanCase, WanImageToVideoCase
 
 
@@ -29,7 +29,7 @@ def rotate(tokens, latents, model):
 
 def dense_attention(call, model, latents, layout, mixing):
     """MHLA by its definition, in float64: every pair of tokens weighted by m_{b(t), b(j)} φ(q_t)·φ(k_j)."""
-    query, key, value = (tensor.double() for tensor in call.arguments)
+    query, key, value = (tensor.double() for tensor in attention_inputs(call))
     config = model.mhla_config
     if config.rope == "before_feature_map":
         query, key = rotate(query, latents, model), rotate(key, latents, model)
@@ -108,7 +108,7 @@ def test_every_grid_matches_the_dense_definition(options, size):
     expected = dense_attention(call, model, inputs["hidden_states"], layout, mixing)
     assert relative_error(call.output, expected) < 1e-5
     # The package's own oracle agrees, from the same inputs.
-    query, key, value = call.arguments
+    query, key, value = attention_inputs(call)
     features = {"relu": torch.relu, "elu": lambda x: torch.nn.functional.elu(x) + 1}[model.mhla_config.feature_map]
     if model.mhla_config.rope == "after_feature_map":
         query, key = (features(tokens) + model.mhla_config.feature_map_eps for tokens in (query, key))
@@ -172,7 +172,7 @@ def test_one_block_is_vanilla_linear_attention():
     inputs = CASE.inputs(2)
     with captured(model.blocks[0].attn1.mhla) as calls, torch.no_grad():
         model(**inputs)
-    query, key, value = calls[0].arguments
+    query, key, value = attention_inputs(calls[0])
     query, key = torch.relu(query), torch.relu(key)
     turned_query, turned_key = (rotate(tokens, inputs["hidden_states"], model).float() for tokens in (query, key))
     summary = torch.einsum("bjhk,bjhv->bhkv", turned_key, value)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a layer can run in the fused kernels, and running it there: inference over a token grid.
+
+Shape letters: B batch, T tokens, H heads, H_kv key/value heads, K query/key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from ..config import MHLAConfig
+from ..layout import BlockLayout
+from ..ops.numerics import mix_summaries
+
+
+Norms = tuple[nn.Module, nn.Module]
+
+
+@dataclass(frozen=True)
+class PairwiseRotary:
+    """Rotates neighbouring pairs of channels.
+
+    Attributes:
+        cosine: `[1, T, 1, K / 2]`.
+        sine: The same.
+    """
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rotates `[B, T, H, K]` and keeps its dtype."""
+        even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack((even * self.cosine - odd * self.sine, even * self.sine + odd * self.cosine), dim=-1)
+        return rotated.flatten(-2).type_as(tokens)
+
+
+def normed(tokens: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+    """`[B, T, H, K]` after a norm over all heads of a token together, or as it is."""
+    return tokens if norm is None else norm(tokens.flatten(2)).unflatten(2, tokens.shape[2:])
+
+
+def can_fuse(
+    config: MHLAConfig,
+    backend: str,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    rotary: Callable[[torch.Tensor], torch.Tensor] | None,
+    output_norm: nn.Module | None,
+) -> bool:
+    """Whether the fused kernels compute what the layer would: no gradient, no sequence, nothing they do not know."""
+    if backend != "triton" or torch.is_grad_enabled() or config.is_sequence:
+        return False
+    from ..ops.triton.fused import FEATURE_MAPS, fits
+
+    return (
+        config.feature_map in FEATURE_MAPS
+        and config.normalizer != "block_query"
+        and (rotary is None or (isinstance(rotary, PairwiseRotary) and config.rope == "after_feature_map"))
+        and (output_norm is None or is_plain_norm(output_norm, query.device))
+        and fits(query.shape[-1], value.shape[-1], rotary is not None)
+    )
+
+
+def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
+    """Whether it is an RMSNorm whose weight may be read past the module: no hook brings it in or casts it."""
+    if not isinstance(norm, nn.RMSNorm) or norm.weight is None:
+        return False
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm)
+    return not hooked and norm.weight.device == device
+
+
+def fused_attention(
+    config: MHLAConfig,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    rotary: PairwiseRotary | None,
+    norms: Norms | None,
+    scaling: float | None,
+    gate: torch.Tensor | None,
+    output_norm: nn.RMSNorm | None,
+) -> torch.Tensor:
+    """A layer without gradients by the fused kernels, where [`can_fuse`] says so.
+
+    Args:
+        config: The layer's options.
+        query: Projected queries `[B, T, H, K]`, before any norm.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        mixing: `[M, M]` or `[H, M, M]`.
+        layout: The blocks.
+        rotary: Rotary embeddings.
+        norms: RMSNorm of queries and of keys across heads.
+        scaling: What softmax attention would scale q·k with.
+        gate: What the gate's projection put out, `[B, T, H, V]`.
+        output_norm: RMSNorm of each head's output.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`, normed and gated.
+    """
+    from ..ops.triton.fused import fused_attend, fused_summary
+    from ..ops.triton.mixing import mix_blocks
+
+    dtype, num_heads = value.dtype, query.shape[2]
+    with torch.autocast(query.device.type, enabled=False):
+        table = layout.token_table(query.device)
+        slots = float(table.shape[-1])
+        root = 1.0 if scaling is None else scaling**0.5
+        tables = (None, None)
+        if rotary is not None:
+            # The tables' halves interleave as models make them; read once a head, they should be dense.
+            tables = tuple(part.float().flatten(0, 2).contiguous() for part in (rotary.cosine, rotary.sine))
+        query_norm, key_norm = norms if norms is not None else (None, None)
+        divides = config.normalizer != "none"
+        shared = (config.feature_map, *_norm_eps(query_norm), root, config.feature_map_eps)
+        summary, key_sum = fused_summary(
+            key.to(dtype), value, _weight(key_norm), *tables, table, *shared, 1 / slots, divides
+        )
+        weights = mixing.float()
+        groups = num_heads if weights.dim() > 2 and weights.shape[0] != 1 else key.shape[2]
+        summary = mix_blocks(weights, summary, groups, False, dtype == torch.float32)
+        sums = mix_summaries(weights, key_sum.unsqueeze(-1), groups).squeeze(-1).contiguous() if divides else None
+        return fused_attend(
+            query.to(dtype),
+            summary,
+            sums,
+            None if gate is None else gate.to(dtype),
+            _weight(query_norm),
+            _weight(output_norm),
+            *tables,
+            table,
+            *shared,
+            slots,
+            config.eps,
+            1e-6 if output_norm is None or output_norm.eps is None else output_norm.eps,
+        )
+
+
+def _weight(norm: nn.Module | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight.detach()  # type: ignore[union-attr, operator]
+
+
+def _norm_eps(norm: nn.Module | None) -> tuple[float]:
+    eps = getattr(norm, "eps", None)
+    return (torch.finfo(torch.float32).eps if eps is None else float(eps),)

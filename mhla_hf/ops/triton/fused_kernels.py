@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels for inference that take projections as they come and do everything between them and the output.
+
+They hold what `block_kernels` leaves to torch: RMSNorm of queries and keys across heads, scaling, feature map, rotary
+embedding; output norm and gate. Nothing but q, k, v, the gate and the output passes through memory, once each.
+
+Rotary embeddings turn neighbouring pairs of channels. The kernels keep even channels and odd ones apart: as rows of a
+summary they may stand in any order, as long as keys and queries agree.
+"""
+
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
+import triton
+import triton.language as tl
+
+from .block_kernels import load_rows, product, slot_tokens, store_rows, to_type
+
+
+@triton.jit
+def inverse_root_mean_square_kernel(
+    tokens, result, num_tokens, stride_batch, stride_token, eps, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
+):
+    """1 / sqrt(mean of squares + eps) of each row of `[B, T, WIDTH]`, float32 `[B, T]`; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_WIDTH)
+    start = tokens + (row // num_tokens) * stride_batch + (row % num_tokens) * stride_token
+    values = tl.load(start + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(result + row, 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / WIDTH + eps))
+
+
+@triton.jit
+def _features(
+    start,
+    norm,
+    norm_weight,
+    tokens,
+    present,
+    stride_token,
+    column,
+    scaling,
+    feature_eps,
+    WIDTH: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    FEATURE_MAP: tl.constexpr,
+):
+    """φ(scaling · norm(x)) + feature_eps of some rows, float32, zero where there is no token or no column."""
+    values = load_rows(start, tokens, present, stride_token, column, WIDTH).to(tl.float32)
+    if HAS_NORM:
+        inverse = tl.load(norm + tokens, mask=present, other=0.0)
+        weight = tl.load(norm_weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        values = values * inverse[:, None] * weight[None, :]
+    values = values * scaling
+    # NaN must come out as NaN, which a maximum would lose.
+    if FEATURE_MAP == "relu":
+        values = tl.where(values < 0, 0.0, values)
+    if FEATURE_MAP == "elu":
+        values = tl.where(values > 0, values + 1, tl.exp(tl.minimum(values, 0.0)))
+    if FEATURE_MAP == "exp":
+        values = tl.exp(values)
+    return tl.where(present[:, None] & (column < WIDTH)[None, :], values + feature_eps, 0.0)
+
+
+@triton.jit
+def _rotated(
+    values,
+    cosine,
+    sine,
+    tokens,
+    present,
+    TOKENS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Even and odd channels of rotated rows; the tables are `[T, HALF]`."""
+    even, odd = tl.split(tl.reshape(values, (TOKENS, BLOCK_HALF, 2)))
+    pair = tl.arange(0, BLOCK_HALF)
+    pointers = tokens[:, None] * HALF + pair[None, :]
+    mask = present[:, None] & (pair < HALF)[None, :]
+    cosines = tl.load(cosine + pointers, mask=mask, other=0.0)
+    sines = tl.load(sine + pointers, mask=mask, other=0.0)
+    return even * cosines - odd * sines, even * sines + odd * cosines
+
+
+@triton.jit
+def fused_summary_kernel(
+    key,
+    value,
+    norm,
+    norm_weight,
+    cosine,
+    sine,
+    table,
+    summaries,
+    key_sums,
+    num_tokens,
+    key_stride_batch,
+    key_stride_token,
+    key_stride_head,
+    value_stride_batch,
+    value_stride_token,
+    value_stride_head,
+    scaling,
+    feature_eps,
+    factor,
+    NUM_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+    FEATURE_MAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """summaries_b = factor Σ rotated(φ(k)) vᵀ, with even channels first if rotated, and key_sums_b = Σ φ(k)."""
+    program = tl.program_id(0).to(tl.int64)
+    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
+    block, column_tile = program // COLUMN_TILES, program % COLUMN_TILES
+    HALF: tl.constexpr = WIDTH // 2
+    BLOCK_HALF: tl.constexpr = BLOCK_WIDTH // 2
+    column = tl.arange(0, BLOCK_WIDTH)
+    pair = tl.arange(0, BLOCK_HALF)
+    value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+    key_start = key + batch * key_stride_batch + head * key_stride_head
+    value_start = value + batch * value_stride_batch + head * value_stride_head
+    sums = tl.zeros((BLOCK_WIDTH,), tl.float32)
+    if HAS_ROTARY:
+        even_sum = tl.zeros((BLOCK_HALF, BLOCK_VALUE), tl.float32)
+        odd_sum = tl.zeros((BLOCK_HALF, BLOCK_VALUE), tl.float32)
+    else:
+        whole_sum = tl.zeros((BLOCK_WIDTH, BLOCK_VALUE), tl.float32)
+    for offset in range(0, SLOTS, BLOCK_TOKENS):
+        slot = offset + tl.arange(0, BLOCK_TOKENS)
+        tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, 0, SLOTS)
+        features = _features(
+            key_start,
+            norm + batch * num_tokens,
+            norm_weight + head * WIDTH,
+            tokens,
+            present,
+            key_stride_token,
+            column,
+            scaling,
+            feature_eps,
+            WIDTH,
+            HAS_NORM,
+            FEATURE_MAP,
+        )
+        if HAS_SUM:
+            sums += tl.sum(features, axis=0)
+        values = load_rows(value_start, tokens, present, value_stride_token, value_column, VALUE)
+        if HAS_ROTARY:
+            even, odd = _rotated(features, cosine, sine, tokens, present, BLOCK_TOKENS, HALF, BLOCK_HALF)
+            even_sum += product(tl.trans(even), values, DOT_TYPE, PRECISION, INTERPRETED)
+            odd_sum += product(tl.trans(odd), values, DOT_TYPE, PRECISION, INTERPRETED)
+        else:
+            whole_sum += product(tl.trans(features), values, DOT_TYPE, PRECISION, INTERPRETED)
+    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    start = summaries + matrix * (WIDTH * VALUE)
+    in_value = (value_column < VALUE)[None, :]
+    if HAS_ROTARY:
+        mask = (pair < HALF)[:, None] & in_value
+        pointers = start + pair[:, None] * VALUE + value_column[None, :]
+        tl.store(pointers, to_type(even_sum * factor, summaries.dtype.element_ty, INTERPRETED), mask=mask)
+        odd = to_type(odd_sum * factor, summaries.dtype.element_ty, INTERPRETED)
+        tl.store(pointers + HALF * VALUE, odd, mask=mask)
+    else:
+        pointers = start + column[:, None] * VALUE + value_column[None, :]
+        whole = to_type(whole_sum * factor, summaries.dtype.element_ty, INTERPRETED)
+        tl.store(pointers, whole, mask=(column < WIDTH)[:, None] & in_value)
+    if HAS_SUM:
+        if column_tile == 0:
+            tl.store(key_sums + matrix * WIDTH + column, sums, mask=column < WIDTH)
+
+
+@triton.jit
+def fused_attend_kernel(
+    query,
+    gate,
+    norm,
+    norm_weight,
+    output_weight,
+    cosine,
+    sine,
+    table,
+    summaries,
+    key_sums,
+    output,
+    num_tokens,
+    query_stride_batch,
+    query_stride_token,
+    query_stride_head,
+    gate_stride_batch,
+    gate_stride_token,
+    gate_stride_head,
+    scaling,
+    feature_eps,
+    factor,
+    eps,
+    output_eps,
+    NUM_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    OUTPUT_NORM: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    FEATURE_MAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """output_t = norm(factor · rotated(φ(q_t))ᵀ summary_b(t) / (φ(q_t)·key_sum_b(t) + eps)) · silu(gate_t).
+
+    Each step is there or not by its flag. One program holds all columns of a head's output, for its norm.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    row_head = tl.program_id(1).to(tl.int64) % (HEADS * REPEATS)
+    batch, head = tl.program_id(1).to(tl.int64) // (HEADS * REPEATS), row_head // REPEATS
+    HALF: tl.constexpr = WIDTH // 2
+    BLOCK_HALF: tl.constexpr = BLOCK_WIDTH // 2
+    column = tl.arange(0, BLOCK_WIDTH)
+    pair = tl.arange(0, BLOCK_HALF)
+    value_column = tl.arange(0, BLOCK_VALUE)
+    in_value = (value_column < VALUE)[None, :]
+    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    start = summaries + matrix * (WIDTH * VALUE)
+    if HAS_ROTARY:
+        mask = (pair < HALF)[:, None] & in_value
+        pointers = start + pair[:, None] * VALUE + value_column[None, :]
+        even_weights = tl.load(pointers, mask=mask, other=0.0)
+        odd_weights = tl.load(pointers + HALF * VALUE, mask=mask, other=0.0)
+    else:
+        pointers = start + column[:, None] * VALUE + value_column[None, :]
+        weights = tl.load(pointers, mask=(column < WIDTH)[:, None] & in_value, other=0.0)
+    if NORMALIZE:
+        sums = tl.load(key_sums + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
+    if OUTPUT_NORM:
+        norm_scale = tl.load(output_weight + value_column, mask=value_column < VALUE, other=0.0).to(tl.float32)
+    query_start = query + batch * query_stride_batch + row_head * query_stride_head
+    gate_start = gate + batch * gate_stride_batch + row_head * gate_stride_head
+    output_start = output + (batch * num_tokens * (HEADS * REPEATS) + row_head) * VALUE
+    for offset in range(0, SLOTS, BLOCK_TOKENS):
+        slot = offset + tl.arange(0, BLOCK_TOKENS)
+        tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, 0, SLOTS)
+        features = _features(
+            query_start,
+            norm + batch * num_tokens,
+            norm_weight + row_head * WIDTH,
+            tokens,
+            present,
+            query_stride_token,
+            column,
+            scaling,
+            feature_eps,
+            WIDTH,
+            HAS_NORM,
+            FEATURE_MAP,
+        )
+        if HAS_ROTARY:
+            even, odd = _rotated(features, cosine, sine, tokens, present, BLOCK_TOKENS, HALF, BLOCK_HALF)
+            result = product(even, even_weights, DOT_TYPE, PRECISION, INTERPRETED)
+            result += product(odd, odd_weights, DOT_TYPE, PRECISION, INTERPRETED)
+        else:
+            result = product(features, weights, DOT_TYPE, PRECISION, INTERPRETED)
+        result = result * factor
+        if NORMALIZE:
+            divisor = tl.sum(features * sums[None, :], axis=1) + eps
+            result = result / tl.where(present, divisor, 1.0)[:, None]
+        if OUTPUT_NORM:
+            mean_square = tl.sum(result * result, axis=1) / VALUE
+            result = result * (1.0 / tl.sqrt(mean_square + output_eps))[:, None] * norm_scale[None, :]
+        if HAS_GATE:
+            gates = load_rows(gate_start, tokens, present, gate_stride_token, value_column, VALUE).to(tl.float32)
+            result = result * gates * tl.sigmoid(gates)
+        store_rows(output_start, tokens, present, HEADS * REPEATS * VALUE, value_column, result, VALUE, INTERPRETED)

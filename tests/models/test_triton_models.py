@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models by the Triton kernels against the same models in plain torch: outputs, and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.dit_case import DiTCase
+from tests.models.model_case import OPTION_SETS, gradient_error, relative_error
+from tests.models.sana_case import SanaCase
+from tests.models.sana_video_case import SanaVideoCase
+from tests.models.wan_case import WanCase
+from tests.ops.triton_checks import DEVICES
+
+
+pytest.importorskip("triton")
+
+CASES = [pytest.param(case, id=type(case).__name__) for case in (WanCase(), DiTCase(), SanaCase(), SanaVideoCase())]
+
+
+@pytest.fixture(params=["default", "everything"])
+def options(request):
+    return OPTION_SETS[request.param]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients(case, options, device, monkeypatch):
+    model = case.make_mhla(**options).to(device)
+    inputs = {name: value.to(device) for name, value in case.inputs(0).items()}
+    outputs, gradients = {}, {}
+    for backend in ("torch", "triton"):
+        # The variable wins over the model's own configuration.
+        monkeypatch.setenv("MHLA_HF_BACKEND", backend)
+        with torch.no_grad():
+            outputs[backend] = model(**inputs).sample
+        model.zero_grad()
+        model(**inputs).sample.square().mean().backward()
+        gradients[backend] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert relative_error(outputs["triton"], outputs["torch"]) < 1e-5
+    assert gradient_error(gradients["triton"], gradients["torch"]) < 1e-4
