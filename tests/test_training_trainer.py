@@ -448,6 +448,7 @@ def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = case.student(teacher) if converted else copy.deepcopy(teacher)
+    model.requires_grad_(True)
     order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
     batch = make_batch(dataset, order, 0, 0, case.objective)
     stage = FineTuning(options(), model, case.objective)
