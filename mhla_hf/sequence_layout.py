@@ -131,6 +131,13 @@ class SequenceLayout:
             return earlier_blocks(self.num_blocks, self._valid.device)
         return self._same_document()[:, None].tril(-1)
 
+    def first_blocks(self) -> torch.Tensor | None:
+        """The first block of each block's document, int32 `[B, M]`; `None` where every row is one document."""
+        if self._index_in_document is None:
+            return None
+        index = torch.arange(self.num_blocks, device=self._index_in_document.device)
+        return (index - self._index_in_document.clamp(min=0)).to(torch.int32)
+
     def _same_document(self) -> torch.Tensor:
         assert self._document_of_block is not None
         document = self._document_of_block

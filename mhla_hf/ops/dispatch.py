@@ -100,13 +100,14 @@ def attend_blocks(
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
     """
     tokens = query, key, value
-    if causal:
-        return causal_mhla_attention(*tokens, mixing, layout, **options)
+    form = causal_mhla_attention if causal else block_mhla_attention
     if choose_backend(backend, *tokens, options.get("normalizer_query")) == "triton":
+        # Imported here alone: Triton need not be installed.
         from .triton.block import triton_block_mhla_attention
+        from .triton.causal import triton_causal_mhla_attention
 
-        return triton_block_mhla_attention(*tokens, mixing, layout, **options)
-    return block_mhla_attention(*tokens, mixing, layout, **options)
+        form = triton_causal_mhla_attention if causal else triton_block_mhla_attention
+    return form(*tokens, mixing, layout, **options)
 
 
 def _check_arguments(

@@ -21,8 +21,29 @@ def check_normalizer(normalizer: str, allowed: tuple[str, ...] = NORMALIZERS, wh
         raise ValueError(f"normalizer={normalizer!r} is not one of {', '.join(map(repr, allowed))}{why}.")
 
 
+def records_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records what is computed from any of these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def normalizer_pair(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    normalizer_query: torch.Tensor | None,
+    normalizer_key: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Query and key of the normaliser; `None` for both where they are query and key themselves."""
+    same_query = normalizer_query is None or normalizer_query is query
+    same_key = normalizer_key is None or normalizer_key is key
+    if same_query and same_key:
+        return None, None
+    return query if same_query else normalizer_query, key if same_key else normalizer_key
+
+
 def head_blocks(tokens: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
     """`[B, T, H, D]` to `[B, H, M, N, D]`, zeros in empty slots."""
+    if isinstance(layout, BlockLayout):
+        return layout.to_head_blocks(tokens)
     return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ...layout import BlockLayout
 from ...sequence_layout import SequenceLayout
-from ..numerics import check_normalizer, mix_summaries, repeat_heads
+from ..numerics import check_normalizer, mix_summaries, normalizer_pair, records_gradients, repeat_heads
 from .block_operators import block_attend, block_summary
 from .mixing import mix_blocks
 
@@ -36,14 +36,7 @@ def triton_block_mhla_attention(
     """
     check_normalizer(normalizer)
     num_heads, dtype = query.shape[2], value.dtype
-    if normalizer_query is query:
-        normalizer_query = None
-    if normalizer_key is key:
-        normalizer_key = None
-    if normalizer_query is None and normalizer_key is not None:
-        normalizer_query = query
-    if normalizer_key is None and normalizer_query is not None:
-        normalizer_key = key
+    normalizer_query, normalizer_key = normalizer_pair(query, key, normalizer_query, normalizer_key)
     with torch.autocast(query.device.type, enabled=False):
         query, key = query.to(dtype), key.to(dtype)
         table = layout.token_table(query.device)
@@ -52,7 +45,7 @@ def triton_block_mhla_attention(
         divides = normalizer != "none"
         plain_key = normalizer_key if divides else None
         summary, key_sum = block_summary(
-            key, value, plain_key, table, 1 / slots, divides, not _trains(query, key, value, mixing)
+            key, value, plain_key, table, 1 / slots, divides, not records_gradients(query, key, value, mixing)
         )
         weights = mixing.float()
         per_head = weights.dim() > 2 and weights.shape[-3] != 1
@@ -67,10 +60,6 @@ def triton_block_mhla_attention(
         apart = normalizer_query if normalizer == "query" else None
         output, _ = block_attend(query, summary, mixed_sum, apart, divisor, table, slots, eps)
         return output
-
-
-def _trains(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _block_query_divisor(

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal MHLA in chunks by Triton kernels: summaries, mixed prefix, and one pass over the tokens of each chunk."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from ...layout import BlockLayout
+from ...sequence_layout import SequenceLayout
+from ..causal import causal_mhla_attention
+from ..numerics import check_normalizer, normalizer_pair, records_gradients
+from .causal_operators import causal_attention
+
+
+logger = logging.getLogger(__name__)
+
+
+def triton_causal_mhla_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Causal MHLA by Triton kernels; arguments as in [`mhla_hf.ops.causal.causal_mhla_attention`].
+
+    Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
+    The normaliser `"block_query"` has no kernels and runs in plain torch, which is logged once.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+
+    Raises:
+        ValueError: If `normalizer` is unknown.
+    """
+    check_normalizer(normalizer)
+    if normalizer == "block_query":
+        if not torch.compiler.is_compiling():
+            _log_fallback()
+        return causal_mhla_attention(
+            query, key, value, mixing, layout,
+            normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
+        )  # fmt: skip
+    pair = None, None
+    if normalizer != "none":
+        pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
+    half = not records_gradients(query, key, value, mixing, *pair)
+    starts = layout.first_blocks() if isinstance(layout, SequenceLayout) else None
+    with torch.autocast(query.device.type, enabled=False):
+        output, *_ = causal_attention(
+            query.to(value.dtype), key.to(value.dtype), value, *pair, mixing.float(), layout.token_table(query.device),
+            starts, normalizer != "none", half, eps,
+        )  # fmt: skip
+    return output
+
+
+@cache
+def _log_fallback() -> None:
+    logger.warning("Causal MHLA runs in plain torch: the kernels do not have normalizer='block_query'.")

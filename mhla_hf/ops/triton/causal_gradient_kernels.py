@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of causal MHLA, backward.
+
+With n_t and d_t the numerator and denominator of token t, g'_t = g_t / d_t and δ_t = -g'_t · n_t / d_t, the own chunk's
+part of the gradients is, with m = m_ii and sums over the chunk,
+
+    dq_t = m Σ_{j≤t} (g'_t · v_j) k_j      dk_j = m Σ_{t≥j} (g'_t · v_j) q_t      dv_j = m Σ_{t≥j} (q_t · k_j) g'_t
+    dp_t = m δ_t Σ_{j≤t} p_j               dp_j = m Σ_{t≥j} δ_t p_t
+
+for the normaliser's pair p. One kernel computes dq, one dk and dv (with the roles of the tensors exchanged), one both
+sides of p where it is a pair of its own; otherwise its gradients are added to those of query and key. The prefix adds
+products with its gradients, as in the block kernels. Rows of queries from the `limit` of a chunk on are left out, keys
+and values that are not finite count as zero. Programs are as in the forward pass.
+"""
+
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
+import triton
+import triton.language as tl
+
+from .block_kernels import finite_or_zero, load_rows, product, slot_tokens, store_rows
+from .causal_kernels import load_matrix, tile_of_program
+
+
+@triton.jit
+def query_gradient_kernel(
+    gradient,
+    output,
+    query,
+    key,
+    value,
+    prefix,
+    prefix_sum,
+    mixing,
+    limit,
+    table,
+    scale,
+    result,
+    weight,
+    share,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
+    gradient_stride_batch,
+    gradient_stride_token,
+    gradient_stride_head,
+    query_stride_batch,
+    query_stride_token,
+    query_stride_head,
+    key_stride_batch,
+    key_stride_token,
+    key_stride_head,
+    value_stride_batch,
+    value_stride_token,
+    value_stride_head,
+    mixing_stride_batch,
+    mixing_stride_head,
+    mixing_stride_diagonal,
+    share_stride_part,
+    factor,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    PREFIX_REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    TOKEN_TYPE: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Gradients of queries, of their denominators (`weight`, δ), and of m_ii (`share`, to be summed over its parts).
+
+    NORMALIZER as in the forward pass. δ comes from the products made here where one tile holds all columns, free of
+    the rounding of the outputs (dense `[B, T, HEADS, VALUE]`), otherwise from those.
+    """
+    block, row_tile, column_tile = tile_of_program(SLOTS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH)
+    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
+    column = column_tile * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    value_column = tl.arange(0, BLOCK_VALUE)
+    stop = tl.load(limit + (batch * (HEADS // REPEATS) + key_head) * num_blocks + block)
+    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+    used = present & (slot < stop)
+    per_token = (batch * num_tokens + tokens) * HEADS + head
+    gradient_start = gradient + batch * gradient_stride_batch + head * gradient_stride_head
+    key_start = key + batch * key_stride_batch + key_head * key_stride_head
+    value_start = value + batch * value_stride_batch + key_head * value_stride_head
+    rows = load_rows(gradient_start, tokens, used, gradient_stride_token, value_column, VALUE)
+    own = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
+    key_sums = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
+    for tile in range(row_tile + 1):
+        other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        others, there = slot_tokens(table, batch, block, other_slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+        seen = other_slot[None, :] <= slot[:, None]
+        values = finite_or_zero(load_rows(value_start, others, there, value_stride_token, value_column, VALUE))
+        keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
+        scores = tl.where(seen, product(rows, tl.trans(values), TOKEN_TYPE, PRECISION, INTERPRETED), 0.0)
+        own += product(scores, keys, DOT_TYPE, PRECISION, INTERPRETED)
+        if NORMALIZER == 1:
+            key_sums += product(seen.to(tl.float32), keys, TOKEN_TYPE, PRECISION, INTERPRETED)
+    own_weight = tl.load(
+        mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
+    )
+    matrix = (batch * (HEADS // PREFIX_REPEATS) + prefix_head) * num_blocks + block
+    columns = load_matrix(prefix + matrix * (WIDTH * VALUE), value_column, column, 1, VALUE, VALUE, WIDTH)
+    total = own * own_weight + product(rows, columns, DOT_TYPE, PRECISION, INTERPRETED) * factor
+    query_start = query + batch * query_stride_batch + head * query_stride_head
+    queries = load_rows(query_start, tokens, used, query_stride_token, column, WIDTH).to(tl.float32)
+    if NORMALIZER == 0:
+        shares = tl.sum(queries * own, axis=1)
+    else:
+        row_scale = tl.load(scale + per_token, mask=used, other=0.0)
+        total *= row_scale[:, None]
+        shares = tl.sum(queries * own, axis=1) * row_scale
+        if BLOCK_WIDTH >= WIDTH:
+            row_weight = -row_scale * tl.sum(total * queries, axis=1)
+        else:
+            output_start = output + (batch * num_tokens * HEADS + head) * VALUE
+            outputs = load_rows(output_start, tokens, used, HEADS * VALUE, value_column, VALUE)
+            row_weight = -row_scale * tl.sum(rows.to(tl.float32) * outputs.to(tl.float32), axis=1)
+        if column_tile == 0:
+            tl.store(weight + per_token, row_weight, mask=present)
+        if NORMALIZER == 1:
+            sums = tl.load(prefix_sum + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
+            total += row_weight[:, None] * (sums[None, :] + own_weight * key_sums)
+            shares += row_weight * tl.sum(queries * key_sums, axis=1)
+    start = result + (batch * num_tokens * HEADS + head) * WIDTH
+    store_rows(start, tokens, present, HEADS * WIDTH, column, total, WIDTH, INTERPRETED)
+    part = row_tile * ((WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH) + column_tile
+    share_start = share + part * share_stride_part + tl.program_id(1).to(tl.int64) * num_blocks
+    tl.store(share_start + block, tl.sum(shares, axis=0))
+
+
+@triton.jit
+def key_gradient_kernel(
+    rows,
+    inner,
+    other,
+    matrices,
+    vectors,
+    mixing,
+    limit,
+    table,
+    scale,
+    weight,
+    result,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
+    rows_stride_batch,
+    rows_stride_token,
+    rows_stride_head,
+    inner_stride_batch,
+    inner_stride_token,
+    inner_stride_head,
+    other_stride_batch,
+    other_stride_token,
+    other_stride_head,
+    matrix_stride_row,
+    matrix_stride_column,
+    mixing_stride_batch,
+    mixing_stride_head,
+    mixing_stride_diagonal,
+    factor,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    TOKEN_TYPE: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """result_j = factor · rows_jᵀ matrix_i + m_ii Σ_{t ≥ j in i} (scale_t rows_j · inner_t + weight_t) other_t.
+
+    The gradient of values for rows = keys, inner = queries, other = output gradients; that of keys for rows = values,
+    inner = output gradients, other = queries, with δ for `weight` and the block's vector added to the result, if
+    HAS_WEIGHT. HEADS is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
+    """
+    block, row_tile, column_tile = tile_of_program(SLOTS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS)
+    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    row_column = tl.arange(0, BLOCK_WIDTH)
+    column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    matrix = (batch * HEADS + head) * num_blocks + block
+    stop = tl.minimum(tl.load(limit + matrix), SLOTS)
+    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+    rows_start = rows + batch * rows_stride_batch + head * rows_stride_head
+    own = finite_or_zero(load_rows(rows_start, tokens, present, rows_stride_token, row_column, WIDTH))
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+    for repeat in range(REPEATS):
+        row_head = head * REPEATS + repeat
+        inner_start = inner + batch * inner_stride_batch + row_head * inner_stride_head
+        other_start = other + batch * other_stride_batch + row_head * other_stride_head
+        own_weight = tl.load(
+            mixing + batch * mixing_stride_batch + row_head * mixing_stride_head + block * mixing_stride_diagonal
+        )
+        for tile in range(row_tile, (SLOTS + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
+            later_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+            later, there = slot_tokens(table, batch, block, later_slot, stop, num_tokens, table_stride_batch, SLOTS)
+            per_token = (batch * num_tokens + later) * (HEADS * REPEATS) + row_head
+            inner_rows = load_rows(inner_start, later, there, inner_stride_token, row_column, WIDTH)
+            other_rows = load_rows(other_start, later, there, other_stride_token, column, COLUMNS)
+            scores = product(own, tl.trans(inner_rows), TOKEN_TYPE, PRECISION, INTERPRETED)
+            if HAS_SCALE:
+                scores *= tl.load(scale + per_token, mask=there, other=0.0)[None, :]
+            if HAS_WEIGHT:
+                scores += tl.load(weight + per_token, mask=there, other=0.0)[None, :]
+            scores = tl.where(later_slot[None, :] >= slot[:, None], scores * own_weight, 0.0)
+            total += product(scores, other_rows, DOT_TYPE, PRECISION, INTERPRETED)
+    start = matrices + matrix * (WIDTH * COLUMNS)
+    columns = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
+    total += product(own, columns, DOT_TYPE, PRECISION, INTERPRETED) * factor
+    if HAS_WEIGHT:
+        total += tl.load(vectors + matrix * COLUMNS + column, mask=column < COLUMNS, other=0.0)[None, :]
+    start = result + (batch * num_tokens * HEADS + head) * COLUMNS
+    store_rows(start, tokens, present, HEADS * COLUMNS, column, total, COLUMNS, INTERPRETED)
+
+
+@triton.jit
+def plain_gradient_kernel(
+    rows,
+    other,
+    vectors,
+    mixing,
+    limit,
+    table,
+    weight,
+    result,
+    share,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
+    rows_stride_batch,
+    rows_stride_token,
+    rows_stride_head,
+    other_stride_batch,
+    other_stride_token,
+    other_stride_head,
+    mixing_stride_batch,
+    mixing_stride_head,
+    mixing_stride_diagonal,
+    share_stride_part,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    VECTOR_REPEATS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    OF_QUERY: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Gradients of one side of the normaliser's pair.
+
+    OF_QUERY: result_t = weight_t (vector_i + m_ii Σ_{j ≤ t in i} other_j), with queries in `rows` and keys in `other`,
+    and the gradient of m_ii in `share`, to be summed over its parts; HEADS query heads of which REPEATS share a key
+    head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with queries
+    in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
+    """
+    block, row_tile, _ = tile_of_program(SLOTS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
+    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    column = tl.arange(0, BLOCK_PLAIN)
+    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+    key_head = head // REPEATS if OF_QUERY else head
+    key_heads = HEADS // REPEATS if OF_QUERY else HEADS
+    stop = tl.minimum(tl.load(limit + (batch * key_heads + key_head) * num_blocks + block), SLOTS)
+    last_tile = row_tile + 1 if OF_QUERY else (SLOTS + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_PLAIN), tl.float32)
+    own_weight = 1.0
+    for repeat in range(1 if OF_QUERY else REPEATS):
+        query_head = head if OF_QUERY else head * REPEATS + repeat
+        other_start = other + batch * other_stride_batch
+        other_start += (key_head if OF_QUERY else query_head) * other_stride_head
+        own_weight = tl.load(
+            mixing + batch * mixing_stride_batch + query_head * mixing_stride_head + block * mixing_stride_diagonal
+        )
+        for tile in range(0 if OF_QUERY else row_tile, last_tile):
+            other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+            until = SLOTS if OF_QUERY else stop
+            others, there = slot_tokens(table, batch, block, other_slot, until, num_tokens, table_stride_batch, SLOTS)
+            other_rows = load_rows(other_start, others, there, other_stride_token, column, PLAIN)
+            if OF_QUERY:
+                counted = (other_slot[None, :] <= slot[:, None]).to(tl.float32)
+                other_rows = finite_or_zero(other_rows)
+            else:
+                per_token = (batch * num_tokens + others) * (HEADS * REPEATS) + query_head
+                weights = tl.load(weight + per_token, mask=there, other=0.0) * own_weight
+                counted = tl.where(other_slot[None, :] >= slot[:, None], weights[None, :], 0.0)
+            total += product(counted, other_rows, DOT_TYPE, PRECISION, INTERPRETED)
+    vector_head = head // VECTOR_REPEATS if OF_QUERY else head
+    vector_heads = HEADS // VECTOR_REPEATS if OF_QUERY else HEADS
+    vector_start = vectors + ((batch * vector_heads + vector_head) * num_blocks + block) * PLAIN
+    vector = tl.load(vector_start + column, mask=column < PLAIN, other=0.0)
+    if OF_QUERY:
+        used = present & (slot < stop)
+        row_weight = tl.load(weight + (batch * num_tokens + tokens) * HEADS + head, mask=used, other=0.0)
+        rows_start = rows + batch * rows_stride_batch + head * rows_stride_head
+        queries = load_rows(rows_start, tokens, used, rows_stride_token, column, PLAIN).to(tl.float32)
+        shares = row_weight * tl.sum(queries * total, axis=1)
+        total = row_weight[:, None] * (vector[None, :] + own_weight * total)
+        share_start = share + row_tile * share_stride_part + tl.program_id(1).to(tl.int64) * num_blocks
+        tl.store(share_start + block, tl.sum(shares, axis=0))
+    else:
+        total += vector[None, :]
+    start = result + (batch * num_tokens * HEADS + head) * PLAIN
+    store_rows(start, tokens, present, HEADS * PLAIN, column, total, PLAIN, INTERPRETED)
