@@ -21,7 +21,7 @@ import torch
 
 from ..conversion.options import parse_dtype
 from ..integrations.transformers.cache import MHLACacheLayer, cache_layer_bytes
-from .machine import machine_facts, synchronize
+from .machine import choose_device, machine_facts, synchronize
 
 
 CACHES = ("dynamic", "static")
@@ -104,7 +104,7 @@ def measure_decoding(options: DecodeOptions, progress: Callable[[str], None] | N
     Raises:
         ValueError: If the model cannot be MHLA, or its position embeddings do not reach the longest context.
     """
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = choose_device(options.device)
     results = []
     model: Any = None
     for dtype in options.dtypes:

@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement was made on."""
+"""What a measurement was made on, and what of it the measurements need to know."""
 
 from __future__ import annotations
 
 import os
 import platform
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
+# Of a last-level cache that the system does not tell the size of.
+ASSUMED_CACHE_BYTES = 64 << 20
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of that name; without one, a GPU if there is one.
+
+    Raises:
+        ValueError: If there is no such device here.
+    """
+    has_gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(name or ("cuda" if has_gpu else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} must be cpu or cuda.") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not has_gpu):
+        raise ValueError(f"device={name!r} must be cpu{' or cuda' if has_gpu else ': there is no GPU here'}.")
+    return device
+
+
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Date, device, number of CPU cores and threads, and versions, ready for JSON.
+    """Date, device, number of CPU cores and threads, and versions (None where not installed), ready for JSON.
 
     Args:
         device: What the models ran on.
@@ -25,7 +45,8 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers")},
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        **{name: _version(name) for name in ("torch", "transformers", "diffusers", "triton")},
     }
 
 
@@ -39,7 +60,23 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def last_cache_bytes(device: torch.device) -> int:
+    """Bytes of the last cache before memory: a GPU's L2, a CPU's largest."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    kibibytes = [int(size[:-1]) for size in sizes if size.endswith("K") and size[:-1].isdecimal()]
+    return max(kibibytes) << 10 if kibibytes else ASSUMED_CACHE_BYTES
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

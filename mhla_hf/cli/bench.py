@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mhla-hf bench decode`: memory and time of decoding on this machine, MHLA against softmax."""
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 
-app = typer.Typer(help="Compare MHLA with softmax attention on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Compare MHLA with other attention on this machine.", no_args_is_help=True)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw them into this PNG file; needs matplotlib.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the table only.")]
 
 RANDOM = "Random model"
 MHLA = "MHLA"
@@ -45,8 +51,9 @@ def decode_command(
     warmup: Annotated[int, typer.Option(help="Tokens before them that are not timed.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Sequences side by side.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the table only.")] = False,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    quiet: Quiet = False,
 ) -> None:
     """Memory of the MHLA cache against the KV cache, and seconds per decoded token with both, at each context.
 
@@ -61,13 +68,40 @@ def decode_command(
     }  # fmt: skip
 
     from ..benchmarks import DecodeOptions, measure_decoding
+
+    check_outputs(json_file, plot_file)
+    report = measure_decoding(DecodeOptions(**options), progress_printer(quiet))
+    _show(report)
+    write_report(report, json_file, plot_file)
+
+
+def progress_printer(quiet: bool) -> Callable[[str], None] | None:
+    """What tells on standard error what is measured next; None if that is not wanted."""
+    return None if quiet else lambda what: typer.echo(f"measuring {what}", err=True)
+
+
+def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
+    """Checks that a report can be written before anything is measured for it.
+
+    Raises:
+        ValueError: If a file is a directory, or a picture is wanted and there is no matplotlib.
+    """
+    for name, file in (("json", json_file), ("plot", plot_file)):
+        if file is not None and file.is_dir():
+            raise ValueError(f"{name}={str(file)!r} is a directory; give a file.")
+    if plot_file is not None and find_spec("matplotlib") is None:
+        raise ValueError("plot needs matplotlib (pip install matplotlib).")
+
+
+def write_report(report: dict[str, Any], json_file: Path | None, plot_file: Path | None) -> None:
+    """Writes a report's figures and their picture where they are wanted, the figures first."""
+    from ..benchmarks.plots import plot_report
     from ..files import write_json
 
-    progress = None if quiet else lambda what: typer.echo(f"measuring {what}", err=True)
-    report = measure_decoding(DecodeOptions(**options), progress)
-    _show(report)
     if json_file is not None:
         write_json(json_file, report)
+    if plot_file is not None:
+        plot_report(report, plot_file)
 
 
 def parse_numbers(text: str, name: str) -> tuple[int, ...]:

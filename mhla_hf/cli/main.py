@@ -4,7 +4,7 @@
 import typer
 
 from .. import __version__
-from . import bench, bench_quality, convert, demo, models, train
+from . import bench, bench_quality, bench_speed, convert, demo, models, train
 from .errors import FriendlyGroup
 
 
@@ -34,6 +34,9 @@ def main(
 app.command("convert")(convert.convert_command)
 app.command("import-official")(convert.import_official_command)
 app.add_typer(train.app, name="train")
+bench.app.command("op")(bench_speed.operator_command)
+bench.app.command("model")(bench_speed.model_command)
+bench.app.command("train")(bench_speed.train_command)
 bench.app.command("quality")(bench_quality.quality_command)
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.run_command)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator by itself: MHLA, softmax and other linear attention at the sizes of models, and the floor below all.
+
+The floor of a shape is the time that a copy takes to move q, k, v and o once (and their gradients once, where there is
+a backward pass), at the bandwidth that is measured first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..conversion.options import parse_dtype
+from .contestants import CONTESTANTS, Contestant, Inputs, choose_contestants, make_inputs
+from .machine import choose_device, last_cache_bytes, machine_facts
+from .memory import peak_memory
+from .shapes import OperatorShape, choose_shapes
+from .timing import COPY_BYTES, Timing, copy_bandwidth, failure_reason, free_memory, time_in_turns
+
+
+DIRECTIONS = ("forward", "forward+backward")
+# Sets of inputs that take turns: enough to be larger than the cache twice over, and no more than this.
+_MOST_SETS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorOptions:
+    """What [`measure_operator`] measures.
+
+    Args:
+        shapes: Names of `SHAPES`; None for those that suit the device.
+        contestants: Names of `CONTESTANTS`; None for the usual ones.
+        dtype: Type of the tokens; None for bfloat16 on a GPU and float32 on a CPU.
+        device: Where to run; None for a GPU if there is one.
+        backward: Whether to measure forward and backward together too.
+        seconds: About how long the timed rounds of one shape and direction take.
+        least_rounds: Rounds at least, however long they take.
+        quick: A few shapes and short rounds.
+        compile_backend: Of torch.compile, for the contestant that is compiled.
+
+    Raises:
+        ValueError: If a name is unknown or a number is not positive.
+    """
+
+    shapes: tuple[str, ...] | None = None
+    contestants: tuple[str, ...] | None = None
+    dtype: str | None = None
+    device: str | None = None
+    backward: bool = True
+    seconds: float = 3.0
+    least_rounds: int = 5
+    quick: bool = False
+    compile_backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "least_rounds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+        device = choose_device(self.device)
+        choose_shapes(self.shapes, device, self.quick)
+        choose_contestants(self.contestants)
+        parse_dtype(self.dtype or "float32")
+
+
+def measure_operator(
+    options: OperatorOptions,
+    progress: Callable[[str], None] | None = None,
+    shapes: Sequence[OperatorShape] | None = None,
+) -> dict[str, Any]:
+    """Measures time and memory of all contestants at all shapes.
+
+    Args:
+        options: What to measure.
+        progress: Is told what comes next.
+        shapes: In place of those that the options name.
+
+    Returns:
+        A report ready for JSON: `machine`, `options`, `copy_bandwidth` (bytes per second), `shapes`, and `results`:
+        one row for each shape, direction, contestant and normaliser, see `benchmarks/README.md`. Rows of contestants
+        that did not run have `reason` and no figures.
+    """
+    device = choose_device(options.device)
+    dtype = parse_dtype(options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    assert dtype is not None
+    chosen = choose_shapes(options.shapes, device, options.quick) if shapes is None else list(shapes)
+    contestants = choose_contestants(options.contestants)
+    if progress is not None:
+        progress("copy bandwidth")
+    bandwidth = copy_bandwidth(device, COPY_BYTES[device.type] // (4 if options.quick else 1))
+    rows: list[dict[str, Any]] = []
+    for shape in chosen:
+        for direction in DIRECTIONS[: 2 if options.backward else 1]:
+            if progress is not None:
+                progress(f"{shape.name}, {direction}")
+            rows += _measure_shape(shape, direction, contestants, dtype, device, bandwidth, options)
+            free_memory(device)
+    return {
+        "benchmark": "op",
+        "machine": machine_facts(device),
+        "options": {**asdict(options), "device": device.type, "dtype": str(dtype).removeprefix("torch.")},
+        "copy_bandwidth": bandwidth,
+        "shapes": {
+            shape.name: {**asdict(shape), "tokens": shape.tokens, "num_blocks": shape.layout().num_blocks}
+            for shape in chosen
+        },
+        "results": rows,
+    }
+
+
+def _measure_shape(
+    shape: OperatorShape,
+    direction: str,
+    contestants: Sequence[Contestant],
+    dtype: torch.dtype,
+    device: torch.device,
+    bandwidth: float,
+    options: OperatorOptions,
+) -> list[dict[str, Any]]:
+    backward = direction != "forward"
+    rows, runs = [], {}
+    if any(contestant.compiled for contestant in contestants):
+        # Otherwise shapes would add up to more versions of a function than torch.compile keeps.
+        torch.compiler.reset()
+    sets = _input_sets(shape, dtype, device, backward)
+    for contestant in contestants:
+        obstacle = contestant.obstacle(shape, dtype, device)
+        for normalizer in contestant.normalizers:
+            row: dict[str, Any] = {"shape": shape.name, "tokens": shape.tokens, "direction": direction}
+            row.update(contestant=contestant.name, normalizer=normalizer, reason=obstacle)
+            rows.append(row)
+            if obstacle is None:
+                runs[_key(row)] = partial(_run, contestant, sets, shape, normalizer, backward, options.compile_backend)
+    seconds, least = (options.seconds / 10, min(3, options.least_rounds)) if options.quick else (
+        options.seconds, options.least_rounds
+    )  # fmt: skip
+    times = time_in_turns(runs, device, seconds=seconds, least=least)
+    for row in rows:
+        timing = times.get(_key(row), row["reason"])
+        if isinstance(timing, Timing):
+            row.update(_figures(shape, CONTESTANTS[row["contestant"]].family, timing, dtype, backward, bandwidth))
+            try:
+                row["peak_memory_bytes"] = peak_memory(partial(runs[_key(row)], 0), device)
+            except Exception as error:  # A figure that cannot be had must not cost the others.
+                row["peak_memory_bytes"], row["peak_memory_reason"] = None, failure_reason(error)
+        else:
+            row["reason"] = timing
+    softmax = [row["milliseconds"] for row in rows if _is_softmax(row) and row["reason"] is None]
+    for row in rows:
+        if row["reason"] is None:
+            row["speedup_over_softmax"] = min(softmax) / row["milliseconds"] if softmax else None
+    return rows
+
+
+def _key(row: dict[str, Any]) -> str:
+    return f"{row['contestant']}/{row['normalizer']}"
+
+
+def _is_softmax(row: dict[str, Any]) -> bool:
+    return CONTESTANTS[row["contestant"]].family == "softmax"
+
+
+def _input_sets(shape: OperatorShape, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Inputs]:
+    """Sets of inputs that are together larger than the cache twice over."""
+    count = min(_MOST_SETS, max(2, -(-2 * last_cache_bytes(device) // (3 * shape.tensor_bytes(dtype)))))
+    sets = [make_inputs(shape, dtype, device, seed) for seed in range(count)]
+    return [inputs.differentiable() for inputs in sets] if backward else sets
+
+
+def _run(
+    contestant: Contestant,
+    sets: Sequence[Inputs],
+    shape: OperatorShape,
+    normalizer: str | None,
+    backward: bool,
+    compile_backend: str,
+    turn: int,
+) -> tuple[torch.Tensor | None, ...]:
+    """One run with one of the sets; the output, and the gradients where they are asked for."""
+    inputs = sets[turn % len(sets)]
+    with torch.set_grad_enabled(backward):
+        output = contestant.attend(inputs, shape, normalizer, compile_backend)
+    if not backward:
+        return (output,)
+    wanted = (*inputs.tokens, inputs.mixing)
+    return output.detach(), *torch.autograd.grad(output, wanted, inputs.gradient, allow_unused=True)
+
+
+def _figures(
+    shape: OperatorShape, family: str, timing: Timing, dtype: torch.dtype, backward: bool, bandwidth: float
+) -> dict[str, Any]:
+    least_bytes = shape.least_bytes(dtype, backward)
+    floor = least_bytes / bandwidth
+    return {
+        "milliseconds": 1e3 * timing.median,
+        "milliseconds_20": 1e3 * timing.low,
+        "milliseconds_80": 1e3 * timing.high,
+        "host_milliseconds": 1e3 * timing.host,
+        "runs": timing.runs,
+        "teraflops_per_second": shape.flops(family, backward) / timing.median / 1e12,
+        "gigabytes_per_second": least_bytes / timing.median / 1e9,
+        "floor_milliseconds": 1e3 * floor,
+        "share_of_floor": floor / timing.median,
+    }

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of the reports: time and memory against the number of tokens, and of whole models side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..demo.figures import new_figure, save_figure
+from .contestants import CONTESTANTS
+from .models import VARIANTS
+
+
+# A family has a colour, its members shades of it and markers; the dashed line is that without a normaliser.
+_STYLES = {
+    "mhla-torch": ("#1f77b4", "o"),
+    "mhla-triton": ("#0b3d91", "s"),
+    "mhla-compiled": ("#7fb3e0", "^"),
+    "softmax": ("#444444", "o"),
+    "softmax-flash": ("#777777", "s"),
+    "softmax-cudnn": ("#111111", "^"),
+    "softmax-math": ("#aaaaaa", "v"),
+    "linear": ("#d95f02", "o"),
+    "fla-linear": ("#e6a23c", "s"),
+    "fla-simple-gla": ("#b04a3f", "^"),
+    "ordinary": ("#444444", "o"),
+}
+_FLOOR = {"color": "#2ca02c", "linestyle": ":", "linewidth": 1.5, "label": "floor (copy)"}
+# Below a tenth of a kilobyte for each head, memory is nothing; a logarithmic axis cannot show zero.
+_LEAST_BYTES = 100.0
+
+
+def plot_report(report: Mapping[str, Any], path: Path) -> None:
+    """Writes the picture of a report of any of the benchmarks.
+
+    Args:
+        report: What a benchmark returned.
+        path: PNG file to write, complete or not at all.
+
+    Raises:
+        ValueError: If no row of the report has figures.
+    """
+    if report["benchmark"] != "decode" and all(row["reason"] is not None for row in report["results"]):
+        raise ValueError(f"plot={str(path)!r} would be empty: nothing could be measured.")
+    draw = {"op": _operator, "model": _models, "train": _models, "decode": _decoding}[report["benchmark"]]
+    save_figure(draw(report), path)
+
+
+def _operator(report: Mapping[str, Any]) -> Any:
+    """A column for each group of shapes; rows are time and memory, forward and with backward, for one head."""
+    shapes = report["shapes"]
+    groups = list(dict.fromkeys(shape["group"] for shape in shapes.values()))
+    measured = [row for row in report["results"] if row["reason"] is None]
+    directions = list(dict.fromkeys(row["direction"] for row in measured))
+    figure = new_figure(4.4 * max(2, len(groups)), 3.3 * 2 * len(directions))
+    panels = figure.subplots(2 * len(directions), len(groups), squeeze=False)
+    for column, group in enumerate(groups):
+        inside = [row for row in measured if shapes[row["shape"]]["group"] == group]
+        for index, direction in enumerate(directions):
+            rows = [row for row in inside if row["direction"] == direction]
+            _curves(panels[index][column], rows, shapes, lambda row: row["milliseconds"])
+            _floor(panels[index][column], rows, shapes)
+            _label(panels[index][column], f"{group}, {direction}", "ms for one head")
+            memory = panels[len(directions) + index][column]
+            rows = [row for row in rows if row.get("peak_memory_bytes") is not None]
+            _curves(memory, rows, shapes, lambda row: max(row["peak_memory_bytes"], _LEAST_BYTES) / 1e6)
+            _label(memory, f"{group}, {direction}", "MB for one head, beyond inputs and outputs")
+    handles = {
+        label: handle
+        for panel in panels.flat
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, fontsize=9)
+    figure.suptitle(_title(report))
+    return figure
+
+
+def _curves(
+    panel: Any,
+    rows: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, Any],
+    value: Callable[[Mapping[str, Any]], float],
+) -> None:
+    for name in CONTESTANTS:
+        for normalizer in dict.fromkeys(row["normalizer"] for row in rows if row["contestant"] == name):
+            points = sorted(
+                (row["tokens"], value(row) / _heads(shapes[row["shape"]]))
+                for row in rows
+                if (row["contestant"], row["normalizer"]) == (name, normalizer)
+            )
+            color, marker = _STYLES[name]
+            panel.plot(
+                *zip(*points, strict=True),
+                color=color,
+                marker=marker,
+                markersize=4,
+                linewidth=1.2,
+                linestyle="--" if normalizer == "none" else "-",
+                label=name if normalizer is None else f"{name}, normaliser {normalizer}",
+            )
+
+
+def _floor(panel: Any, rows: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any]) -> None:
+    points = {row["tokens"]: row["floor_milliseconds"] / _heads(shapes[row["shape"]]) for row in rows}
+    if points:
+        panel.plot(*zip(*sorted(points.items()), strict=True), marker="_", **_FLOOR)
+
+
+def _heads(shape: Mapping[str, Any]) -> int:
+    return shape["batch"] * shape["heads"]
+
+
+def _label(panel: Any, title: str, unit: str) -> None:
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel("tokens", fontsize=9)
+    panel.set_ylabel(unit, fontsize=8)
+    panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    panel.tick_params(labelsize=8)
+    panel.grid(True, which="major", alpha=0.3)
+
+
+def _models(report: Mapping[str, Any]) -> Any:
+    """Bars of time and memory, a group for each model."""
+    measured = [row for row in report["results"] if row["reason"] is None]
+    models = list(dict.fromkeys(row["model"] for row in measured))
+    names = [name for name in VARIANTS if any(row["contestant"] == name for row in measured)]
+    figure = new_figure(max(8.0, 2.2 * len(models) + 4), 4.2)
+    units = (("milliseconds", 1.0, "ms"), ("peak_memory_bytes", 1e6, "MB beyond weights and inputs"))
+    panels = figure.subplots(1, len(units))
+    for panel, (key, scale, unit) in zip(panels, units, strict=True):
+        for offset, name in enumerate(names):
+            rows = [row for row in measured if row["contestant"] == name and row.get(key) is not None]
+            places = [models.index(row["model"]) + (offset - (len(names) - 1) / 2) * 0.8 / len(names) for row in rows]
+            heights = [row[key] / scale for row in rows]
+            bars = panel.bar(places, heights, width=0.8 / len(names), color=_STYLES[name][0], label=name)
+            panel.bar_label(bars, fmt="{:,.3g}", fontsize=7)
+        panel.set_yscale("log")
+        panel.set_xticks(range(len(models)), models, fontsize=9)
+        panel.set_ylabel(unit)
+        panel.margins(y=0.15)
+        panel.grid(True, axis="y", alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    figure.suptitle(_title(report))
+    return figure
+
+
+def _decoding(report: Mapping[str, Any]) -> Any:
+    """Seconds for a token and bytes of the cache against the context, a line for each dtype and kind of cache."""
+    figure = new_figure(11, 4.4)
+    panels = figure.subplots(1, 2)
+    keys = (("seconds_per_token", 1e3, "ms for a token"), ("cache_bytes", 1 / 1e6, "MB of cache"))
+    kinds = {"mhla": _STYLES["mhla-torch"], "softmax": _STYLES["softmax"]}
+    dashes = ("-", "--", ":")
+    for panel, (key, scale, unit) in zip(panels, keys, strict=True):
+        for dtype, dash in zip(report["options"]["dtypes"], dashes):
+            rows = [row for row in report["results"] if row["dtype"] == dtype]
+            contexts = [row["context"] for row in rows]
+            for kind, (color, marker) in kinds.items():
+                values = [row[kind][key] * scale for row in rows]
+                panel.plot(contexts, values, color=color, marker=marker, linestyle=dash, label=f"{kind}, {dtype}")
+        _label(panel, unit, unit)
+        panel.set_xlabel("tokens of context", fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
+    figure.suptitle(f"{report['machine']['device']}, {report['machine']['date']}, {report['options']['cache']} caches")
+    return figure
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    machine, options = report["machine"], report["options"]
+    return f"{machine['device']}, {options['dtype']}, torch {machine['torch']}, {machine['date']}"
