@@ -144,17 +144,43 @@ class BlockLayout:
         """
         self.check_length(tokens.shape[1], "tokens")
         if self.is_uniform:
-            axes, tail = len(self.grid), tokens.shape[2:]
-            split = [entry for count, lengths in zip(self.blocks, self.tile_lengths) for entry in (count, lengths[0])]
-            order = [0, *range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2)]
-            order += range(2 * axes + 1, 2 * axes + 1 + len(tail))
-            grouped = tokens.reshape(tokens.shape[0], *split, *tail).permute(order)
-            return grouped.reshape(tokens.shape[0], self.num_blocks, self.max_block_tokens, *tail)
+            grouped = self._split(tokens, 1)
+            return grouped.reshape(tokens.shape[0], self.num_blocks, self.max_block_tokens, *tokens.shape[2:])
         # Row T is a row of zeros for the empty slots. Zeros are gathered, not multiplied in, so that a NaN or Inf
         # elsewhere stays where it is.
         padded = F.pad(tokens, [0, 0] * (tokens.dim() - 2) + [0, 1])
         index = _cached(_slot_tokens, self, tokens.device)
         return padded.index_select(1, index).unflatten(1, (self.num_blocks, self.max_block_tokens))
+
+    def to_head_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Groups tokens by head and block, in one copy.
+
+        Args:
+            tokens: `[B, T, H, D]`.
+
+        Returns:
+            `[B, H, M, N, D]`, zero where a block has fewer than N tokens, with dense blocks as matrix products want.
+
+        Raises:
+            ValueError: If axis 1 does not have T entries.
+        """
+        self.check_length(tokens.shape[1], "tokens")
+        by_head = tokens.transpose(1, 2)
+        if self.is_uniform:
+            grouped = self._split(by_head, 2)
+            return grouped.reshape(*by_head.shape[:2], self.num_blocks, self.max_block_tokens, by_head.shape[3])
+        slots = _cached(_slot_tokens, self, tokens.device)
+        gathered = by_head.index_select(2, slots.clamp(max=self.num_tokens - 1))
+        grouped = gathered.masked_fill_((slots == self.num_tokens)[:, None], 0)
+        return grouped.unflatten(2, (self.num_blocks, self.max_block_tokens))
+
+    def _split(self, tokens: torch.Tensor, axis: int) -> torch.Tensor:
+        """A view with the token axis split by blocks and positions: `[..., *blocks, *positions, ...]`."""
+        axes = len(self.grid)
+        split = [entry for count, lengths in zip(self.blocks, self.tile_lengths) for entry in (count, lengths[0])]
+        order = [*range(axis), *range(axis, axis + 2 * axes, 2), *range(axis + 1, axis + 2 * axes, 2)]
+        order += range(axis + 2 * axes, tokens.dim() - 1 + 2 * axes)
+        return tokens.unflatten(axis, split).permute(order)
 
     def from_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
         """Undoes [`BlockLayout.to_blocks`].
