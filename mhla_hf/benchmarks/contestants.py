@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -121,8 +120,6 @@ def _triton_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.dev
     if device.type != "cuda":
         # Interpreted kernels, which tests run on CPUs, say nothing about time.
         return f"the kernels run on GPUs, and the tensors are on {device.type}"
-    if shape.causal and find_spec("mhla_hf.ops.triton.causal") is None:
-        return "there are no kernels for causal attention"
     return triton_obstacle(torch.empty(1, 1, 1, shape.width, dtype=dtype, device=device))
 
 

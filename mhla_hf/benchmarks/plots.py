@@ -12,7 +12,7 @@ from .contestants import CONTESTANTS
 from .models import VARIANTS
 
 
-# A family has a colour, its members shades of it and markers; the dashed line is that without a normaliser.
+# A family has a colour, its members shades of it and markers; dashed and hollow is what has no normaliser.
 _STYLES = {
     "mhla-torch": ("#1f77b4", "o"),
     "mhla-triton": ("#0b3d91", "s"),
@@ -94,7 +94,8 @@ def _curves(
                 *zip(*points, strict=True),
                 color=color,
                 marker=marker,
-                markersize=4,
+                markersize=5,
+                markerfacecolor="white" if normalizer == "none" else color,
                 linewidth=1.2,
                 linestyle="--" if normalizer == "none" else "-",
                 label=name if normalizer is None else f"{name}, normaliser {normalizer}",
@@ -104,7 +105,7 @@ def _curves(
 def _floor(panel: Any, rows: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any]) -> None:
     points = {row["tokens"]: row["floor_milliseconds"] / _heads(shapes[row["shape"]]) for row in rows}
     if points:
-        panel.plot(*zip(*sorted(points.items()), strict=True), marker="_", **_FLOOR)
+        panel.plot(*zip(*sorted(points.items()), strict=True), marker="_", markersize=12, **_FLOOR)
 
 
 def _heads(shape: Mapping[str, Any]) -> int:
@@ -118,6 +119,7 @@ def _label(panel: Any, title: str, unit: str) -> None:
     panel.set_xlabel("tokens", fontsize=9)
     panel.set_ylabel(unit, fontsize=8)
     panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    panel.yaxis.set_minor_formatter(lambda *_: "")
     panel.tick_params(labelsize=8)
     panel.grid(True, which="major", alpha=0.3)
 
