@@ -25,9 +25,10 @@ class DecodingCache(Protocol):
         *,
         block_size: int,
         valid: torch.Tensor | None,
+        backend: str,
         **options: Any,
     ) -> torch.Tensor:
-        """Attends to the tokens seen so far and to these, and remembers these; arguments as in [`mhla_extend`]."""
+        """Attends to the tokens seen so far and to these, and remembers these; arguments as in [`mhla_step`]."""
         ...
 
 
@@ -70,7 +71,7 @@ def sequence_attention(
         mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
         block_size: Tokens of a block.
         sequence: Padding, documents and cache.
-        backend: See [`mhla_hf.ops.choose_backend`]; decoding with a cache is plain torch.
+        backend: See [`mhla_hf.ops.choose_backend`]; with a cache, prompts are computed in plain torch.
         **options: `normalizer`, `normalizer_query`, `normalizer_key` and `eps` of [`mhla_hf.ops.mhla_attention`].
 
     Returns:
@@ -85,8 +86,8 @@ def sequence_attention(
         if not sequence.causal:
             raise ValueError("Only causal attention can be decoded with a cache.")
         return sequence.cache.attend(
-            query, key, value, mixing, block_size=block_size, valid=sequence.valid, **options
-        )  # fmt: skip
+            query, key, value, mixing, block_size=block_size, valid=sequence.valid, backend=backend, **options
+        )
     options.update(causal=sequence.causal, backend=backend)
     if sequence.valid is None and sequence.documents is None:
         dense = BlockLayout(grid=(query.shape[1],), block_size=(block_size,))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ..sequence_layout import SequenceLayout, mixing_at
+from .backends import choose_backend
 from .causal import spoilt_tokens
 from .numerics import (
     accumulation_dtype,
@@ -26,6 +27,8 @@ from .numerics import (
     from_head_blocks,
     head_blocks,
     mix_summaries,
+    normalizer_pair,
+    records_gradients,
     repeat_heads,
 )
 
@@ -205,6 +208,7 @@ def mhla_step(
     normalizer_key: torch.Tensor | None = None,
     normalizer: str = "query",
     eps: float = 1e-6,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, MHLAState]:
     """Decodes one token for each batch entry in O(K·V), whatever came before.
 
@@ -220,6 +224,8 @@ def mhla_step(
         normalizer_key: Unrotated key where it differs from `key`.
         normalizer: `"query"` or `"none"`.
         eps: Added to the denominator.
+        backend: See [`mhla_hf.ops.choose_backend`]; the kernel, which does the whole step in one launch, serves where
+            no gradient is recorded.
 
     Returns:
         The output `[B, 1, H, V]` in the dtype of `value`, and the state after this token.
@@ -232,6 +238,13 @@ def mhla_step(
         raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
     dtype, size, num_heads = state.current.dtype, state.block_size, query.shape[2]
     mixing = mixing.to(dtype)
+    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
+    if _has_kernel(state, mixing, num_heads) and not records_gradients(
+        query, key, value, mixing, *pair, state.summaries, state.current, state.prefix, state.upcoming
+    ):
+        tokens = [tensor for tensor in (query, key, value, *pair) if tensor is not None]
+        if choose_backend(backend, *tokens) == "triton":
+            return _step_by_kernel(query, key, value, pair, mixing, state, valid, normalizer == "query", eps)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
     with torch.autocast(query.device.type, enabled=False):
@@ -251,6 +264,35 @@ def mhla_step(
         output = output.masked_fill(~keep, 0)
     state = dataclasses.replace(state, current=current, upcoming=upcoming, position=state.position + counted)
     return output.transpose(1, 2).to(value.dtype), state
+
+
+def _has_kernel(state: MHLAState, mixing: torch.Tensor, num_heads: int) -> bool:
+    """Whether the kernel knows this state: it takes no float64, and files blocks where there is room for them."""
+    per_head = mixing.dim() > 2 and mixing.shape[0] != 1
+    heads = num_heads if per_head else state.current.shape[1]
+    return state.current.dtype == torch.float32 and state.num_blocks > 0 and state.prefix.shape[1] == heads
+
+
+def _step_by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pair: tuple[torch.Tensor | None, torch.Tensor | None],
+    mixing: torch.Tensor,
+    state: MHLAState,
+    valid: torch.Tensor | None,
+    divides: bool,
+    eps: float,
+) -> tuple[torch.Tensor, MHLAState]:
+    # Imported here alone: Triton need not be installed.
+    from .triton.decode import decode_token
+
+    output, current, prefix, upcoming, position = decode_token(
+        query, key, value, *pair, valid, mixing, state.summaries, state.current, state.prefix, state.upcoming,
+        state.position, state.block_size, divides, eps,
+    )  # fmt: skip
+    state = dataclasses.replace(state, current=current, prefix=prefix, upcoming=upcoming, position=position)
+    return output, state
 
 
 def rewind_state(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,12 +184,13 @@ class MHLACacheLayer(CacheLayerMixin):
         normalizer_key: torch.Tensor | None = None,
         normalizer: str = "query",
         eps: float = 1e-6,
+        backend: str = "auto",
     ) -> torch.Tensor:
         """Attends to the tokens seen so far and to these, and remembers these; see [`mhla_hf.ops.mhla_extend`]."""
         if self._unusable is not None:
             raise ValueError(self._unusable)
         state = self._state_for(key, value, mixing, block_size)
-        attend = mhla_step if query.shape[1] == 1 else mhla_extend
+        attend = partial(mhla_step, backend=backend) if query.shape[1] == 1 else mhla_extend
         output, state = attend(
             query, key, value, mixing, state, valid=valid,
             normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,

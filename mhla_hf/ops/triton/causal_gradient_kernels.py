@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of causal MHLA, backward.
 
-With n_t and d_t the numerator and denominator of token t, g'_t = g_t / d_t and δ_t = -g'_t · n_t / d_t, the own chunk's
-part of the gradients is, with m = m_ii and sums over the chunk,
+With n_t and d_t the numerator and denominator of token t, g'_t = g_t / d_t and δ_t = -g'_t · n_t / d_t, the part of
+the gradients that the own chunk contributes is, with m = m_ii and sums over the chunk,
 
     dq_t = m Σ_{j≤t} (g'_t · v_j) k_j      dk_j = m Σ_{t≥j} (g'_t · v_j) q_t      dv_j = m Σ_{t≥j} (q_t · k_j) g'_t
     dp_t = m δ_t Σ_{j≤t} p_j               dp_j = m Σ_{t≥j} δ_t p_t
@@ -92,7 +92,6 @@ def query_gradient_kernel(
     value_start = value + batch * value_stride_batch + key_head * value_stride_head
     rows = load_rows(gradient_start, tokens, used, gradient_stride_token, value_column, VALUE)
     own = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
-    key_sums = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
     for tile in range(row_tile + 1):
         other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         others, there = slot_tokens(table, batch, block, other_slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
@@ -101,8 +100,6 @@ def query_gradient_kernel(
         keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
         scores = tl.where(seen, product(rows, tl.trans(values), TOKEN_TYPE, PRECISION, INTERPRETED), 0.0)
         own += product(scores, keys, DOT_TYPE, PRECISION, INTERPRETED)
-        if NORMALIZER == 1:
-            key_sums += product(seen.to(tl.float32), keys, TOKEN_TYPE, PRECISION, INTERPRETED)
     own_weight = tl.load(
         mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
     )
@@ -126,6 +123,17 @@ def query_gradient_kernel(
         if column_tile == 0:
             tl.store(weight + per_token, row_weight, mask=present)
         if NORMALIZER == 1:
+            # Keys are read once more here, from the cache: sums kept along with the products above would not fit into
+            # registers.
+            key_sums = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
+            for tile in range(row_tile + 1):
+                other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+                others, there = slot_tokens(
+                    table, batch, block, other_slot, SLOTS, num_tokens, table_stride_batch, SLOTS
+                )
+                keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
+                seen = (other_slot[None, :] <= slot[:, None]).to(tl.float32)
+                key_sums += product(seen, keys, TOKEN_TYPE, PRECISION, INTERPRETED)
             sums = tl.load(prefix_sum + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
             total += row_weight[:, None] * (sums[None, :] + own_weight * key_sums)
             shares += row_weight * tl.sum(queries * key_sums, axis=1)
@@ -268,8 +276,8 @@ def plain_gradient_kernel(
 
     OF_QUERY: result_t = weight_t (vector_i + m_ii Σ_{j ≤ t in i} other_j), with queries in `rows` and keys in `other`,
     and the gradient of m_ii in `share`, to be summed over its parts; HEADS query heads of which REPEATS share a key
-    head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with queries
-    in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
+    head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
+    queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
     """
     block, row_tile, _ = tile_of_program(SLOTS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
     batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS

@@ -47,8 +47,8 @@ def limit_kernel(
 ):
     """The slot of each chunk from which on outputs are NaN: the first bad one, or 0 after a chunk with a bad one.
 
-    `first_bad` and `limit` are int32 `[B, HEADS, M]`, `slots` where no slot is bad. `starts` is the first chunk of each
-    chunk's document, int32 `[B, M]`.
+    `first_bad` and `limit` are int32 `[B, HEADS, M]`, `slots` where no slot is bad. `starts` is the first chunk of
+    each chunk's document, int32 `[B, M]`.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch = tl.program_id(1).to(tl.int64) // HEADS

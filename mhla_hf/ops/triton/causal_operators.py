@@ -148,13 +148,14 @@ def causal_attention_backward(
     grad_plain_query, grad_plain_key = query.new_empty(0), query.new_empty(0)
     if pair is not None:
         assert grad_sum is not None
+        query_side, key_side = pair
         grad_plain_query, more = causal_launch.plain_gradient(
-            *pair, prefix_sum, weight=weight, of_query=True, **shared
+            query_side, key_side, prefix_sum, weight=weight, of_query=True, **shared
+        )
+        grad_plain_key, _ = causal_launch.plain_gradient(
+            key_side, query_side, grad_sum, weight=weight, of_query=False, **shared
         )
         share = share + more
-        grad_plain_key, _ = causal_launch.plain_gradient(
-            *pair[::-1], grad_sum, weight=weight, of_query=False, **shared
-        )
     diagonal = grad_mixing.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(share.sum_to_size((*mixing.shape[:-2], mixing.shape[-1])))
     return grad_query, grad_key, grad_value, grad_plain_query, grad_plain_key, grad_mixing
