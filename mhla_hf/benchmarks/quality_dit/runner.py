@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ...demo.progress import DemoProgress
 from ...files import atomic_directory, atomic_file, remove_leftovers, write_json
-from ..machine import machine_facts, synchronize
+from ..machine import choose_device, machine_facts, synchronize
 from .data import NUM_CLASSES, Pictures, load_pictures
 from .fidelity import (
     DigitClassifier,
@@ -82,7 +82,7 @@ def measure_quality(
         ValueError: If the work directory holds trainings with other options, or the device is unknown.
         FloatingPointError: If a loss is not finite.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = choose_device(device)
     _claim(work_directory, options)
     with DemoProgress(show_progress) as progress:
         with progress.stage("classifier", 1):
@@ -199,7 +199,7 @@ def _directory(work_directory: Path, variant: str, seed: int) -> Path:
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    return {**machine_facts(device), **{name: version(name) for name in ("diffusers", "mhla-hf")}}
+    return {**machine_facts(device), "mhla-hf": version("mhla-hf")}
 
 
 def _grid_indices(labels: torch.Tensor) -> list[int]:
