@@ -195,6 +195,20 @@ def test_contestants_that_fail_are_rows_and_others_go_on(monkeypatch):
     assert all(row["milliseconds"] > 0 and row["speedup_over_softmax"] is None for row in linear)
 
 
+def test_inputs_that_do_not_fit_are_reasons():
+    huge = replace(FLAT, name="huge", batch=1 << 40)
+    report = measure_operator(OperatorOptions(device="cpu", seconds=0.01, quick=True), shapes=[huge, FLAT])
+    reasons = {(row["shape"], row["contestant"]): row["reason"] for row in report["results"]}
+    assert reasons["huge", "linear"].startswith("RuntimeError: ")
+    assert reasons["flat", "linear"] is None
+
+
+def test_the_environment_must_not_decide(monkeypatch):
+    monkeypatch.setenv("MHLA_HF_BACKEND", "torch")
+    with pytest.raises(ValueError, match="MHLA_HF_BACKEND is set"):
+        measure_operator(OperatorOptions(device="cpu"), shapes=[FLAT])
+
+
 def test_failures_after_the_warm_up_count_too():
     def fail_later(turn: int) -> None:
         if turn > 2:

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from ..conversion.options import parse_dtype
 from ..models.registry import mhla_class_for
-from .contestants import CONTESTANTS
+from .contestants import CONTESTANTS, check_environment
 from .machine import choose_device, machine_facts
 from .memory import peak_memory
 from .model_cases import ModelCase, choose_models
@@ -93,7 +93,11 @@ def measure_models(
     Returns:
         A report ready for JSON: `machine`, `options`, `models` and `results`, one row for each model and contestant.
         Rows of contestants that did not run have `reason` and no figures.
+
+    Raises:
+        ValueError: If the environment decides which backend MHLA takes.
     """
+    check_environment()
     device = choose_device(options.device)
     dtype = parse_dtype(options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     assert dtype is not None
@@ -135,7 +139,7 @@ def _measure_case(
             free_memory(device)
     seconds = options.seconds / (10 if options.quick else 1)
     least = min(2, options.least_rounds) if options.quick else options.least_rounds
-    times = time_in_turns(runs, device, seconds=seconds, least=least)
+    times = time_in_turns(runs, device, seconds=seconds, least=least, alone=True)
     for row in rows:
         timing = times.get(row["contestant"], row["reason"])
         if not isinstance(timing, Timing):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..conversion.options import parse_dtype
-from .contestants import CONTESTANTS, Contestant, Inputs, choose_contestants, make_inputs
+from .contestants import CONTESTANTS, Contestant, Inputs, check_environment, choose_contestants, make_inputs
 from .machine import choose_device, last_cache_bytes, machine_facts
 from .memory import peak_memory
 from .shapes import OperatorShape, choose_shapes
@@ -82,7 +82,11 @@ def measure_operator(
         A report ready for JSON: `machine`, `options`, `copy_bandwidth` (bytes per second), `shapes`, and `results`:
         one row for each shape, direction, contestant and normaliser, see `benchmarks/README.md`. Rows of contestants
         that did not run have `reason` and no figures.
+
+    Raises:
+        ValueError: If the environment decides which backend MHLA takes.
     """
+    check_environment()
     device = choose_device(options.device)
     dtype = parse_dtype(options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     assert dtype is not None
@@ -125,9 +129,13 @@ def _measure_shape(
     if any(contestant.compiled for contestant in contestants):
         # Otherwise shapes would add up to more versions of a function than torch.compile keeps.
         torch.compiler.reset()
-    sets = _input_sets(shape, dtype, device, backward)
+    sets, failure = [], None
+    try:
+        sets = _input_sets(shape, dtype, device, backward)
+    except RuntimeError as error:  # Of memory, which may suffice for the next shape.
+        failure = failure_reason(error)
     for contestant in contestants:
-        obstacle = contestant.obstacle(shape, dtype, device)
+        obstacle = failure or contestant.obstacle(shape, dtype, device)
         for normalizer in contestant.normalizers:
             row: dict[str, Any] = {"shape": shape.name, "tokens": shape.tokens, "direction": direction}
             row.update(contestant=contestant.name, normalizer=normalizer, reason=obstacle)

@@ -72,12 +72,13 @@ def time_in_turns(
     least: int = 5,
     most: int = 100,
     warm_up: int = 2,
+    alone: bool = False,
 ) -> dict[str, Timing | str]:
     """Times several things, one run of each after the other, round by round.
 
     On a GPU a run is timed by events around it. Copies of a buffer larger than the cache go before: they leave nothing
     of the inputs in it, and keep the GPU busy until the run's kernels are launched, so that events measure the GPU's
-    time and not that of Python.
+    time and not that of Python. With `alone` the GPU waits for the run instead, whose launches then count.
 
     Args:
         runs: What to time; called with the number of the round, so that it can take other inputs than before.
@@ -86,6 +87,7 @@ def time_in_turns(
         least: Rounds at least.
         most: Rounds at most.
         warm_up: Runs of each that come before and are not timed; 2 or more.
+        alone: Let a GPU finish its work before every run and do nothing else before it.
 
     Returns:
         For each its times, or why it failed.
@@ -107,11 +109,14 @@ def time_in_turns(
             estimates.pop(name, None)
             free_memory(device)
     rounds = int(max(least, min(most, seconds / max(sum(estimates.values()), 1e-9))))
-    watch = _Stopwatch(device, copies=last_cache_bytes(device) if estimates and device.type == "cuda" else 0)
+    copies = last_cache_bytes(device) if estimates and device.type == "cuda" and not alone else 0
+    watch = _Stopwatch(device, copies)
     for turn in range(rounds):
         for name in estimates:
             if name not in failures:
                 try:
+                    if alone:
+                        synchronize(device)
                     watch.time(name, partial(runs[name], warm_up + turn), hosts[name])
                 except Exception as error:
                     failures[name] = failure_reason(error)
