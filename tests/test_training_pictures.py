@@ -236,3 +236,39 @@ def test_the_wrong_command_is_named(sources, tmp_path):
     assert result.exit_code == 1
     assert "model is a SanaTransformer2DModel: use `mhla-hf train sana`" in " ".join(result.output.split())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "scheduler", "message"),
+    [
+        ("dit", [], {}, "say how to convert it"),
+        ("dit", ["--blocks", "9,9"], {}, "more blocks than this model's token grid"),
+        ("dit", ["--mhla", "none", "--train", "lora"], {}, "takes no adapters"),
+        ("dit", ["--blocks", "2,2"], {"prediction_type": "v_prediction"}, "must be 'epsilon'"),
+        ("sana", ["--blocks", "2,2"], {"prediction_type": "epsilon"}, "must be 'flow_prediction'"),
+        ("sana", ["--blocks", "2,2", "--transfer-steps", "1", "--teacher", "nowhere"], {}, "teacher"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_data_are_encoded(
+    family, arguments, scheduler, message, sources, tmp_path
+):
+    directory = tmp_path / "source"
+    shutil.copytree(sources[family] / "source", directory)
+    config = directory / "scheduler" / "scheduler_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **scheduler}))
+    output = tmp_path / "run"
+    result = invoke(
+        family, "--model", directory, "--output", output, "--data", "digits", "--device", "cpu", *arguments
+    )
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+    assert not output.exists()
+
+
+def test_sana_sprint_is_refused_before_data_are_encoded(tmp_path):
+    tiny_images.sana_pipeline(sprint=True).save_pretrained(tmp_path / "sprint")
+    for command in (["cache", "--cache", tmp_path / "cache"], ["sana", "--output", tmp_path / "run"]):
+        result = invoke(*command, "--model", tmp_path / "sprint", "--data", "digits", "--device", "cpu")
+        assert result.exit_code == 1
+        assert "this is a SANA-Sprint model" in " ".join(result.output.split())
+    assert {path.name for path in tmp_path.iterdir()} == {"sprint"}

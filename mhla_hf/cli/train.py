@@ -107,10 +107,13 @@ def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache
     accelerator = make_accelerator(config)
     if config.model is not None:
         from ..sources import find_pipeline
-        from ..training.loading import check_family
+        from ..training.loading import check_family, check_run
 
         with accelerator.main_process_first():
-            check_family(find_pipeline(config.model, "model"), config.component, family)
+            source = find_pipeline(config.model, "model")
+            check_family(source, config.component, family)
+            if not cache_only:
+                check_run(source, config)
     if cache_config.data is not None:
         _make_cache(config, cache_config, accelerator)
     if cache_only:

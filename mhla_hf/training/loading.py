@@ -8,25 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 
 from ..models.registry import current_class, is_mhla_class, mhla_class_for
 from ..sources import find_pipeline
-from .config import UNCONVERTED
+from .config import UNCONVERTED, TrainingConfig
 from .objectives import objective_class
+from .parameters import check_takes_adapters
 
 
 def component_config(directory: Path, component: str) -> dict[str, Any]:
     """Reads a component's `config.json`; `_class_name` is what diffusers calls the class today.
 
     Raises:
-        ValueError: If the pipeline lacks the component, or it is a transformer that cannot be trained here.
+        ValueError: If the pipeline lacks the component, or it is a transformer that cannot be trained here, such as
+            one for image-to-video or a distilled one.
     """
     path = directory / component / "config.json"
     if not path.is_file():
         raise ValueError(f"component: {directory} has no {component}")
     config = json.loads(path.read_text(encoding="utf-8"))
     name = current_class(config.get("_class_name", ""), config)
-    objective_class(name, f"component: {component} of {directory}")
+    objective_class(name, f"component: {component} of {directory}").check_config(config)
     return {**config, "_class_name": name}
 
 
@@ -42,6 +45,43 @@ def check_family(directory: Path, component: str, family: str) -> None:
         raise ValueError(f"model is a {name}: use `mhla-hf train {found}`")
 
 
+def check_run(directory: Path, config: TrainingConfig) -> None:
+    """Checks what the options of a run and the configurations of its pipeline tell, before data are encoded for it.
+
+    Args:
+        directory: The pipeline that training starts from.
+        config: The options.
+
+    Raises:
+        ValueError: If options, pipeline and teacher do not fit together.
+    """
+    stored = component_config(directory, config.component)
+    objective_class(stored["_class_name"]).from_run(config, directory)
+    model_class = student_class(directory, config.component, config.mhla)
+    if config.train == "lora":
+        check_takes_adapters(model_class)
+    if isinstance(config.mhla, dict):
+        with init_empty_weights():
+            model_class.from_config({**stored, "mhla": config.mhla})
+    if config.transfer_steps:
+        find_teacher(directory, config.component, config.teacher)
+
+
+def student_class(directory: Path, component: str, mhla: dict | str | None) -> Any:
+    """The class of the transformer to train; arguments and errors as in `load_student`."""
+    name = component_config(directory, component)["_class_name"]
+    if is_mhla_class(name):
+        if mhla is not None:
+            raise ValueError(f"mhla: {directory} is MHLA already; its options are fixed")
+        return mhla_class_for(name)
+    if mhla is None:
+        raise ValueError(
+            f"model: {directory} is an ordinary pipeline; say how to convert it (mhla, blocks, ...), "
+            "convert it first with `mhla-hf convert`, or pass mhla='none' to train it as it is"
+        )
+    return _upstream_class(name) if mhla == UNCONVERTED else mhla_class_for(name)
+
+
 def load_student(directory: Path, component: str = "transformer", mhla: dict | str | None = None) -> torch.nn.Module:
     """Loads the transformer to train, with fp32 weights.
 
@@ -54,22 +94,10 @@ def load_student(directory: Path, component: str = "transformer", mhla: dict | s
         ValueError: If an ordinary pipeline comes without options, an MHLA one with them, or the model is of a kind
             that cannot be trained here, such as image-to-video.
     """
-    config = component_config(directory, component)
-    name = config["_class_name"]
-    objective_class(name).check_config(config)
     options: dict[str, Any] = {"subfolder": component, "torch_dtype": torch.float32}
-    if is_mhla_class(name):
-        if mhla is not None:
-            raise ValueError(f"mhla: {directory} is MHLA already; its options are fixed")
-        return mhla_class_for(name).from_pretrained(directory, **options)
-    if mhla is None:
-        raise ValueError(
-            f"model: {directory} is an ordinary pipeline; say how to convert it (mhla, blocks, ...), "
-            "convert it first with `mhla-hf convert`, or pass mhla='none' to train it as it is"
-        )
-    if mhla == UNCONVERTED:
-        return _upstream_class(name).from_pretrained(directory, **options)
-    return mhla_class_for(name).from_pretrained(directory, mhla=mhla, **options)
+    if isinstance(mhla, dict):
+        options["mhla"] = mhla
+    return student_class(directory, component, mhla).from_pretrained(directory, **options)
 
 
 def load_teacher(
@@ -86,12 +114,18 @@ def load_teacher(
     Raises:
         ValueError: If no ordinary pipeline is to be found.
     """
+    source, name = find_teacher(directory, component, teacher)
+    model = _upstream_class(name).from_pretrained(source, subfolder=component, torch_dtype=dtype)
+    return model.requires_grad_(False).eval()
+
+
+def find_teacher(directory: Path, component: str, teacher: str | None) -> tuple[Path, str]:
+    """Directory and class of the teacher; arguments and errors as in `load_teacher`."""
     source = find_pipeline(teacher, "teacher") if teacher is not None else default_teacher(directory, component)
     name = component_config(source, component)["_class_name"]
     if is_mhla_class(name):
         raise ValueError(f"teacher: {source} is MHLA itself; it must be an ordinary pipeline")
-    model = _upstream_class(name).from_pretrained(source, subfolder=component, torch_dtype=dtype)
-    return model.requires_grad_(False).eval()
+    return source, name
 
 
 def default_teacher(directory: Path, component: str) -> Path:

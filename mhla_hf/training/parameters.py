@@ -66,6 +66,16 @@ def set_trainable(model: nn.Module, names: Iterable[str]) -> None:
         parameter.requires_grad_(name in names)
 
 
+def check_takes_adapters(model_class: type) -> None:
+    """Checks that models of a diffusers class can have LoRA.
+
+    Raises:
+        ValueError: If diffusers gives them no `add_adapter`.
+    """
+    if not hasattr(model_class, "add_adapter"):
+        raise ValueError(f"train='lora' is not possible: diffusers' {model_class.__name__} takes no adapters")
+
+
 def add_lora(model: nn.Module, rank: int, alpha: float | None, seed: int) -> None:
     """Adds LoRA to the query, key, value and output projections through diffusers' `add_adapter`.
 
@@ -80,9 +90,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None, seed: int) -> Non
     """
     from peft import LoraConfig
 
-    if not hasattr(model, "add_adapter"):
-        raise ValueError(f"train='lora' is not possible: diffusers' {type(model).__name__} takes no adapters")
-
+    check_takes_adapters(type(model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(
