@@ -442,7 +442,7 @@ def test_a_sharded_model_is_exported_whole(teacher):
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @every_family
 @pytest.mark.parametrize("converted", [True, False], ids=["mhla", "ordinary"])
-def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted):
+def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted, monkeypatch):
     """Shards as accelerate does: the units that the module names, then what is left."""
     import torch.distributed as distributed
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -466,11 +466,21 @@ def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted
         for part in reversed(units):
             fully_shard(part, **shared)
         fully_shard(module, **shared)
+        levels = []
+        predict = type(case.objective).predict
+
+        def remember(self, model, noisy, told, condition):
+            levels.append(told)
+            return predict(self, model, noisy, told, condition)
+
+        monkeypatch.setattr(type(case.objective), "predict", remember)
         loss = stage.loss(module, batch, accelerator)
         loss.backward()
     finally:
         distributed.destroy_process_group()
     assert loss.item() == pytest.approx(expected, rel=0.01)
+    # Those of the noise that the model sees, and not rounded to bfloat16.
+    assert len(levels) == 1 and torch.equal(levels[0], batch.levels)
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

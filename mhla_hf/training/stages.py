@@ -59,8 +59,18 @@ class ObjectivePrediction(nn.Module):
         self._no_split_modules = sorted(units & there)
 
     def forward(self, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]) -> torch.Tensor:
-        """See `Objective.predict`."""
+        """See `Objective.predict`; `levels` are as `whole_numbers` makes them."""
+        levels = levels.view(torch.float32) if levels.dtype == torch.int32 else levels
         return self.objective.predict(self.transformer, noisy, levels, condition)
+
+    @staticmethod
+    def whole_numbers(levels: torch.Tensor) -> torch.Tensor:
+        """Noise levels, or the bits of those that are fractions, int32.
+
+        Sharding under mixed precision rounds whatever fractions it is handed, and the model would be told other noise
+        levels than it sees.
+        """
+        return levels.view(torch.int32) if levels.dtype == torch.float32 else levels
 
 
 class FineTuning:
@@ -87,7 +97,7 @@ class FineTuning:
     def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
         """The objective's loss."""
         noisy = self.objective.add_noise(batch.latents, batch.noise, batch.levels)
-        prediction = module(noisy, batch.levels, batch.condition)
+        prediction = module(noisy, ObjectivePrediction.whole_numbers(batch.levels), batch.condition)
         return self.objective.losses_of(prediction, noisy, batch).mean()
 
     def context(self) -> AbstractContextManager[None]:
