@@ -39,7 +39,12 @@ def warps(width: int, columns: int) -> int:
 
 
 def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
-    """Shares out the slots of a block where there are few programs.
+    """Shares out the slots of a block, or the columns of a summary, among more programs where there are few.
+
+    Args:
+        slots: Slots or columns that one program would work through.
+        tile: How many it takes at a time.
+        programs: Number of programs.
 
     Returns:
         Number of shares, and slots of each, a multiple of `tile`.

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .launching import on_device, padded, product_options
+from .launching import on_device, padded, product_options, split_slots
 from .mixing_kernels import mix_kernel, mixing_gradient_kernel
 
 
@@ -116,29 +116,35 @@ def mix_blocks_backward(
     share = triton.cdiv(batch * heads, SHARES) if shared_by_all else 1
     shares = triton.cdiv(batch * heads, share)
     tile = min(64, padded(blocks))
+    tiles = triton.cdiv(blocks, tile) ** 2
     columns = summaries.shape[3] * summaries.shape[4]
-    partial = mixing.new_empty(shares, blocks, blocks, dtype=torch.float32)
+    column_tile = min(64, padded(columns))
+    # Sums over all columns are long, and few programs would wait for memory most of the time.
+    column_shares, column_share = split_slots(columns, column_tile, tiles * shares)
+    partial = mixing.new_empty(shares, column_shares, blocks, blocks, dtype=torch.float32)
     with on_device(summaries):
-        mixing_gradient_kernel[(triton.cdiv(blocks, tile) ** 2, shares)](
+        mixing_gradient_kernel[(tiles, shares * column_shares)](
             gradient,
             summaries,
             partial,
             columns,
             batch * heads,
             share,
+            column_share,
             BLOCKS=blocks,
             HEADS=heads,
             REPEATS=repeats,
+            COLUMN_SHARES=column_shares,
             LOWER=lower,
             BLOCK_ROWS=tile,
-            BLOCK_COLUMNS=min(64, padded(columns)),
+            BLOCK_COLUMNS=column_tile,
             num_warps=4,
             num_stages=3,
             **_product_options(summaries, exact),
         )
     if shared_by_all:
-        return partial.sum(0).reshape(mixing.shape), grad_summaries
-    return partial.unflatten(0, (batch, heads)).sum_to_size(mixing.shape), grad_summaries
+        return partial.sum((0, 1)).reshape(mixing.shape), grad_summaries
+    return partial.sum(1).unflatten(0, (batch, heads)).sum_to_size(mixing.shape), grad_summaries
 
 
 @mix_blocks_backward.register_fake

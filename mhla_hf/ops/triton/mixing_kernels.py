@@ -97,9 +97,11 @@ def mixing_gradient_kernel(
     columns,
     count,
     share,
+    column_share,
     BLOCKS: tl.constexpr,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
+    COLUMN_SHARES: tl.constexpr,
     LOWER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -107,22 +109,26 @@ def mixing_gradient_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """result_ib = Σ gradient_i · summary_b over the batch entries and heads of a share, float32 `[shares, M, M]`.
+    """result_ib = Σ gradient_i · summary_b over a share of the batch entries and heads and a share of the columns.
 
-    `gradients` is `[B, HEADS, M, columns]` and `summaries` `[B, HEADS / REPEATS, M, columns]`; program axis 1 takes
-    `share` of the `count` = B · HEADS pairs in a row. LOWER leaves out what lies on and above the diagonal.
+    `gradients` is `[B, HEADS, M, columns]`, `summaries` `[B, HEADS / REPEATS, M, columns]` and `result` float32
+    `[shares, COLUMN_SHARES, M, M]`. Program axis 1 runs over both kinds of shares: `share` of the `count` = B · HEADS
+    pairs in a row, and `column_share` columns, a multiple of BLOCK_COLUMNS. LOWER leaves out what lies on and above
+    the diagonal.
     """
     tiles = (BLOCKS + BLOCK_ROWS - 1) // BLOCK_ROWS
     row = (tl.program_id(0) // tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     other = (tl.program_id(0) % tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    pairs, column_part = tl.program_id(1) // COLUMN_SHARES, tl.program_id(1) % COLUMN_SHARES
+    first, stop = column_part * column_share, tl.minimum((column_part + 1) * column_share, columns)
     accumulator = tl.zeros((BLOCK_ROWS, BLOCK_ROWS), tl.float32)
     if not LOWER or tl.program_id(0) % tiles <= tl.program_id(0) // tiles:
-        for index in range(tl.program_id(1) * share, tl.minimum((tl.program_id(1) + 1) * share, count)):
+        for index in range(pairs * share, tl.minimum((pairs + 1) * share, count)):
             batch, head = index // HEADS, index % HEADS
             gradient_start = gradients + tl.cast(index, tl.int64) * BLOCKS * columns
             groups = HEADS // REPEATS
             summary_start = summaries + tl.cast(batch * groups + head // REPEATS, tl.int64) * BLOCKS * columns
-            for offset in range(0, columns, BLOCK_COLUMNS):
+            for offset in range(first, stop, BLOCK_COLUMNS):
                 column = offset + tl.arange(0, BLOCK_COLUMNS)
                 inside = (column < columns)[None, :]
                 pointers = row.to(tl.int64)[:, None] * columns + column[None, :]
