@@ -166,11 +166,16 @@ class TestClassFolders:
         ],
         ids=["sorted", "numbers", "known to the pipeline", "synonym", "classes.json"],
     )
-    def test_numbers_of_classes(self, names, stored, expected, directories, tmp_path):
+    def test_numbers_of_classes(self, names, stored, expected, directories, tmp_path, caplog):
         if stored is not None:
             (tmp_path / "classes.json").write_text(json.dumps(stored))
         labels = folder_labels(tmp_path, names, pipeline_labels(directories["dit"]), 1000)
         assert [labels[name] for name in sorted(names)] == expected
+        assert ("they are numbered 0 to 2 in the order of the names" in caplog.text) == ("c" in names)
+
+    def test_classes_as_many_as_the_models_need_no_warning(self, tmp_path, caplog):
+        assert folder_labels(tmp_path, ["b", "a"], {}, 2) == {"a": 0, "b": 1}
+        assert not caplog.text
 
     @pytest.mark.parametrize(
         ("names", "stored", "message"),

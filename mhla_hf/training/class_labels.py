@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .pipeline_files import read_index
 
+
+logger = logging.getLogger(__name__)
 
 CLASSES_FILE = "classes.json"
 
@@ -27,7 +30,8 @@ def folder_labels(folder: Path, names: Iterable[str], known: Mapping[str, int], 
 
     The first of these rules that applies gives all of them: what `classes.json` in the folder says; numbers that the
     names are themselves; numbers of the pipeline, if it knows the names (with `_` for spaces, too); 0, 1, 2, ... in
-    the order of the names.
+    the order of the names. A warning says so where the model has more classes, since a pretrained one knows others by
+    these numbers.
 
     Args:
         folder: The folder of data.
@@ -40,7 +44,7 @@ def folder_labels(folder: Path, names: Iterable[str], known: Mapping[str, int], 
             model has too few classes.
     """
     names = sorted(names)
-    numbers = _labels_by_rule(folder, names, known)
+    numbers = _labels_by_rule(folder, names, known, num_classes)
     wrong = {name: number for name, number in numbers.items() if not 0 <= number < num_classes}
     if wrong:
         name, number = next(iter(wrong.items()))
@@ -73,7 +77,7 @@ def find_label(name: str, known: Mapping[str, int], num_classes: int) -> int:
     )
 
 
-def _labels_by_rule(folder: Path, names: list[str], known: Mapping[str, int]) -> dict[str, int]:
+def _labels_by_rule(folder: Path, names: list[str], known: Mapping[str, int], num_classes: int) -> dict[str, int]:
     stored = folder / CLASSES_FILE
     if stored.is_file():
         return _stored_labels(stored, names)
@@ -82,6 +86,12 @@ def _labels_by_rule(folder: Path, names: list[str], known: Mapping[str, int]) ->
     found = {name: known.get(name, known.get(name.replace("_", " "))) for name in names}
     unknown = [name for name, number in found.items() if number is None]
     if len(unknown) == len(names):
+        if len(names) < num_classes:
+            logger.warning(
+                "data: the pipeline knows no class of %s by its name; they are numbered 0 to %d in the order of the "
+                "names. If the model was trained on other classes by these numbers, give the numbers in %s.",
+                folder, len(names) - 1, CLASSES_FILE,
+            )  # fmt: skip
         return {name: number for number, name in enumerate(names)}
     if unknown:
         raise ValueError(
