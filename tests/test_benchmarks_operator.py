@@ -277,7 +277,7 @@ def test_command(tmp_path):
     assert (report["benchmark"], report["options"]["dtype"]) == ("op", "float32")
     assert report["shapes"]["dit-256-small"]["num_blocks"] == 16
     assert "dit-256-small, forward+backward: B 2, T 256, H 4, K 72, 16 blocks" in result.stdout
-    assert "not measured: fla-linear (dit-256-small): causal attention only" in result.stdout
+    assert "not measured: fla-linear: causal attention only" in result.stdout
     assert "measuring copy bandwidth" in result.stderr
     assert picture.exists()
 

@@ -62,7 +62,7 @@ class ModelOptions:
     checkpointing: bool = True
     optimizer: bool = False
     seconds: float = 15.0
-    least_rounds: int = 5
+    least_rounds: int = 3
     quick: bool = False
 
     def __post_init__(self) -> None:

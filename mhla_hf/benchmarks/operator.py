@@ -52,7 +52,7 @@ class OperatorOptions:
     device: str | None = None
     backward: bool = True
     seconds: float = 3.0
-    least_rounds: int = 5
+    least_rounds: int = 3
     quick: bool = False
     compile_backend: str = "inductor"
 

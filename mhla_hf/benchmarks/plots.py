@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..demo.figures import new_figure, save_figure
@@ -84,14 +85,16 @@ def _curves(
 ) -> None:
     for name in CONTESTANTS:
         for normalizer in dict.fromkeys(row["normalizer"] for row in rows if row["contestant"] == name):
-            points = sorted(
-                (row["tokens"], value(row) / _heads(shapes[row["shape"]]))
-                for row in rows
-                if (row["contestant"], row["normalizer"]) == (name, normalizer)
-            )
+            # Shapes of as many tokens and other numbers of heads are one point.
+            points: dict[int, list[float]] = {}
+            for row in rows:
+                if (row["contestant"], row["normalizer"]) == (name, normalizer):
+                    points.setdefault(row["tokens"], []).append(value(row) / _heads(shapes[row["shape"]]))
+            tokens = sorted(points)
             color, marker = _STYLES[name]
             panel.plot(
-                *zip(*points, strict=True),
+                tokens,
+                [fmean(points[count]) for count in tokens],
                 color=color,
                 marker=marker,
                 markersize=5,
@@ -113,36 +116,43 @@ def _heads(shape: Mapping[str, Any]) -> int:
 
 
 def _label(panel: Any, title: str, unit: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_title(title, fontsize=10)
     panel.set_xlabel("tokens", fontsize=9)
     panel.set_ylabel(unit, fontsize=8)
     panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
     panel.yaxis.set_minor_formatter(lambda *_: "")
     panel.tick_params(labelsize=8)
     panel.grid(True, which="major", alpha=0.3)
 
 
 def _models(report: Mapping[str, Any]) -> Any:
-    """Bars of time and memory, a group for each model."""
+    """Bars of time and memory beside the ordinary model's (or the first contestant's), a group for each model."""
     measured = [row for row in report["results"] if row["reason"] is None]
     models = list(dict.fromkeys(row["model"] for row in measured))
     names = [name for name in VARIANTS if any(row["contestant"] == name for row in measured)]
     figure = new_figure(max(8.0, 2.2 * len(models) + 4), 4.2)
-    units = (("milliseconds", 1.0, "ms"), ("peak_memory_bytes", 1e6, "MB beyond weights and inputs"))
+    units = (("milliseconds", 1.0, "time", "ms"), ("peak_memory_bytes", 1e6, "memory beyond weights and inputs", "MB"))
     panels = figure.subplots(1, len(units))
-    for panel, (key, scale, unit) in zip(panels, units, strict=True):
+    for panel, (key, scale, title, unit) in zip(panels, units, strict=True):
+        known = [row for row in measured if row.get(key)]
+        # The ordinary model's row comes first.
+        first = {row["model"]: row[key] for row in reversed(known)}
         for offset, name in enumerate(names):
-            rows = [row for row in measured if row["contestant"] == name and row.get(key) is not None]
+            rows = [row for row in known if row["contestant"] == name]
             places = [models.index(row["model"]) + (offset - (len(names) - 1) / 2) * 0.8 / len(names) for row in rows]
-            heights = [row[key] / scale for row in rows]
+            heights = [row[key] / first[row["model"]] for row in rows]
             bars = panel.bar(places, heights, width=0.8 / len(names), color=_STYLES[name][0], label=name)
-            panel.bar_label(bars, fmt="{:,.3g}", fontsize=7)
-        panel.set_yscale("log")
+            panel.bar_label(bars, [f"{row[key] / scale:,.3g} {unit}" for row in rows], fontsize=7)
         panel.set_xticks(range(len(models)), models, fontsize=9)
-        panel.set_ylabel(unit)
-        panel.margins(y=0.15)
+        panel.set_title(title, fontsize=10)
+        panel.set_ylabel(f"relative to {names[0]}")
+        panel.margins(y=0.12)
         panel.grid(True, axis="y", alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     figure.suptitle(_title(report))

@@ -186,8 +186,10 @@ def _show_reasons(rows: list[dict[str, Any]], case: str) -> None:
     for row in rows:
         if row["reason"] is not None:
             cases.setdefault((row["contestant"], row["reason"]), {})[row[case]] = None
+    everywhere = len({row[case] for row in rows})
     for (contestant, reason), names in cases.items():
-        _print(f"not measured: {contestant} ({', '.join(names)}): {reason}")
+        where = "" if len(names) == everywhere else f" ({', '.join(names)})"
+        _print(f"not measured: {contestant}{where}: {reason}")
 
 
 def _table(title: str, columns: tuple[str, ...], left: int) -> Any:
