@@ -13,7 +13,7 @@ from mhla_hf.ops import attend_blocks, naive_mhla_attention
 from mhla_hf.sequence_layout import SequenceLayout
 
 from .reference import assert_same, make_inputs, output_and_gradients
-from .triton_checks import DEVICES, cast, half_precision_errors, on
+from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on
 
 
 pytest.importorskip("triton")
@@ -118,19 +118,13 @@ def test_padding_is_neither_read_nor_left_unwritten(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_buffers_full_of_nan_are_written_completely(device, monkeypatch):
+def test_buffers_full_of_nan_are_written_completely(device):
     """Every element of what the kernels allocate is written: allocations filled with NaN change nothing."""
     layout = BlockLayout((7, 5), blocks=(3, 2))
     inputs = cast(make_inputs(layout), device)
     expected = output_and_gradients(inputs, layout, backend="triton")
-    plain_new_empty = torch.Tensor.new_empty
-
-    def new_empty(tensor, *size, **options):
-        buffer = plain_new_empty(tensor, *size, **options)
-        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    actual = output_and_gradients(inputs, layout, backend="triton")
+    with buffers_full_of_nan():
+        actual = output_and_gradients(inputs, layout, backend="triton")
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 

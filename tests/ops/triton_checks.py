@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,6 +34,23 @@ def cast(inputs: dict[str, torch.Tensor], device: str, dtype: torch.dtype = torc
 def on(device: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same tensors on another device."""
     return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def buffers_full_of_nan() -> Iterator[None]:
+    """Fills what is allocated without values with NaN, so that whatever is left unwritten shows."""
+
+    def filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def fill(*size: Any, **options: Any) -> torch.Tensor:
+            buffer = allocate(*size, **options)
+            return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
+
+        return fill
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+        patch.setattr(torch, "empty_like", filled(torch.empty_like))
+        yield
 
 
 def half_precision_errors(

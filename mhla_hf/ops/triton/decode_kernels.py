@@ -141,29 +141,29 @@ def decode_kernel(
         if (tile == 0) & (head == 0):
             tl.store(new_position + batch, place + counted.to(tl.int64))
     else:
-        element = (tile - STEP_TILES) * SHARE_ELEMENTS + tl.arange(0, SHARE_ELEMENTS)
-        inside = element < WIDTH * COLUMNS
-        old = tl.load(current + state_row * WIDTH * COLUMNS + element, mask=inside, other=0.0)
-        old = to_type(old, summaries.dtype.element_ty, INTERPRETED).to(tl.float32)
+        flat = (tile - STEP_TILES) * SHARE_ELEMENTS + tl.arange(0, SHARE_ELEMENTS)
+        within = flat < WIDTH * COLUMNS
+        finished = tl.load(current + state_row * WIDTH * COLUMNS + flat, mask=within, other=0.0)
+        finished = to_type(finished, summaries.dtype.element_ty, INTERPRETED).to(tl.float32)
         # The block that this very token files may not be there yet.
         fresh = tl.where(starting, before, -1)
         for repeat in range(PREFIXES):
-            weights = mixing + (head * REPEATS + repeat if PER_HEAD else 0) * mixing_stride_head
+            line_start = mixing + (head * REPEATS + repeat if PER_HEAD else 0) * mixing_stride_head
             share = tl.zeros((SHARE_ELEMENTS,), tl.float32)
             for first in range(0, (num_blocks + BLOCK_SIZE - 1) // BLOCK_SIZE, SHARE_BLOCKS):
                 index = offset + BLOCK_SIZE * (first + tl.arange(0, SHARE_BLOCKS)).to(tl.int64)
                 used = (index < block) & (index < num_blocks)
-                pointers = summaries + (state_row * num_blocks + index)[:, None] * (WIDTH * COLUMNS) + element[None, :]
-                read = (used & (index != fresh))[:, None] & inside[None, :]
+                pointers = summaries + (state_row * num_blocks + index)[:, None] * (WIDTH * COLUMNS) + flat[None, :]
+                read = (used & (index != fresh))[:, None] & within[None, :]
                 chosen = tl.load(pointers, mask=read, other=0.0).to(tl.float32)
-                chosen = tl.where((index == fresh)[:, None], old[None, :], chosen)
+                chosen = tl.where((index == fresh)[:, None], finished[None, :], chosen)
                 far = tl.maximum(last - (block + 1 - index), 0)
-                line = weights + tl.minimum(block + 1, last) * mixing_stride_row
+                line = line_start + tl.minimum(block + 1, last) * mixing_stride_row
                 picked = tl.where(block + 1 <= last, index, far)
                 share += tl.sum(
                     tl.load(line + picked * mixing_stride_column, mask=used, other=0.0)[:, None] * chosen, axis=0
                 )
-            prefix_row = (state_row * PREFIXES + repeat) * WIDTH * COLUMNS
-            summed = tl.load(upcoming + prefix_row + element, mask=inside, other=0.0)
+            upcoming_row = (state_row * PREFIXES + repeat) * WIDTH * COLUMNS
+            summed = tl.load(upcoming + upcoming_row + flat, mask=within, other=0.0)
             summed = tl.where(starting, 0.0, summed) + tl.where(counted, share, 0.0)
-            tl.store(new_upcoming + prefix_row + element, summed, mask=inside)
+            tl.store(new_upcoming + upcoming_row + flat, summed, mask=within)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the Triton kernels for a GPU that is not there, and prints what they use of it.
+
+Run as a program, `python -m tests.ops.kernel_compilation 90 64`, without TRITON_INTERPRET: compute capability times
+ten, and the width of heads. It runs the operators on small CPU tensors, compiles each launch in place of making it,
+and prints a JSON list of `{kernel, types, warps, registers, stack, local, shared}`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from mhla_hf import BlockLayout
+
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+         torch.bool: "i1"}  # fmt: skip
+COMPILER_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Compilations:
+    """Takes the place of launching: compiles each kernel once for each combination of types and constants."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.results: list[dict[str, Any]] = []
+        self._seen: set[str] = set()
+
+    def launch(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        """Compiles `kernel` for these arguments."""
+        options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+        given = {**dict(zip(kernel.arg_names, args)), **keywords}
+        constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        # The tensors lie on the CPU, where kernels are meant to be interpreted.
+        if "INTERPRETED" in constants:
+            constants["INTERPRETED"] = False
+        signature, attributes = {}, {}
+        for index, name in enumerate(kernel.arg_names):
+            value = given[name]
+            if name in constants:
+                signature[name] = "constexpr"
+            elif isinstance(value, torch.Tensor):
+                signature[name] = f"*{TYPES[value.dtype]}"
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+        description = f"{kernel.__name__} {signature} {constants} {options}"
+        if description in self._seen:
+            return
+        self._seen.add(description)
+        constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        compiled = triton.compile(source, target=self.target, options=options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            tool = [COMPILER_TOOLS / "cuobjdump", "-res-usage", file.name]
+            usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+        used = {name: int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK", "LOCAL")}
+        types = sorted({kind for kind in signature.values() if kind.startswith("*")})
+        self.results.append({
+            "kernel": kernel.__name__, "types": " ".join(types), "warps": options.get("num_warps", 4),
+            "registers": used["REG"], "stack": used["STACK"], "local": used["LOCAL"],
+            "shared": compiled.metadata.shared, "constants": description,
+        })  # fmt: skip
+
+
+def run_operators(width: int) -> None:
+    """Launches every kernel: forward without gradients in bfloat16, and forward and backward in bfloat16 and TF32."""
+    from mhla_hf.ops.recurrent import empty_state
+    from mhla_hf.ops.triton.block import triton_block_mhla_attention
+    from mhla_hf.ops.triton.causal import triton_causal_mhla_attention
+    from mhla_hf.ops.triton.decode import decode_token
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    chunked, blocks = BlockLayout((384,), block_size=(128,)), BlockLayout((384,), blocks=(3,))
+    for dtype, trains in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+        for attend, layout in ((triton_block_mhla_attention, blocks), (triton_causal_mhla_attention, chunked)):
+            for normalizer, rotated in (("query", False), ("query", True), ("none", False)):
+                tokens = [torch.ones(1, 384, 2, width, dtype=dtype, requires_grad=trains) for _ in range(5)]
+                mixing = torch.ones(3, 3, requires_grad=trains)
+                pair = {"normalizer_query": tokens[3], "normalizer_key": tokens[4]} if rotated else {}
+                output = attend(*tokens[:3], mixing, layout, normalizer=normalizer, **pair)
+                if trains:
+                    output.sum().backward()
+        with torch.no_grad():
+            run_fused(width, dtype, blocks)
+            state = empty_state(1, 2, width, width, 128, num_blocks=2, summary_dtype=dtype)
+            token = torch.ones(1, 1, 2, width, dtype=dtype)
+            tensors = state.summaries, state.current, state.prefix, state.upcoming, state.position
+            decode_token(token, token, token, None, None, None, torch.ones(2, 2), *tensors, 128, True, 1e-6)
+
+
+def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout) -> None:
+    """Launches the kernels that have norm, feature map and rotary embeddings inside, if they take heads that wide."""
+    from mhla_hf.ops.triton import fused
+
+    if not fused.fits(width, width, True):
+        return
+    tokens, table = torch.ones(1, 384, 2, width, dtype=dtype), layout.token_table(torch.device("cpu"))
+    angles, norm = torch.ones(384, width // 2), torch.ones(2 * width, dtype=dtype)
+    summaries, sums = fused.fused_summary(
+        tokens, tokens, norm, angles, angles, table, "relu", 1e-6, 1.0, 0.0, 1.0, True
+    )
+    fused.fused_attend(
+        tokens, summaries, sums, tokens, norm, torch.ones(width, dtype=dtype), angles, angles, table,
+        "relu", 1e-6, 1.0, 0.0, 1.0, 1e-6, 1e-6,
+    )  # fmt: skip
+
+
+def main() -> None:
+    capability, width = map(int, sys.argv[1:3])
+    compilations = Compilations(capability)
+    JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)
+    run_operators(width)
+    json.dump(compilations.results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding kernel against the step in plain torch: interpreted on a CPU, compiled on a GPU, the same cases."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mhla_hf.ops import MHLAState, empty_state, mhla_step
+
+from .triton_checks import DEVICES, buffers_full_of_nan
+
+
+pytest.importorskip("triton")
+
+STATE = ("summaries", "current", "prefix", "upcoming", "position")
+
+
+def make_inputs(
+    device: str, length: int, *, heads: int = 2, key_heads: int = 1, per_head: bool = False, width: int = 5
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Batch of 2; two rows of mixing weights, so that decoding soon crosses the end of the matrix."""
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    inputs = {
+        "query": normal(2, length, heads, width),
+        "key": normal(2, length, key_heads, width),
+        "value": normal(2, length, key_heads, 3),
+        "normalizer_query": normal(2, length, heads, width).abs() + 0.05,
+        "normalizer_key": normal(2, length, key_heads, width).abs() + 0.05,
+    }
+    return inputs, normal(*((heads, 2, 2) if per_head else (2, 2))).abs() + 0.05
+
+
+def start(inputs: dict[str, torch.Tensor], mixing: torch.Tensor, block_size: int, **options: object) -> MHLAState:
+    key, value = inputs["key"], inputs["value"]
+    return empty_state(
+        2, key.shape[2], key.shape[3], value.shape[3], block_size, device=key.device,
+        num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0], **{"num_blocks": 4, **options},
+    )  # fmt: skip
+
+
+def decode(
+    inputs: dict[str, torch.Tensor],
+    mixing: torch.Tensor,
+    state: MHLAState,
+    backend: str,
+    valid: torch.Tensor | None = None,
+    **options: object,
+) -> tuple[list[torch.Tensor], list[MHLAState]]:
+    """Outputs and states of all positions; the states keep copies of the summaries, which each step writes into."""
+    outputs, states = [], []
+    for position in range(inputs["query"].shape[1]):
+        token = {name: tensor[:, position : position + 1] for name, tensor in inputs.items()}
+        seen = None if valid is None else valid[:, position : position + 1]
+        output, state = mhla_step(**token, mixing=mixing, state=state, valid=seen, backend=backend, **options)
+        outputs.append(output)
+        states.append(dataclasses.replace(state, summaries=state.summaries.clone()))
+    return outputs, states
+
+
+def assert_same_decoding(first: tuple, second: tuple) -> None:
+    for output, other in zip(first[0], second[0], strict=True):
+        torch.testing.assert_close(output, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+    for state, other in zip(first[1], second[1], strict=True):
+        for name in STATE:
+            actual, expected = getattr(state, name), getattr(other, name)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_every_position_of_every_block_equals_the_step_in_torch(per_head, device):
+    """Grouped heads, five blocks of which the last ones lie past the end of the weights."""
+    inputs, mixing = make_inputs(device, 9, per_head=per_head)
+    runs = [decode(inputs, mixing, start(inputs, mixing, 2), backend) for backend in ("triton", "torch")]
+    assert_same_decoding(*runs)
+    assert runs[0][1][-1].position.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{"normalizer": "none"}, {"normalizer_query": None, "normalizer_key": None}])
+def test_without_a_pair_of_its_own(options, device):
+    inputs, mixing = make_inputs(device, 4, heads=1)
+    for name in options:
+        inputs.pop(name, None)
+    inputs["query"], inputs["key"] = inputs["query"].abs(), inputs["key"].abs()
+    options = {name: value for name, value in options.items() if value is not None}
+    assert_same_decoding(
+        *(decode(inputs, mixing, start(inputs, mixing, 3), backend, **options) for backend in ("triton", "torch"))
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_at_different_positions_padding_and_bad_tokens(device):
+    inputs, mixing = make_inputs(device, 7)
+    valid = torch.ones(2, 7, dtype=torch.bool, device=device)
+    valid[0, 1] = valid[1, 4:6] = False
+    for name in inputs:
+        inputs[name][~valid] = float("nan")
+    inputs["value"][1, 3, 0, 1] = float("nan")
+    runs = [decode(inputs, mixing, start(inputs, mixing, 2), backend, valid) for backend in ("triton", "torch")]
+    assert_same_decoding(*runs)
+    assert runs[0][1][-1].position.tolist() == [6, 5]
+    assert not torch.stack(runs[0][0], dim=1)[:, :, 0][~valid].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16_tokens_and_summaries(device):
+    inputs, mixing = make_inputs(device, 5, heads=1)
+    inputs = {name: tensor.bfloat16() for name, tensor in inputs.items()}
+    outputs, states = [], []
+    for backend in ("triton", "torch"):
+        output, state = decode(inputs, mixing, start(inputs, mixing, 2, summary_dtype=torch.bfloat16), backend)
+        outputs.append(torch.cat(output, dim=1).float())
+        states.append(state[-1])
+    assert states[0].summaries.dtype == torch.bfloat16
+    torch.testing.assert_close(*outputs, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(states[0].current, states[1].current, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(states[0].summaries, states[1].summaries, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_wide_heads_and_buffers_full_of_nan(device):
+    inputs, mixing = make_inputs(device, 2, heads=1, width=130)
+    inputs["value"] = inputs["key"][..., :70].flip(1)
+    expected = decode(inputs, mixing, start(inputs, mixing, 1), "torch")
+    with buffers_full_of_nan():
+        actual = decode(inputs, mixing, start(inputs, mixing, 1), "triton")
+    assert_same_decoding(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decodes_in_one_graph(device):
+    inputs, mixing = make_inputs(device, 1)
+    expected = decode(inputs, mixing, start(inputs, mixing, 2), "triton")
+
+    def step(state):
+        return mhla_step(**inputs, mixing=mixing, state=state, backend="triton")
+
+    torch._dynamo.reset()
+    output, state = torch.compile(step, fullgraph=True, backend="aot_eager")(start(inputs, mixing, 2))
+    assert_same_decoding(([output], [state]), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operator_is_what_torch_expects(device):
+    inputs, mixing = make_inputs(device, 1, heads=1)
+    state = start(inputs, mixing, 2, num_blocks=2)
+    tensors = [getattr(state, name) for name in STATE]
+    torch.library.opcheck(torch.ops.mhla_hf.decode_token, (*inputs.values(), None, mixing, *tensors, 2, True, 1e-6))
+
+
+def test_what_the_kernel_does_not_do_is_done_in_torch():
+    """Gradients, float64 and a state without room for a finished block."""
+    inputs, mixing = make_inputs("cpu", 1)
+    wide = {name: tensor.double() for name, tensor in inputs.items()}
+    output, state = mhla_step(
+        **wide, mixing=mixing, state=start(wide, mixing, 2, dtype=torch.float64), backend="triton"
+    )
+    assert output.dtype == state.current.dtype == torch.float64
+    _, state = mhla_step(**inputs, mixing=mixing, state=start(inputs, mixing, 2, num_blocks=0), backend="triton")
+    assert state.position.tolist() == [1, 1]
+    mixing.requires_grad_()
+    output, _ = mhla_step(**inputs, mixing=mixing, state=start(inputs, mixing, 2), backend="triton")
+    assert output.requires_grad
