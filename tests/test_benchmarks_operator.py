@@ -258,6 +258,16 @@ def test_backward_is_left_out_on_demand():
     assert {row["direction"] for row in report["results"]} == {"forward"}
 
 
+@pytest.mark.gpu
+def test_kernels_are_measured_on_a_gpu():
+    contestants = ("mhla-torch", "mhla-triton", "softmax-flash", "linear")
+    options = OperatorOptions(device="cuda", contestants=contestants, seconds=0.1, quick=True)
+    wide = [replace(shape, width=64, batch=4) for shape in (FLAT, CAUSAL)]
+    rows = measure_operator(options, shapes=wide)["results"]
+    assert {row["contestant"] for row in rows if row["reason"] is None} == set(contestants)
+    assert all(row["milliseconds"] > 0 and row["peak_memory_bytes"] >= 0 for row in rows)
+
+
 def test_plots(report, tmp_path):
     plot_report(report, tmp_path / "op.png")
     assert (tmp_path / "op.png").read_bytes().startswith(b"\x89PNG")

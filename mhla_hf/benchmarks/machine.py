@@ -18,7 +18,7 @@ ASSUMED_CACHE_BYTES = 64 << 20
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of that name; without one, a GPU if there is one.
+    """The device of that name; without one, a GPU if there is one. A GPU that is named becomes the current one.
 
     Raises:
         ValueError: If there is no such device here.
@@ -30,6 +30,8 @@ def choose_device(name: str | None) -> torch.device:
         raise ValueError(f"device={name!r} must be cpu or cuda.") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not has_gpu):
         raise ValueError(f"device={name!r} must be cpu{' or cuda' if has_gpu else ': there is no GPU here'}.")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 

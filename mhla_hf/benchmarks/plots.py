@@ -62,11 +62,11 @@ def _operator(report: Mapping[str, Any]) -> Any:
             rows = [row for row in inside if row["direction"] == direction]
             _curves(panels[index][column], rows, shapes, lambda row: row["milliseconds"])
             _floor(panels[index][column], rows, shapes)
-            _label(panels[index][column], f"{group}, {direction}", "ms for one head")
+            _label(panels[index][column], rows, f"{group}, {direction}", "ms for one head")
             memory = panels[len(directions) + index][column]
             rows = [row for row in rows if row.get("peak_memory_bytes") is not None]
             _curves(memory, rows, shapes, lambda row: max(row["peak_memory_bytes"], _LEAST_BYTES) / 1e6)
-            _label(memory, f"{group}, {direction}", "MB for one head, beyond inputs and outputs")
+            _label(memory, rows, f"{group}, {direction}", "MB for one head, beyond inputs and outputs")
     handles = {
         label: handle
         for panel in panels.flat
@@ -115,7 +115,7 @@ def _heads(shape: Mapping[str, Any]) -> int:
     return shape["batch"] * shape["heads"]
 
 
-def _label(panel: Any, title: str, unit: str) -> None:
+def _label(panel: Any, rows: Sequence[Mapping[str, Any]], title: str, unit: str, key: str = "tokens") -> None:
     from matplotlib.ticker import LogLocator
 
     panel.set_xscale("log", base=2)
@@ -123,7 +123,9 @@ def _label(panel: Any, title: str, unit: str) -> None:
     panel.set_title(title, fontsize=10)
     panel.set_xlabel("tokens", fontsize=9)
     panel.set_ylabel(unit, fontsize=8)
-    panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    ticks = sorted({row[key] for row in rows})
+    panel.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
+    panel.set_xticks([], minor=True)
     panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
     panel.yaxis.set_minor_formatter(lambda *_: "")
@@ -173,7 +175,7 @@ def _decoding(report: Mapping[str, Any]) -> Any:
             for kind, (color, marker) in kinds.items():
                 values = [row[kind][key] * scale for row in rows]
                 panel.plot(contexts, values, color=color, marker=marker, linestyle=dash, label=f"{kind}, {dtype}")
-        _label(panel, unit, unit)
+        _label(panel, report["results"], unit, unit, "context")
         panel.set_xlabel("tokens of context", fontsize=9)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
     figure.suptitle(f"{report['machine']['device']}, {report['machine']['date']}, {report['options']['cache']} caches")

@@ -51,9 +51,11 @@ def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
 
     Args:
         device: Where to copy.
-        num_bytes: Bytes of the tensor; `COPY_BYTES` if left out.
+        num_bytes: Bytes of the tensor; `COPY_BYTES` if left out. No more than an eighth of a GPU's free memory.
     """
     num_bytes = COPY_BYTES[device.type] if num_bytes is None else num_bytes
+    if device.type == "cuda":
+        num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 8)
     # Not zeros: memory that was never written may be one page many times.
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source).copy_(source)
@@ -153,9 +155,14 @@ class _Stopwatch:
         self._marks: dict[str, list[tuple[Any, Any, float]]] = {}
         self._buffer: torch.Tensor | None = None
         if copies:
-            self._buffer = torch.ones(4 * copies, dtype=torch.uint8, device=device)
-            self._target = torch.empty_like(self._buffer)
-            self._copy_seconds = 2 * self._buffer.numel() / copy_bandwidth(device, self._buffer.numel())
+            try:
+                buffer = torch.ones(4 * copies, dtype=torch.uint8, device=device)
+                self._target = torch.empty_like(buffer)
+                self._copy_seconds = 2 * buffer.numel() / copy_bandwidth(device, buffer.numel())
+                self._buffer = buffer
+            except torch.OutOfMemoryError:
+                # Inputs that fill the memory pass through the cache anyway, and keep the GPU busy.
+                free_memory(device)
 
     def time(self, name: str, call: Callable[[], Any], host_seconds: float = 0.0) -> None:
         """Times a call that keeps the CPU busy for about `host_seconds`."""
