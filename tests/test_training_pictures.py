@@ -176,22 +176,26 @@ def _conditions(pipeline, family):
     return conditions, null_condition, arguments
 
 
-def test_lora_of_sana_loads_into_a_converted_pipeline(sources, tmp_path):
+@EVERY_FAMILY
+def test_lora_loads_into_a_converted_pipeline(family, sources, tmp_path):
+    """With the scale that it was trained with, which is not the default one."""
     train(
-        "sana", sources, tmp_path, "--blocks", "2,2", "--train", "lora", "--lora-rank", 2, "--max-steps", 3,
-        "--learning-rate", 1e-2,
+        family, sources, tmp_path, "--blocks", "2,2", "--train", "lora", "--lora-rank", 2, "--lora-alpha", 8,
+        "--max-steps", 3, "--learning-rate", 1e-2,
     )  # fmt: skip
-    pipeline, expected = generate(tmp_path / "pipeline", "sana")
-    fresh = DiffusionPipeline.from_pretrained(sources["sana"] / "source")
-    convert(fresh, {"blocks": (2, 2)})
+    trained = DiffusionPipeline.from_pretrained(tmp_path / "pipeline").transformer
+    fresh = convert(DiffusionPipeline.from_pretrained(sources[family] / "source"), {"blocks": (2, 2)})
     fresh.transformer.load_state_dict(load_file(tmp_path / "lora" / "mhla.safetensors"), strict=False)
-    fresh.load_lora_weights(tmp_path / "lora")
-    inputs = tiny_images.sana_inputs()
+    if family == "dit":
+        fresh.transformer.load_lora_adapter(tmp_path / "lora", weight_name="pytorch_lora_weights.safetensors")
+    else:
+        fresh.load_lora_weights(tmp_path / "lora")
+    inputs = {"sana": tiny_images.sana_inputs, "dit": tiny_images.dit_inputs}[family]()
     with torch.no_grad():
-        trained = pipeline.transformer(**inputs).sample
-        assert torch.allclose(fresh.transformer(**inputs).sample, trained, atol=1e-4)
-        fresh.unload_lora_weights()
-        assert not torch.allclose(fresh.transformer(**inputs).sample, trained, atol=1e-4)
+        expected = trained(**inputs).sample
+        assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)
+        fresh.transformer.unload_lora()
+        assert not torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)
 
 
 @EVERY_FAMILY

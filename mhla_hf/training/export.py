@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ..files import atomic_directory, write_json
 from ..sources import PIPELINE_INDEX
 from .checkpoints import full_tensor
-from .parameters import lora_state_dict, mhla_state_dict
+from .parameters import lora_options, lora_state_dict, mhla_state_dict
 from .pipeline_files import read_index
 
 
@@ -25,17 +25,25 @@ RECORD = "training.json"
 
 
 def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> None:
-    """Saves the LoRA matrices as `pipeline.load_lora_weights` reads them, and the MHLA parameters beside them.
+    """Saves the LoRA matrices and their scale as diffusers reads them, and the MHLA parameters beside them.
+
+    They load by `pipeline.load_lora_weights`, or by `load_lora_adapter` of the transformer where the pipeline has no
+    such method, as DiT's.
 
     Args:
         destination: Directory to make.
         model: The transformer, before its LoRA is merged.
         component: Which transformer of the pipeline it is.
     """
+    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+
     adapter = {f"{component}.{name}": tensor for name, tensor in lora_state_dict(model).items()}
+    # Without them diffusers takes the rank for alpha.
+    options = {f"{component}.{name}": value for name, value in lora_options(model).items()}
+    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(options, indent=2, sort_keys=True)}
     ours = mhla_state_dict(model)
     with atomic_directory(destination) as temporary:
-        save_file(adapter, temporary / LORA_FILE, metadata={"format": "pt"})
+        save_file(adapter, temporary / LORA_FILE, metadata=metadata)
         if ours:
             save_file(ours, temporary / MHLA_FILE, metadata={"format": "pt"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -112,6 +113,12 @@ def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         name: tensor.detach().cpu().contiguous()
         for name, tensor in get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME).items()
     }
+
+
+def lora_options(model: nn.Module) -> dict[str, Any]:
+    """The options of the LoRA matrices as plain JSON, scale among them."""
+    options = cast(Any, model).peft_config[ADAPTER_NAME].to_dict()
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in options.items()}
 
 
 def mhla_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
