@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +15,6 @@ from torch.nn.attention import SDPBackend
 from ..config import MHLAConfig
 from ..layers.mixing import initial_mixing
 from ..ops import mhla_attention, triton_obstacle
-from ..ops.backends import ENVIRONMENT_VARIABLE
 from . import peers
 from .shapes import OperatorShape
 
@@ -172,16 +170,6 @@ CONTESTANTS: dict[str, Contestant] = {
     )
 }
 """All contestants by name."""
-
-
-def check_environment() -> None:
-    """Checks that contestants are what they are called.
-
-    Raises:
-        ValueError: If the environment decides which backend MHLA takes.
-    """
-    if os.environ.get(ENVIRONMENT_VARIABLE):
-        raise ValueError(f"{ENVIRONMENT_VARIABLE} is set, which would make all of MHLA run by one backend; unset it.")
 
 
 def choose_contestants(names: Sequence[str] | None) -> list[Contestant]:

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..conversion.options import parse_dtype
 from ..models.registry import mhla_class_for
-from .contestants import CONTESTANTS, check_environment
-from .machine import choose_device, machine_facts
-from .memory import peak_memory
+from .contestants import CONTESTANTS
 from .model_cases import ModelCase, choose_models
 from .shapes import OperatorShape
-from .timing import Timing, failure_reason, free_memory, time_in_turns
+from .speed import SpeedOptions, check_environment, fill_rows
+from .timing import failure_reason, free_memory
 
 
 ORDINARY = "ordinary"
@@ -33,21 +31,16 @@ _SETS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """What [`measure_models`] measures.
+class ModelOptions(SpeedOptions):
+    """What [`measure_models`] measures; further options are those of [`SpeedOptions`].
 
     Args:
         step: `"forward"`, without gradients, or `"train"`: forward, backward and what `optimizer` says.
         models: Names of `MODEL_CASES`; None for those that suit the device.
         contestants: Names of `VARIANTS`.
-        dtype: Type of weights and inputs; None for bfloat16 on a GPU and float32 on a CPU.
-        device: Where to run; None for a GPU if there is one.
         compile_backend: Compile every transformer block with this backend of torch.compile; None for not doing so.
         checkpointing: Whether training keeps only the blocks' inputs and computes the rest again.
         optimizer: Whether a step of training ends with one of AdamW.
-        seconds: About how long the timed rounds of one model take.
-        least_rounds: Rounds at least, however long they take.
-        quick: A few models and rounds.
 
     Raises:
         ValueError: If a name is unknown or a number is not positive.
@@ -56,26 +49,19 @@ class ModelOptions:
     step: str = "forward"
     models: tuple[str, ...] | None = None
     contestants: tuple[str, ...] = VARIANTS
-    dtype: str | None = None
-    device: str | None = None
     compile_backend: str | None = None
     checkpointing: bool = True
     optimizer: bool = False
     seconds: float = 15.0
-    least_rounds: int = 3
-    quick: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.step not in PASSES:
             raise ValueError(f"step={self.step!r} must be one of {', '.join(PASSES)}.")
-        for name in ("seconds", "least_rounds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
         for name in self.contestants:
             if name not in VARIANTS:
                 raise ValueError(f"contestants={name!r} must be one of {', '.join(VARIANTS)}.")
-        choose_models(self.models, choose_device(self.device), self.quick)
-        parse_dtype(self.dtype or "float32")
+        choose_models(self.models, self.place()[0], self.quick)
 
 
 def measure_models(
@@ -98,9 +84,7 @@ def measure_models(
         ValueError: If the environment decides which backend MHLA takes.
     """
     check_environment()
-    device = choose_device(options.device)
-    dtype = parse_dtype(options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    assert dtype is not None
+    device, dtype = options.place()
     chosen = choose_models(options.models, device, options.quick) if cases is None else list(cases)
     rows: list[dict[str, Any]] = []
     for case in chosen:
@@ -108,13 +92,8 @@ def measure_models(
             progress(f"{case.name}, {options.step}")
         rows += _measure_case(case, options, dtype, device)
         free_memory(device)
-    return {
-        "benchmark": "model" if options.step == "forward" else "train",
-        "machine": machine_facts(device),
-        "options": {**asdict(options), "device": device.type, "dtype": str(dtype).removeprefix("torch.")},
-        "models": {case.name: asdict(case) for case in chosen},
-        "results": rows,
-    }
+    sizes = {case.name: asdict(case) for case in chosen}
+    return options.report("model" if options.step == "forward" else "train", rows, models=sizes)
 
 
 def _measure_case(
@@ -123,11 +102,12 @@ def _measure_case(
     if options.compile_backend is not None:
         torch.compiler.reset()
     inputs = [case.inputs(dtype, device, seed) for seed in range(_SETS)]
-    rows, runs = [], {}
+    rows: dict[str, dict[str, Any]] = {}
+    runs = {}
     for name in options.contestants:
         row: dict[str, Any] = {"model": case.name, "tokens": case.tokens, "contestant": name, "reason": None}
         row["attention"] = case.attention if name == ORDINARY else "mhla"
-        rows.append(row)
+        rows[name] = row
         try:
             row["reason"] = _obstacle(name, dtype, device)
             if row["reason"] is None:
@@ -137,26 +117,13 @@ def _measure_case(
         except Exception as error:  # What a contestant cannot do is a result, whatever it raises.
             row["reason"] = failure_reason(error)
             free_memory(device)
-    seconds = options.seconds / (10 if options.quick else 1)
-    least = min(2, options.least_rounds) if options.quick else options.least_rounds
-    times = time_in_turns(runs, device, seconds=seconds, least=least, alone=True)
-    for row in rows:
-        timing = times.get(row["contestant"], row["reason"])
-        if not isinstance(timing, Timing):
-            row["reason"] = timing
-            continue
-        row["milliseconds"] = 1e3 * timing.median
-        row["milliseconds_20"], row["milliseconds_80"] = 1e3 * timing.low, 1e3 * timing.high
-        row["runs"] = timing.runs
-        try:
-            row["peak_memory_bytes"] = peak_memory(partial(runs[row["contestant"]], 0), device)
-        except Exception as error:  # A figure that cannot be had must not cost the others.
-            row["peak_memory_bytes"], row["peak_memory_reason"] = None, failure_reason(error)
-    ordinary = next((row.get("milliseconds") for row in rows if row["contestant"] == ORDINARY), None)
-    for row in rows:
+    # Eager models are bound by launches often enough: those are part of what users wait for.
+    fill_rows(rows, runs, device, options, alone=True)
+    ordinary = rows.get(ORDINARY, {}).get("milliseconds")
+    for row in rows.values():
         if row["reason"] is None:
             row["speedup_over_ordinary"] = None if ordinary is None else ordinary / row["milliseconds"]
-    return rows
+    return list(rows.values())
 
 
 def _obstacle(name: str, dtype: torch.dtype, device: torch.device) -> str | None:

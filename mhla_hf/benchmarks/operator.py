@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from ..conversion.options import parse_dtype
-from .contestants import CONTESTANTS, Contestant, Inputs, check_environment, choose_contestants, make_inputs
-from .machine import choose_device, last_cache_bytes, machine_facts
-from .memory import peak_memory
+from .contestants import CONTESTANTS, Contestant, Inputs, choose_contestants, make_inputs
+from .machine import last_cache_bytes
 from .shapes import OperatorShape, choose_shapes
-from .timing import COPY_BYTES, Timing, copy_bandwidth, failure_reason, free_memory, time_in_turns
+from .speed import SpeedOptions, check_environment, fill_rows
+from .timing import COPY_BYTES, copy_bandwidth, failure_reason, free_memory
 
 
 DIRECTIONS = ("forward", "forward+backward")
@@ -28,18 +27,13 @@ _MOST_SETS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperatorOptions:
-    """What [`measure_operator`] measures.
+class OperatorOptions(SpeedOptions):
+    """What [`measure_operator`] measures; further options are those of [`SpeedOptions`].
 
     Args:
         shapes: Names of `SHAPES`; None for those that suit the device.
         contestants: Names of `CONTESTANTS`; None for the usual ones.
-        dtype: Type of the tokens; None for bfloat16 on a GPU and float32 on a CPU.
-        device: Where to run; None for a GPU if there is one.
         backward: Whether to measure forward and backward together too.
-        seconds: About how long the timed rounds of one shape and direction take.
-        least_rounds: Rounds at least, however long they take.
-        quick: A few shapes and short rounds.
         compile_backend: Of torch.compile, for the contestant that is compiled.
 
     Raises:
@@ -48,22 +42,13 @@ class OperatorOptions:
 
     shapes: tuple[str, ...] | None = None
     contestants: tuple[str, ...] | None = None
-    dtype: str | None = None
-    device: str | None = None
     backward: bool = True
-    seconds: float = 3.0
-    least_rounds: int = 3
-    quick: bool = False
     compile_backend: str = "inductor"
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "least_rounds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
-        device = choose_device(self.device)
-        choose_shapes(self.shapes, device, self.quick)
+        super().__post_init__()
+        choose_shapes(self.shapes, self.place()[0], self.quick)
         choose_contestants(self.contestants)
-        parse_dtype(self.dtype or "float32")
 
 
 def measure_operator(
@@ -87,9 +72,7 @@ def measure_operator(
         ValueError: If the environment decides which backend MHLA takes.
     """
     check_environment()
-    device = choose_device(options.device)
-    dtype = parse_dtype(options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    assert dtype is not None
+    device, dtype = options.place()
     chosen = choose_shapes(options.shapes, device, options.quick) if shapes is None else list(shapes)
     contestants = choose_contestants(options.contestants)
     if progress is not None:
@@ -102,17 +85,11 @@ def measure_operator(
                 progress(f"{shape.name}, {direction}")
             rows += _measure_shape(shape, direction, contestants, dtype, device, bandwidth, options)
             free_memory(device)
-    return {
-        "benchmark": "op",
-        "machine": machine_facts(device),
-        "options": {**asdict(options), "device": device.type, "dtype": str(dtype).removeprefix("torch.")},
-        "copy_bandwidth": bandwidth,
-        "shapes": {
-            shape.name: {**asdict(shape), "tokens": shape.tokens, "num_blocks": shape.layout().num_blocks}
-            for shape in chosen
-        },
-        "results": rows,
+    sizes = {
+        shape.name: {**asdict(shape), "tokens": shape.tokens, "num_blocks": shape.layout().num_blocks}
+        for shape in chosen
     }
+    return options.report("op", rows, copy_bandwidth=bandwidth, shapes=sizes)
 
 
 def _measure_shape(
@@ -125,7 +102,8 @@ def _measure_shape(
     options: OperatorOptions,
 ) -> list[dict[str, Any]]:
     backward = direction != "forward"
-    rows, runs = [], {}
+    rows: dict[str, dict[str, Any]] = {}
+    runs = {}
     if any(contestant.compiled for contestant in contestants):
         # Otherwise shapes would add up to more versions of a function than torch.compile keeps.
         torch.compiler.reset()
@@ -139,36 +117,21 @@ def _measure_shape(
         for normalizer in contestant.normalizers:
             row: dict[str, Any] = {"shape": shape.name, "tokens": shape.tokens, "direction": direction}
             row.update(contestant=contestant.name, normalizer=normalizer, reason=obstacle)
-            rows.append(row)
+            name = f"{contestant.name}/{normalizer}"
+            rows[name] = row
             if obstacle is None:
-                runs[_key(row)] = partial(_run, contestant, sets, shape, normalizer, backward, options.compile_backend)
-    seconds, least = (options.seconds / 10, min(3, options.least_rounds)) if options.quick else (
-        options.seconds, options.least_rounds
-    )  # fmt: skip
-    times = time_in_turns(runs, device, seconds=seconds, least=least)
-    for row in rows:
-        timing = times.get(_key(row), row["reason"])
-        if isinstance(timing, Timing):
-            row.update(_figures(shape, CONTESTANTS[row["contestant"]].family, timing, dtype, backward, bandwidth))
-            try:
-                row["peak_memory_bytes"] = peak_memory(partial(runs[_key(row)], 0), device)
-            except Exception as error:  # A figure that cannot be had must not cost the others.
-                row["peak_memory_bytes"], row["peak_memory_reason"] = None, failure_reason(error)
-        else:
-            row["reason"] = timing
-    softmax = [row["milliseconds"] for row in rows if _is_softmax(row) and row["reason"] is None]
-    for row in rows:
-        if row["reason"] is None:
-            row["speedup_over_softmax"] = min(softmax) / row["milliseconds"] if softmax else None
-    return rows
+                runs[name] = partial(_run, contestant, sets, shape, normalizer, backward, options.compile_backend)
+    fill_rows(rows, runs, device, options)
+    measured = [row for row in rows.values() if row["reason"] is None]
+    softmax = [row["milliseconds"] for row in measured if _family(row) == "softmax"]
+    for row in measured:
+        row.update(_figures(shape, _family(row), row["milliseconds"] / 1e3, dtype, backward, bandwidth))
+        row["speedup_over_softmax"] = min(softmax) / row["milliseconds"] if softmax else None
+    return list(rows.values())
 
 
-def _key(row: dict[str, Any]) -> str:
-    return f"{row['contestant']}/{row['normalizer']}"
-
-
-def _is_softmax(row: dict[str, Any]) -> bool:
-    return CONTESTANTS[row["contestant"]].family == "softmax"
+def _family(row: dict[str, Any]) -> str:
+    return CONTESTANTS[row["contestant"]].family
 
 
 def _input_sets(shape: OperatorShape, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Inputs]:
@@ -198,18 +161,13 @@ def _run(
 
 
 def _figures(
-    shape: OperatorShape, family: str, timing: Timing, dtype: torch.dtype, backward: bool, bandwidth: float
-) -> dict[str, Any]:
+    shape: OperatorShape, family: str, seconds: float, dtype: torch.dtype, backward: bool, bandwidth: float
+) -> dict[str, float]:
     least_bytes = shape.least_bytes(dtype, backward)
     floor = least_bytes / bandwidth
     return {
-        "milliseconds": 1e3 * timing.median,
-        "milliseconds_20": 1e3 * timing.low,
-        "milliseconds_80": 1e3 * timing.high,
-        "host_milliseconds": 1e3 * timing.host,
-        "runs": timing.runs,
-        "teraflops_per_second": shape.flops(family, backward) / timing.median / 1e12,
-        "gigabytes_per_second": least_bytes / timing.median / 1e9,
+        "teraflops_per_second": shape.flops(family, backward) / seconds / 1e12,
+        "gigabytes_per_second": least_bytes / seconds / 1e9,
         "floor_milliseconds": 1e3 * floor,
-        "share_of_floor": floor / timing.median,
+        "share_of_floor": floor / seconds,
     }
