@@ -16,7 +16,7 @@ import triton.language as tl
 from .block_launch import token_tensor
 from .causal_gradient_kernels import key_gradient_kernel, plain_gradient_kernel, query_gradient_kernel
 from .causal_kernels import causal_attend_kernel, limit_kernel
-from .launching import column_tile, dense_rows, on_device, padded, product_options, row_strides, token_tile, warps
+from .launching import MAX_TILE, dense_rows, on_device, padded, product_options, row_strides, token_tile
 from .mixing import mixing_strides
 
 
@@ -38,15 +38,26 @@ def _table_stride(table: torch.Tensor) -> int:
     return table.stride(0) if table.dim() == 3 else 0
 
 
-def _options(tokens: torch.Tensor, matrices: torch.Tensor, slots: int, widest: int, columns: int) -> dict[str, Any]:
-    """What all kernels take: the slots, a tile of them, the types of products, and warps for a tile of columns."""
-    return {
+def _options(
+    tokens: torch.Tensor, matrices: torch.Tensor, slots: int, width: int, columns: int
+) -> tuple[int, dict[str, Any]]:
+    """The tile of columns, and what all kernels take: slots, a tile of them, types of products, warps.
+
+    Tiles are smaller than the block kernels' where rows of tokens or products are large: the scores of a chunk have to
+    find room in the registers beside them. Chosen from what the compiler uses of them for compute capabilities 8.0 and
+    9.0, so that nothing spills.
+    """
+    row_bytes = padded(width) * tokens.element_size()
+    small = row_bytes <= 256 or matrices.dtype == torch.bfloat16
+    column_tile = min(padded(columns), max(16, (MAX_TILE if small else MAX_TILE // 2) // padded(width)))
+    options = {
         "SLOTS": slots,
-        "BLOCK_TOKENS": token_tile(slots, widest),
-        "num_warps": warps(widest, columns),
+        "BLOCK_TOKENS": min(token_tile(slots, width), 64 if row_bytes <= 512 else 16),
+        "num_warps": 4 if row_bytes * column_tile <= 128 * 64 else 8,
         "num_stages": 2,
         **product_options(tokens.dtype, matrices.dtype, tokens.device),
     }
+    return column_tile, options
 
 
 def limits(first_bad: torch.Tensor, starts: torch.Tensor | None, slots: int) -> torch.Tensor:
@@ -113,8 +124,7 @@ def causal_attend(
     batch, num_tokens, heads, width = query.shape
     blocks, slots = table.shape[-2:]
     columns = value.shape[-1]
-    value_tile = column_tile(width, columns)
-    options = _options(query, prefix, slots, max(width, plain_key.shape[-1]), value_tile)
+    value_tile, options = _options(query, prefix, slots, max(width, plain_key.shape[-1]), columns)
     output = token_tensor(query, table, columns, None)
     divides = prefix_sum is not None
     denominator = query.new_empty((batch, num_tokens, heads) if divides else (0,), dtype=torch.float32)
@@ -201,8 +211,7 @@ def query_gradient(
     batch, num_tokens, heads, width = query.shape
     blocks, slots = table.shape[-2:]
     columns = value.shape[-1]
-    tile = column_tile(columns, width)
-    options = _options(query, prefix, slots, columns, tile)
+    tile, options = _options(query, prefix, slots, columns, width)
     result = token_tensor(query, table, width, None)
     weight = query.new_empty((batch, num_tokens, heads) if scale is not None else (0,), dtype=torch.float32)
     parts = triton.cdiv(width, tile) * triton.cdiv(slots, options["BLOCK_TOKENS"])
@@ -288,8 +297,7 @@ def key_gradient(
     batch, num_tokens, heads, width = rows.shape
     blocks, slots = table.shape[-2:]
     columns = other.shape[-1]
-    tile = column_tile(width, columns)
-    options = _options(rows, matrices, slots, width, tile)
+    tile, options = _options(rows, matrices, slots, width, columns)
     result = token_tensor(rows, table, columns, None)
     tiles = triton.cdiv(columns, tile) * triton.cdiv(slots, options["BLOCK_TOKENS"])
     with on_device(rows):
@@ -360,7 +368,8 @@ def plain_gradient(
     rows, other = dense_rows(rows), dense_rows(other)
     batch, num_tokens, heads, width = rows.shape
     blocks, slots = table.shape[-2:]
-    options = _options(rows, vectors, slots, width, padded(width))
+    # One tile holds all columns: there are no matrices.
+    _, options = _options(rows, vectors, slots, width, width)
     result = token_tensor(rows, table, width, None)
     parts = triton.cdiv(slots, options["BLOCK_TOKENS"])
     share = rows.new_empty((parts, batch, heads, blocks) if of_query else (0,), dtype=torch.float32)
