@@ -152,30 +152,42 @@ def _show(report: "ConversionReport") -> None:
     console.print(table)
     written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"
     console.print(f"Wrote {report.destination} ({written}); {FILE_NAME} says what came from where.", highlight=False)
-    fresh = [part for part in report.components.values() if part.initialised]
+    fresh = {name: part for name, part in report.components.items() if part.initialised}
     if fresh:
-        console.print(_advice(fresh), highlight=False)
+        console.print(_advice(report.destination, fresh), highlight=False)
 
 
-def _advice(parts: "list[ComponentReport]") -> str:
-    """What to do about the new parameters."""
+def _advice(destination: Path, fresh: "dict[str, ComponentReport]") -> str:
+    """What to do about the new parameters of components."""
     from ..config import MHLAConfig
     from ..models.registry import MHLA_CLASSES
-    from ..training.objectives import OBJECTIVES
 
-    families = {part.target_class: MHLA_CLASSES.get(part.target_class) for part in parts}
-    trainable = {family.name for family in families.values() if family is not None and family.upstream in OBJECTIVES}
-    how = "the model"
-    if len(families) == len(trainable) == 1:
-        how = f"with mhla-hf train {trainable.pop()}"
+    commands = {_training_command(destination, name, part) for name, part in fresh.items()}
+    command = commands.pop() if len(commands) == 1 else None
+    how = "the model" if command is None else f"with {command}"
+    families = [(part, MHLA_CLASSES.get(part.target_class)) for part in fresh.values()]
     same = [
         family is not None and family.load_class().starts_as_upstream(MHLAConfig.from_dict(part.mhla))
-        for part in parts
-        for family in [families[part.target_class]]
+        for part, family in families
     ]
     if all(same):
         return f"The new parameters leave the model's output as it was. To make use of them, fine-tune {how}."
     return f"The new parameters are untrained: fine-tune {how}."
+
+
+def _training_command(destination: Path, name: str, part: "ComponentReport") -> str | None:
+    """The command that trains a component; None if there is none for it."""
+    from ..conversion.tensors import read_json
+    from ..training.objectives import objective_class
+
+    # A model alone has no folder of its own.
+    folder = destination / name if (destination / name).is_dir() else destination
+    try:
+        objective = objective_class(part.target_class)
+        objective.check_config(read_json(folder / "config.json", "the model's configuration"))
+    except ValueError:
+        return None
+    return f"mhla-hf train {objective.family().name}"
 
 
 def _blocks(options: Mapping[str, Any]) -> str:

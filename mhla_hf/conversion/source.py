@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..models.registry import LEGACY_CLASS, current_class
+from ..models.registry import LEGACY_CLASS, current_class, is_mhla_class
 from ..sources import PIPELINE_INDEX, local_directory
 from .tensors import read_json
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet
@@ -241,6 +241,7 @@ def read_source(
         ValueError: If it is neither a pipeline nor a model, has no model of a wanted class, or is quantised.
     """
     index_path = root / PIPELINE_INDEX
+    supported = ", ".join(sorted(name for name in wanted if not is_mhla_class(name)))
     if index_path.is_file():
         pipeline = read_json(index_path, "the pipeline's index")
         classes = {
@@ -254,8 +255,7 @@ def read_source(
         if not names:
             models = ", ".join(f"{name} ({class_name})" for name, class_name in sorted(classes.items()))
             raise ValueError(
-                f"{location} has no model that can be converted; it has {models}. "
-                f"Supported: {', '.join(sorted(wanted))}."
+                f"{location} has no model that can be converted; it has {models}. Supported: {supported}."
             )
         components = tuple(_read_component(name, root / name, location) for name in names)
         for component in components:
@@ -271,10 +271,7 @@ def read_source(
     if component.is_transformers:
         component = replace(component, name="model")
     elif component.class_name not in wanted:
-        raise ValueError(
-            f"{location} is a {component.class_name}, which cannot be converted. "
-            f"Supported: {', '.join(sorted(wanted))}."
-        )
+        raise ValueError(f"{location} is a {component.class_name}, which cannot be converted. Supported: {supported}.")
     return Source(location, root, None, (component,), origin)
 
 

@@ -29,11 +29,13 @@ class ImagePipelineChecks:
         sizes: Heights and widths of the images to draw.
         mhla_class: Class of the MHLA transformer.
         mhla: Options for it.
+        trained_as: What the command that trains it is called; None if there is none.
     """
 
     sizes: ClassVar[tuple[tuple[int, int], ...]]
     mhla_class: ClassVar[Any]
     mhla: ClassVar[dict[str, Any]] = {"blocks": [2, 2]}
+    trained_as: ClassVar[str | None] = None
 
     def typed(self):
         """The options as one types them."""
@@ -139,7 +141,8 @@ class ImagePipelineChecks:
         fresh = self.typed()
         assert ("output as it was" in command("convert", source, tmp_path / "one", *fresh).output) == linear
         result = command("convert", source, tmp_path / "two", *fresh, "--mixing-init", "linear")
-        assert "The new parameters are untrained: fine-tune" in result.output
+        how = f"with mhla-hf train {self.trained_as}" if self.trained_as else "the model"
+        assert f"The new parameters are untrained: fine-tune {how}." in result.output
 
     def test_default_conversion_by_command(self, ordinary_dir, tmp_path):
         assert command("convert", ordinary_dir / "transformer", tmp_path / "mhla", "--quiet").exit_code == 0
@@ -175,7 +178,7 @@ class ImagePipelineChecks:
         self.refused(mhla_dir, tmp_path, f"{self.mhla_class.__name__} already")
 
     def test_convert_refuses_another_architecture(self, ordinary_dir, tmp_path):
-        self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted", "DiTTransformer2DModel")
+        self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted. Supported: DiTTransformer2DModel, PixArt")
         folder = tmp_path / "other"
         shutil.copytree(ordinary_dir, folder, ignore=shutil.ignore_patterns("transformer"))
         index = json.loads((folder / "model_index.json").read_text())

@@ -30,6 +30,7 @@ def draw(pipeline, size, label, guidance_scale=4.0):
 class TestDiTPipeline(ImagePipelineChecks):
     mhla_class = MHLADiTTransformer2DModel
     sizes = ((16, 16), (16, 24), (24, 16))
+    trained_as = "dit"
 
     @classmethod
     def make_pipeline(cls, transformer_cls=None, **overrides):

@@ -67,7 +67,7 @@ class SanaPipelines(PromptedPipelineChecks):
 
 
 class TestSanaPipeline(SanaPipelines):
-    pass
+    trained_as = "sana"
 
 
 class TestSanaSprintPipeline(SanaPipelines):
