@@ -19,7 +19,7 @@ TITLES = {
     "softmax": "softmax",
     "linear": "linear\n(1 block)",
     "mhla": "MHLA",
-    "mhla_cpe_gate": "MHLA with\nCPE and gate",
+    "mhla_cpe_gate": "MHLA,\nCPE, gate",
 }
 COLORS = {"softmax": "#444444", "linear": "#d95f02", "mhla": "#1f77b4", "mhla_cpe_gate": "#2ca02c"}
 
