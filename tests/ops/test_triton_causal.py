@@ -124,14 +124,18 @@ def both_backends(inputs: dict[str, torch.Tensor], layout: SequenceLayout, valid
     return results
 
 
-def assert_kernels_equal_torch(inputs: dict[str, torch.Tensor], layout: SequenceLayout, valid: torch.Tensor) -> None:
-    """Outputs and gradients, NaN in the same places, each in its own norm; zeros for padding."""
-    for name, actual, expected in zip(["output", *inputs], *both_backends(inputs, layout, valid), strict=True):
+def assert_kernels_equal_torch(
+    inputs: dict[str, torch.Tensor], layout: SequenceLayout, valid: torch.Tensor
+) -> torch.Tensor:
+    """Outputs and gradients, NaN in the same places, each in its own norm; zeros for padding. Returns the outputs."""
+    kernels, plain = both_backends(inputs, layout, valid)
+    for name, actual, expected in zip(["output", *inputs], kernels, plain, strict=True):
         assert torch.equal(actual.isnan(), expected.isnan()), name
         error = (actual - expected).nan_to_num(0).norm()
         assert error <= 1e-5 * expected.nan_to_num(0).norm(), f"{name}: {error}"
         if name != "mixing":
             assert actual[~valid].abs().max() == 0, name
+    return kernels[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,8 +155,8 @@ def test_bad_tokens_spoil_their_head_and_document_from_there_on(device):
         inputs[name][row, token, head, 2] = float(number)
         inputs[name].requires_grad_()
     spoilt[0, 8:, 1] = spoilt[1, 1:5, 0] = spoilt[1, 6:10, 1] = True
-    assert_kernels_equal_torch(inputs, layout, valid)
-    assert torch.equal(both_backends(inputs, layout, valid)[1][0].isnan().all(-1), spoilt)
+    output = assert_kernels_equal_torch(inputs, layout, valid)
+    assert torch.equal(output.isnan().all(-1), spoilt)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -205,7 +209,7 @@ def test_buffers_full_of_nan_are_written_completely(device):
 )
 def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, normalizer, rotated, training, device):
     errors = half_precision_errors(
-        chunks(20, 16), dtype, device, seeds=1,
+        chunks(12, 8), dtype, device, seeds=1,
         training=training, normalizer=normalizer, rotated=rotated, causal=True,
     )  # fmt: skip
     for name, (kernel, plain) in errors.items():

@@ -7,7 +7,10 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from mhla_hf.integrations.transformers.cache import MHLACacheLayer
+from mhla_hf.layers.sequence import TokenSequence, sequence_attention
 from mhla_hf.ops import MHLAState, empty_state, mhla_step
 
 from .triton_checks import DEVICES, buffers_full_of_nan
@@ -133,6 +136,25 @@ def test_wide_heads_and_buffers_full_of_nan(device):
     with buffers_full_of_nan():
         actual = decode(inputs, mixing, start(inputs, mixing, 1), "triton")
     assert_same_decoding(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_layers_hand_their_backend_on_to_the_cache(backend, device):
+    inputs, mixing = make_inputs(device, 4)
+    expected = torch.cat(decode(inputs, mixing, start(inputs, mixing, 2), "torch")[0], dim=1)
+    cache, outputs = MHLACacheLayer(), []
+    with FlopCounterMode(display=False) as counter:
+        for first, last in ((0, 3), (3, 4)):
+            tokens = {name: tensor[:, first:last] for name, tensor in inputs.items()}
+            cache.update(tokens["key"].transpose(1, 2), tokens["value"].transpose(1, 2))
+            sequence = TokenSequence(causal=True, cache=cache)
+            outputs.append(
+                sequence_attention(**tokens, mixing=mixing, block_size=2, sequence=sequence, backend=backend)
+            )
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-4, atol=1e-5)
+    counts = counter.get_flop_counts()["Global"]
+    assert (torch.ops.mhla_hf.decode_token in counts) == (backend == "triton")
 
 
 @pytest.mark.parametrize("device", DEVICES)
