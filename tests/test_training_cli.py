@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -22,15 +21,11 @@ from mhla_hf.training.metrics import read_metrics
 from . import tiny
 
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
 ROOT = Path(__file__).resolve().parents[1]
 runner = CliRunner()
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate_state():
-    """Accelerate keeps precision and device of the first run in the process."""
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="module")

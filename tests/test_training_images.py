@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from diffusers import DiffusionPipeline
 from PIL import Image
 
@@ -33,10 +32,7 @@ from mhla_hf.training.validation import make_validator
 from . import tiny_images
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate_state():
-    yield
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -21,19 +20,15 @@ from mhla_hf.training.metrics import read_metrics
 from . import tiny_images
 
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
 runner = CliRunner()
 
 PIPELINES = {"sana": tiny_images.sana_pipeline, "dit": tiny_images.dit_pipeline}
 SIZES = {"sana": 128, "dit": 16}
 EVERY_FAMILY = pytest.mark.parametrize("family", list(PIPELINES))
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate_state():
-    """Accelerate keeps precision and device of the first run in the process."""
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="module")

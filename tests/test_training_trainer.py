@@ -43,15 +43,11 @@ from . import tiny
 from .training_cases import CASES
 
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
 MHLA = {"blocks": (1, 2, 2), "output_gate": True}
 WAN = WanObjective()
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate_state():
-    """Accelerate keeps precision and device of the first run in the process."""
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="module")
