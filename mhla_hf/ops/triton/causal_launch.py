@@ -16,7 +16,16 @@ import triton.language as tl
 from .block_launch import token_tensor
 from .causal_gradient_kernels import key_gradient_kernel, plain_gradient_kernel, query_gradient_kernel
 from .causal_kernels import causal_attend_kernel, limit_kernel
-from .launching import MAX_TILE, dense_rows, on_device, padded, product_options, row_strides, token_tile
+from .launching import (
+    MAX_TILE,
+    dense_rows,
+    multiplies_from_shared_memory,
+    on_device,
+    padded,
+    product_options,
+    row_strides,
+    token_tile,
+)
 from .mixing import mixing_strides
 
 
@@ -48,11 +57,16 @@ def _options(
     9.0, so that nothing spills.
     """
     row_bytes = padded(width) * tokens.element_size()
-    small = row_bytes <= 256 or matrices.dtype == torch.bfloat16
-    column_tile = min(padded(columns), max(16, (MAX_TILE if small else MAX_TILE // 2) // padded(width)))
+    roomy = multiplies_from_shared_memory(tokens.device)
+    wide = padded(width) > 128
+    # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
+    tight = matrices.dtype == torch.float32
+    halved = tight and (tokens.dtype == torch.float32 or not (roomy or wide))
+    column_tile = min(padded(columns), (MAX_TILE // 2 if halved else MAX_TILE) // padded(width))
+    most_tokens = 16 if tight and wide else 64 if roomy or (row_bytes <= 128 and not tight) else 32
     options = {
         "SLOTS": slots,
-        "BLOCK_TOKENS": min(token_tile(slots, width), 64 if row_bytes <= 512 else 16),
+        "BLOCK_TOKENS": min(token_tile(slots, width), most_tokens),
         "num_warps": 4 if row_bytes * column_tile <= 128 * 64 else 8,
         "num_stages": 2,
         **product_options(tokens.dtype, matrices.dtype, tokens.device),

@@ -77,6 +77,14 @@ def summary_dtype(tokens: torch.dtype, half: bool) -> torch.dtype:
     return torch.bfloat16 if half and tokens == torch.bfloat16 else torch.float32
 
 
+def multiplies_from_shared_memory(device: torch.device) -> bool:
+    """Whether matrix products read both factors from shared memory (compute capabilities 9 and 10: wgmma, tcgen05).
+
+    Elsewhere one factor goes through the registers of every warp, which leaves them less room for the rest.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Strides of batch, token and head of `[B, T, H, D]`, whose last axis must be dense."""
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
