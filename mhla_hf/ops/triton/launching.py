@@ -65,7 +65,7 @@ def product_options(tokens: torch.dtype, summaries: torch.dtype, device: torch.d
     if tokens == summaries == torch.bfloat16:
         return {"DOT_TYPE": tl.bfloat16, "PRECISION": "tf32", "INTERPRETED": interpreted}
     exact = tokens == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    return {"DOT_TYPE": tl.float32, "PRECISION": "ieee" if exact else "tf32", "INTERPRETED": interpreted}
+    return {"DOT_TYPE": tl.float32, "PRECISION": "tf32x3" if exact else "tf32", "INTERPRETED": interpreted}
 
 
 def summary_dtype(tokens: torch.dtype, half: bool) -> torch.dtype:
