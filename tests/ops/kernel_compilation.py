@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from mhla_hf import BlockLayout
-from mhla_hf.ops.triton import causal_launch
+from mhla_hf.ops.triton import block_launch, causal_launch
 
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -126,7 +126,8 @@ def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout) -> None:
 def main() -> None:
     capability, width = map(int, sys.argv[1:3])
     compilations = Compilations(capability)
-    causal_launch.multiplies_from_shared_memory = lambda device: capability >= 90
+    for module in (block_launch, causal_launch):
+        module.multiplies_from_shared_memory = lambda device: capability >= 90
     JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)
     run_operators(width)
     json.dump(compilations.results, sys.stdout)

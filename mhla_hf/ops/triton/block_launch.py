@@ -14,6 +14,7 @@ from .block_kernels import apply_kernel, attend_kernel, outer_kernel
 from .launching import (
     column_tile,
     dense_rows,
+    multiplies_from_shared_memory,
     on_device,
     padded,
     product_options,
@@ -109,6 +110,8 @@ def _outer(
     rows = left if plain is None else dense_rows(plain)
     plain_width = rows.shape[-1]
     value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
+    if left.dtype == torch.float32 and not multiplies_from_shared_memory(left.device):
+        tile = min(tile, 32)
     tiles = blocks * triton.cdiv(value, value_tile)
     splits, share = split_slots(slots, tile, tiles * batch * num_heads)
     product = left.new_empty(
