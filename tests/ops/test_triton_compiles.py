@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+# A frame of a few bytes on the stack is no spilling to speak of.
+FRAME = 16
 # What a program may take of a multiprocessor's shared memory, in bytes (CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability").
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
@@ -38,5 +40,5 @@ def test_kernels_fit_without_spilling(capability, width):
     for result in results:
         # The fused kernels are made for half precision; in float32 they hold more than there is room for.
         if not (result["kernel"].startswith("fused") and "bf16" not in result["types"]):
-            assert result["stack"] == result["local"] == 0, f"spills: {result}"
+            assert result["stack"] <= FRAME and result["local"] == 0, f"spills: {result}"
         assert result["shared"] <= SHARED_MEMORY[capability], f"too much shared memory: {result}"
