@@ -14,66 +14,7 @@ head). Sums are in float32. Widths that are no power of two are padded with zero
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS: tl.constexpr):
-    """Tokens of some slots of a block, and which of the slots hold one."""
-    inside = slot < stop
-    tokens = tl.load(table + batch * table_stride_batch + block * SLOTS + slot, mask=inside, other=num_tokens)
-    present = inside & (tokens < num_tokens)
-    return tl.where(present, tokens, 0).to(tl.int64), present
-
-
-@triton.jit
-def load_rows(start, tokens, present, stride_token, column, WIDTH: tl.constexpr):
-    """Rows of a token tensor, zero where there is no token or no column."""
-    pointers = start + tokens[:, None] * stride_token + column[None, :]
-    return tl.load(pointers, mask=present[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(start, tokens, present, stride_token, column, rows, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
-    pointers = start + tokens[:, None] * stride_token + column[None, :]
-    narrow = to_type(rows, start.dtype.element_ty, INTERPRETED)
-    tl.store(pointers, narrow, mask=present[:, None] & (column < WIDTH)[None, :])
-
-
-@triton.jit
-def to_type(values, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Converts, to the nearest value. The interpreter would cut float32 off to bfloat16: there it is rounded first."""
-    if INTERPRETED and TYPE == tl.bfloat16 and values.dtype == tl.float32:
-        bits = values.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
-    return values.to(TYPE)
-
-
-@triton.jit
-def product(left, right, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """left @ right in float32, of factors rounded to DOT_TYPE."""
-    left, right = to_type(left, DOT_TYPE, INTERPRETED), to_type(right, DOT_TYPE, INTERPRETED)
-    if INTERPRETED:
-        # It multiplies no bfloat16.
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision=PRECISION)
-
-
-@triton.jit
-def is_finite(rows):
-    """Which numbers are neither NaN nor infinite."""
-    return tl.abs(rows.to(tl.float32)) < float("inf")
-
-
-@triton.jit
-def finite_or_zero(rows):
-    """The rows, zero where they are not finite: zero times NaN would reach sums that leave the number out."""
-    return tl.where(is_finite(rows), rows, 0.0).to(rows.dtype)
-
-
-@triton.jit
-def first_bad_slot(rows, slot, SLOTS: tl.constexpr):
-    """The first of the slots whose row is not finite; SLOTS if there is none."""
-    return tl.min(tl.min(tl.where(is_finite(rows), SLOTS, slot[:, None]), axis=1), axis=0).to(tl.int32)
+from .rows import finite_or_zero, first_bad_slot, load_rows, product, slot_tokens, store_rows, to_type
 
 
 @triton.jit

@@ -17,8 +17,8 @@ and values that are not finite count as zero. Programs are as in the forward pas
 import triton
 import triton.language as tl
 
-from .block_kernels import finite_or_zero, load_rows, product, slot_tokens, store_rows
 from .causal_kernels import load_matrix, tile_of_program
+from .rows import finite_or_zero, load_rows, product, slot_tokens, store_rows
 
 
 @triton.jit

@@ -11,7 +11,7 @@ hold exactly; they meet the values in DOT_TYPE.
 import triton
 import triton.language as tl
 
-from .block_kernels import finite_or_zero, load_rows, product, slot_tokens, store_rows
+from .rows import finite_or_zero, load_rows, product, slot_tokens, store_rows
 
 
 @triton.jit

@@ -14,7 +14,7 @@ Matrices of the state are `[K, V + 1]`, with the normaliser z in the last column
 import triton
 import triton.language as tl
 
-from .block_kernels import to_type
+from .rows import to_type
 
 
 @triton.jit

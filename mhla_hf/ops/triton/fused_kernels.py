@@ -12,7 +12,7 @@ summary they may stand in any order, as long as keys and queries agree.
 import triton
 import triton.language as tl
 
-from .block_kernels import load_rows, product, slot_tokens, store_rows, to_type
+from .rows import load_rows, product, slot_tokens, store_rows, to_type
 
 
 @triton.jit

@@ -9,7 +9,7 @@ bfloat16 numbers, which costs one more product and keeps 16 bits of them; cuBLAS
 import triton
 import triton.language as tl
 
-from .block_kernels import product, to_type
+from .rows import product, to_type
 
 
 @triton.jit
