@@ -43,7 +43,7 @@ def outer_kernel(
     total_stride_split,
     bad_stride_part,
     factor,
-    NUM_BLOCKS: tl.constexpr,
+    num_blocks,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_SLOTS: tl.constexpr,
@@ -69,8 +69,8 @@ def outer_kernel(
 
     HEADS is the number of heads of `products`; each sums REPEATS heads of the rows. `scale` and `weight` are
     `[B, T, HEADS · REPEATS]`. TOTAL: 0 computes no total, 1 sums `left`, 2 sums `plain`. BAD: 1 takes numbers that are
-    not finite for zero and writes the first slot that has one, or SLOTS, to `bad` `[parts, B, HEADS, NUM_BLOCKS]`, a
-    part for each share and column tile; 2 leaves out the slots from `bad` `[B, heads, NUM_BLOCKS]` on, of which
+    not finite for zero and writes the first slot that has one, or SLOTS, to `bad` `[parts, B, HEADS, num_blocks]`, a
+    part for each share and column tile; 2 leaves out the slots from `bad` `[B, heads, num_blocks]` on, of which
     BAD_REPEATS heads of the rows share one.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -90,7 +90,7 @@ def outer_kernel(
         row_head = head * REPEATS + repeat
         if BAD == 2:
             bad_heads = HEADS * REPEATS // BAD_REPEATS
-            bad_matrix = (batch * bad_heads + row_head // BAD_REPEATS) * NUM_BLOCKS + block
+            bad_matrix = (batch * bad_heads + row_head // BAD_REPEATS) * num_blocks + block
             stop = tl.minimum(tl.minimum(first + SPLIT_SLOTS, SLOTS), tl.load(bad + bad_matrix))
         left_start = left + batch * left_stride_batch + row_head * left_stride_head
         right_start = right + batch * right_stride_batch + row_head * right_stride_head
@@ -122,7 +122,7 @@ def outer_kernel(
                     row_weight = tl.load(weight + per_token, mask=present, other=0.0)
                     plain_rows *= row_weight[:, None]
                 sums += tl.sum(plain_rows, axis=0)
-    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    matrix = (batch * HEADS + head) * num_blocks + block
     start = products + split * products_stride_split + matrix * (LEFT * RIGHT)
     inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
     pointers = start + left_column[:, None] * RIGHT + right_column[None, :]
@@ -154,7 +154,7 @@ def attend_kernel(
     plain_stride_head,
     factor,
     eps,
-    NUM_BLOCKS: tl.constexpr,
+    num_blocks,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_SLOTS: tl.constexpr,
@@ -187,7 +187,7 @@ def attend_kernel(
     column = tl.arange(0, BLOCK_WIDTH)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     plain_column = tl.arange(0, BLOCK_PLAIN)
-    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    matrix = (batch * HEADS + head) * num_blocks + block
     weights = tl.load(
         summary + matrix * (WIDTH * VALUE) + column[:, None] * VALUE + value_column[None, :],
         mask=(column < WIDTH)[:, None] & (value_column < VALUE)[None, :],
@@ -243,7 +243,7 @@ def apply_kernel(
     matrix_stride_row,
     matrix_stride_column,
     factor,
-    NUM_BLOCKS: tl.constexpr,
+    num_blocks,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_SLOTS: tl.constexpr,
@@ -280,7 +280,7 @@ def apply_kernel(
     block, column_tile = tile // COLUMN_TILES, tile % COLUMN_TILES
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    matrix = (batch * HEADS + head) * num_blocks + block
     weights = tl.load(
         matrices
         + matrix * (WIDTH * COLUMNS)

@@ -32,8 +32,7 @@ def mix_kernel(
     mixing_stride_row,
     mixing_stride_column,
     columns,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    blocks,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     SUM_REPEATS: tl.constexpr,
@@ -45,7 +44,7 @@ def mix_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """mixed_i = Σ_b m_ib summary_b, `[B, HEADS, ROWS, columns]` from `[B, G, BLOCKS, columns]`.
+    """mixed_i = Σ_b m_ib summary_b, `[B, HEADS, blocks, columns]` from `[B, G, blocks, columns]`.
 
     HEADS are those of `mixed`. Without SUM_REPEATS, G = HEADS / REPEATS and REPEATS heads in a row share one of
     `summaries`; with it, G = HEADS · REPEATS and REPEATS of them are mixed and summed (the gradient of the former).
@@ -54,15 +53,15 @@ def mix_kernel(
     """
     batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
     COLUMN_AXIS: tl.constexpr = 0
-    row_tiles = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    row_tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
     row_tile, column_tile = tl.program_id(COLUMN_AXIS) % row_tiles, tl.program_id(COLUMN_AXIS) // row_tiles
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     first = 0
-    stop = BLOCKS
+    stop = blocks
     if LOWER == 1:
-        stop = tl.minimum(BLOCKS, (row_tile + 1) * BLOCK_ROWS)
+        stop = tl.minimum(blocks, (row_tile + 1) * BLOCK_ROWS)
     if LOWER == 2:
         first = (row_tile * BLOCK_ROWS) // BLOCK_INNER * BLOCK_INNER
     for repeat in range(REPEATS if SUM_REPEATS else 1):
@@ -70,10 +69,10 @@ def mix_kernel(
         summary_head = weight_head if SUM_REPEATS else head // REPEATS
         groups = HEADS * REPEATS if SUM_REPEATS else HEADS // REPEATS
         weights_start = mixing + batch * mixing_stride_batch + weight_head * mixing_stride_head
-        summary_start = summaries + (batch * groups + summary_head) * BLOCKS * columns
+        summary_start = summaries + (batch * groups + summary_head) * blocks * columns
         for offset in range(first, stop, BLOCK_INNER):
             inner = offset + tl.arange(0, BLOCK_INNER)
-            used = (row < ROWS)[:, None] & (inner < BLOCKS)[None, :]
+            used = (row < blocks)[:, None] & (inner < blocks)[None, :]
             if LOWER == 1:
                 used = used & (inner[None, :] < row[:, None])
             if LOWER == 2:
@@ -81,11 +80,11 @@ def mix_kernel(
             pointers = weights_start + row[:, None] * mixing_stride_row + inner[None, :] * mixing_stride_column
             weights = tl.load(pointers, mask=used, other=0.0)
             pointers = summary_start + inner.to(tl.int64)[:, None] * columns + column[None, :]
-            rows = tl.load(pointers, mask=(inner < BLOCKS)[:, None] & (column < columns)[None, :], other=0.0)
+            rows = tl.load(pointers, mask=(inner < blocks)[:, None] & (column < columns)[None, :], other=0.0)
             accumulator += _split_product(weights, rows, DOT_TYPE, PRECISION, INTERPRETED)
-    start = mixed + (batch * HEADS + head) * ROWS * columns
+    start = mixed + (batch * HEADS + head) * blocks * columns
     pointers = start + row.to(tl.int64)[:, None] * columns + column[None, :]
-    inside = (row < ROWS)[:, None] & (column < columns)[None, :]
+    inside = (row < blocks)[:, None] & (column < columns)[None, :]
     tl.store(pointers, to_type(accumulator, mixed.dtype.element_ty, INTERPRETED), mask=inside)
 
 
@@ -98,7 +97,7 @@ def mixing_gradient_kernel(
     count,
     share,
     column_share,
-    BLOCKS: tl.constexpr,
+    blocks,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     COLUMN_SHARES: tl.constexpr,
@@ -116,7 +115,7 @@ def mixing_gradient_kernel(
     pairs in a row, and `column_share` columns, a multiple of BLOCK_COLUMNS. LOWER leaves out what lies on and above
     the diagonal.
     """
-    tiles = (BLOCKS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
     row = (tl.program_id(0) // tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     other = (tl.program_id(0) % tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     pairs, column_part = tl.program_id(1) // COLUMN_SHARES, tl.program_id(1) % COLUMN_SHARES
@@ -125,19 +124,19 @@ def mixing_gradient_kernel(
     if not LOWER or tl.program_id(0) % tiles <= tl.program_id(0) // tiles:
         for index in range(pairs * share, tl.minimum((pairs + 1) * share, count)):
             batch, head = index // HEADS, index % HEADS
-            gradient_start = gradients + tl.cast(index, tl.int64) * BLOCKS * columns
+            gradient_start = gradients + tl.cast(index, tl.int64) * blocks * columns
             groups = HEADS // REPEATS
-            summary_start = summaries + tl.cast(batch * groups + head // REPEATS, tl.int64) * BLOCKS * columns
+            summary_start = summaries + tl.cast(batch * groups + head // REPEATS, tl.int64) * blocks * columns
             for offset in range(first, stop, BLOCK_COLUMNS):
                 column = offset + tl.arange(0, BLOCK_COLUMNS)
                 inside = (column < columns)[None, :]
                 pointers = row.to(tl.int64)[:, None] * columns + column[None, :]
-                left = tl.load(gradient_start + pointers, mask=(row < BLOCKS)[:, None] & inside, other=0.0)
+                left = tl.load(gradient_start + pointers, mask=(row < blocks)[:, None] & inside, other=0.0)
                 pointers = other.to(tl.int64)[:, None] * columns + column[None, :]
-                right = tl.load(summary_start + pointers, mask=(other < BLOCKS)[:, None] & inside, other=0.0)
+                right = tl.load(summary_start + pointers, mask=(other < blocks)[:, None] & inside, other=0.0)
                 accumulator += product(left, tl.trans(right), DOT_TYPE, PRECISION, INTERPRETED)
-    used = (row < BLOCKS)[:, None] & (other < BLOCKS)[None, :]
+    used = (row < blocks)[:, None] & (other < blocks)[None, :]
     if LOWER:
         accumulator = tl.where(other[None, :] < row[:, None], accumulator, 0.0)
-    start = result + tl.program_id(1).to(tl.int64) * BLOCKS * BLOCKS
-    tl.store(start + row[:, None] * BLOCKS + other[None, :], accumulator, mask=used)
+    start = result + tl.program_id(1).to(tl.int64) * blocks * blocks
+    tl.store(start + row[:, None] * blocks + other[None, :], accumulator, mask=used)
