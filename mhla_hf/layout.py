@@ -152,11 +152,12 @@ class BlockLayout:
         index = _cached(_slot_tokens, self, tokens.device)
         return padded.index_select(1, index).unflatten(1, (self.num_blocks, self.max_block_tokens))
 
-    def to_head_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Groups tokens by head and block, in one copy.
+    def to_head_blocks(self, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Groups tokens by head and block and converts them, in one copy.
 
         Args:
             tokens: `[B, T, H, D]`.
+            dtype: Of the result; that of `tokens` if not given.
 
         Returns:
             `[B, H, M, N, D]`, zero where a block has fewer than N tokens, with dense blocks as matrix products want.
@@ -166,13 +167,16 @@ class BlockLayout:
         """
         self.check_length(tokens.shape[1], "tokens")
         by_head = tokens.transpose(1, 2)
+        dtype = tokens.dtype if dtype is None else dtype
         if self.is_uniform:
             grouped = self._split(by_head, 2)
+            if dtype != tokens.dtype:
+                grouped = grouped.to(dtype, memory_format=torch.contiguous_format)
             return grouped.reshape(*by_head.shape[:2], self.num_blocks, self.max_block_tokens, by_head.shape[3])
         slots = _cached(_slot_tokens, self, tokens.device)
         gathered = by_head.index_select(2, slots.clamp(max=self.num_tokens - 1))
         grouped = gathered.masked_fill_((slots == self.num_tokens)[:, None], 0)
-        return grouped.unflatten(2, (self.num_blocks, self.max_block_tokens))
+        return grouped.to(dtype).unflatten(2, (self.num_blocks, self.max_block_tokens))
 
     def _split(self, tokens: torch.Tensor, axis: int) -> torch.Tensor:
         """A view with the token axis split by blocks and positions: `[..., *blocks, *positions, ...]`."""

@@ -22,6 +22,7 @@ from .blocks import layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
 from .fused import can_fuse, fused_attention, is_plain_norm, normed
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
+from .precision import token_dtype
 from .sequence import TokenSequence, sequence_attention
 
 
@@ -255,7 +256,9 @@ class MHLA(nn.Module):
         scaling: float | None,
     ) -> torch.Tensor:
         """Feature map, rotary embedding, operator and output norm: `[B, T, H, V]` in the dtype of `value`."""
-        config, dtype = self.config, self._token_dtype(backend, value.dtype)
+        config = self.config
+        changed = rotary is not None or scaling is not None
+        dtype = token_dtype(config, backend, query, key, value, changed=changed)
         with torch.autocast(query.device.type, enabled=False):
             query, key = query.to(dtype), key.to(dtype)
             if scaling is not None:
@@ -281,17 +284,6 @@ class MHLA(nn.Module):
             if self.output_norm is not None:
                 output = self.output_norm(output)
         return output.to(value.dtype)
-
-    def _token_dtype(self, backend: str, dtype: torch.dtype) -> torch.dtype:
-        """The type that feature maps and the operator work in, for values of type `dtype`.
-
-        The kernels take half precision as it is and sum in float32. Elsewhere tokens go in as float32. So they do
-        for float16 without a normaliser: sums can leave its range, and the output norm brings them back before
-        anything is rounded.
-        """
-        if backend == "triton" and not (dtype == torch.float16 and self.config.normalizer == "none"):
-            return dtype
-        return accumulation_dtype(dtype)
 
     def _sequence_block_size(self) -> int:
         if not self.config.is_sequence or self.config.block_size is None:

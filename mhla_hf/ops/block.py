@@ -53,15 +53,15 @@ def block_mhla_attention(
 
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
     with torch.autocast(query.device.type, enabled=False):
-        query_blocks = head_blocks(query.to(dtype), layout)
-        key_blocks = head_blocks(key.to(dtype), layout)
-        value_blocks = head_blocks(value.to(dtype), layout)
+        query_blocks = head_blocks(query, layout, dtype)
+        key_blocks = head_blocks(key, layout, dtype)
+        value_blocks = head_blocks(value, layout, dtype)
         summary = key_blocks.transpose(-1, -2) @ value_blocks
         mixed_summary = mix_summaries(mixing, summary, num_heads)
         output = query_blocks @ mixed_summary
         if normalizer != "none":
-            plain_query_blocks = query_blocks if plain_query is query else head_blocks(plain_query.to(dtype), layout)
-            plain_key_blocks = key_blocks if plain_key is key else head_blocks(plain_key.to(dtype), layout)
+            plain_query_blocks = query_blocks if plain_query is query else head_blocks(plain_query, layout, dtype)
+            plain_key_blocks = key_blocks if plain_key is key else head_blocks(plain_key, layout, dtype)
             key_sum = plain_key_blocks.sum(dim=-2)
             if normalizer == "query":
                 denominator = plain_query_blocks @ mix_summaries(mixing, key_sum.unsqueeze(-1), num_heads)

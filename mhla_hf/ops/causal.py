@@ -66,11 +66,11 @@ def causal_mhla_attention(
         # The products below multiply what a token must not see by zero, which does not stop a NaN.
         bad = ~(key.isfinite().all(-1) & plain_key.isfinite().all(-1) & value.isfinite().all(-1))
         key, plain_key, clean_value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, plain_key, value))
-        query, key, clean_value = (head_blocks(x.to(dtype), layout) for x in (query, key, clean_value))
+        query, key, clean_value = (head_blocks(x, layout, dtype) for x in (query, key, clean_value))
         output = _prefix_and_own(query, key, clean_value, mixing)
         if normalizer != "none":
-            plain_query = head_blocks(plain_query.to(dtype), layout)
-            plain_key = head_blocks(plain_key.to(dtype), layout)
+            plain_query = head_blocks(plain_query, layout, dtype)
+            plain_key = head_blocks(plain_key, layout, dtype)
             if normalizer == "query":
                 ones = plain_key.new_ones(*plain_key.shape[:-1], 1)
                 denominator = _prefix_and_own(plain_query, plain_key, ones, mixing)

@@ -40,11 +40,13 @@ def normalizer_pair(
     return query if same_query else normalizer_query, key if same_key else normalizer_key
 
 
-def head_blocks(tokens: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
-    """`[B, T, H, D]` to `[B, H, M, N, D]`, zeros in empty slots."""
+def head_blocks(
+    tokens: torch.Tensor, layout: BlockLayout | SequenceLayout, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """`[B, T, H, D]` to `[B, H, M, N, D]` in another type, zeros in empty slots."""
     if isinstance(layout, BlockLayout):
-        return layout.to_head_blocks(tokens)
-    return layout.to_blocks(tokens).permute(0, 3, 1, 2, 4)
+        return layout.to_head_blocks(tokens, dtype)
+    return layout.to_blocks(tokens if dtype is None else tokens.to(dtype)).permute(0, 3, 1, 2, 4)
 
 
 def from_head_blocks(blocks: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:

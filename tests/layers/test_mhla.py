@@ -234,3 +234,20 @@ def test_a_causal_layer_keeps_its_block_size_at_any_length():
         options = {"causal": True, "backend": "naive"}
         expected = mhla_attention(query, key, tokens["value"], layer.mixing, layout, **options)
         torch.testing.assert_close(layer(**tokens, grid=(length,)), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grid", [(6, 8), (5, 7)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"normalizer": "none"}, {"lepe_kernel": 3}], ids=str)
+def test_half_precision_tokens_lose_nothing_against_float32(options, grid, dtype, monkeypatch):
+    """Tokens that go into the operator as they are give what those converted first do, bit for bit."""
+    torch.manual_seed(0)
+    config = MHLAConfig(blocks=(2, 2), backend="torch", **options)
+    layer = MHLA(config, hidden_size=8, num_heads=2, head_dim=8, default_grid=grid).to(dtype)
+    tokens = [torch.randn(2, grid[0] * grid[1], 2, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+    results = {}
+    for name in ("as they are", "converted"):
+        output = layer(*tokens, grid=grid)
+        results[name] = [output, *torch.autograd.grad(output.float().square().sum(), tokens)]
+        monkeypatch.setattr("mhla_hf.layers.mhla.token_dtype", lambda *args, **kwargs: torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(*results.values(), strict=True))
