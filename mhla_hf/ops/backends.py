@@ -24,10 +24,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 MAX_WIDTH = 256
 # Of GPUs with bfloat16 and TF32 matrix products.
 MIN_CAPABILITY = (8, 0)
+# Pairs of batch entry and head, which are the second axis of every launch.
+MAX_PAIRS = 65_535
 
 
-def choose_backend(requested: str, *tokens: torch.Tensor | None) -> str:
-    """Chooses between `"torch"` and `"triton"` for some token tensors.
+def choose_backend(
+    requested: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None
+) -> str:
+    """Chooses between `"torch"` and `"triton"` for some token tensors, `[B, T, H, D]` each.
 
     `"auto"` takes the kernels on a GPU for half precision, and for float32 where TF32 is allowed: exact float32
     products run on no tensor core. `"triton"` takes them wherever they run. Anything else falls back to torch, which
@@ -35,7 +39,10 @@ def choose_backend(requested: str, *tokens: torch.Tensor | None) -> str:
 
     Args:
         requested: `"auto"`, `"torch"` or `"triton"`; the environment variable `MHLA_HF_BACKEND` wins over it.
-        *tokens: `[B, T, H, D]` each, or None.
+        query: Queries.
+        key: Keys.
+        value: Values; their dtype is the one that the kernels work in.
+        *others: Queries or keys of the normaliser, or None.
 
     Returns:
         `"torch"` or `"triton"`.
@@ -49,10 +56,9 @@ def choose_backend(requested: str, *tokens: torch.Tensor | None) -> str:
         raise ValueError(f"{where}={wanted!r} is not one of {', '.join(map(repr, BACKENDS))}.")
     if wanted == "torch":
         return wanted
-    present = [tensor for tensor in tokens if tensor is not None]
-    obstacle = triton_obstacle(*present)
+    obstacle = triton_obstacle(query, key, value, *(tensor for tensor in others if tensor is not None))
     if obstacle is None and wanted == "auto":
-        obstacle = _not_worth_it(present[0])
+        obstacle = _not_worth_it(value)
     if obstacle is None:
         return "triton"
     if not torch.compiler.is_compiling():
@@ -76,15 +82,26 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
             return f"the kernels take heads of width {MAX_WIDTH} at most, not {tensor.shape[-1]}"
         if 0 in tensor.shape:
             return "there are no tokens"
+        if tensor.shape[0] * tensor.shape[2] > MAX_PAIRS:
+            return f"the kernels take {MAX_PAIRS} pairs of batch entry and head at most"
     return None
 
 
-def _not_worth_it(tokens: torch.Tensor) -> str | None:
-    if tokens.device.type != "cuda":
+def _not_worth_it(value: torch.Tensor) -> str | None:
+    if value.device.type != "cuda":
         return "Triton interprets its kernels on a CPU"
-    if tokens.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+    if value.dtype == torch.float32 and not tf32_is_allowed():
         return "float32 without TF32 (torch.backends.cuda.matmul.allow_tf32)"
     return None
+
+
+@torch.compiler.assume_constant_result
+def tf32_is_allowed() -> bool:
+    """Whether torch multiplies float32 matrices through TF32 on GPUs, by whichever of its two settings was used."""
+    settings = torch.backends.cuda.matmul
+    # Reading the older setting raises an error once somebody has used the newer one, which old releases lack.
+    precision = getattr(settings, "fp32_precision", None)
+    return settings.allow_tf32 if precision is None else precision == "tf32"
 
 
 @torch.compiler.assume_constant_result

@@ -242,8 +242,7 @@ def mhla_step(
     if _has_kernel(state, mixing, num_heads) and not records_gradients(
         query, key, value, mixing, *pair, state.summaries, state.current, state.prefix, state.upcoming
     ):
-        tokens = [tensor for tensor in (query, key, value, *pair) if tensor is not None]
-        if choose_backend(backend, *tokens) == "triton":
+        if choose_backend(backend, query, key, value, *pair) == "triton":
             return _step_by_kernel(query, key, value, pair, mixing, state, valid, normalizer == "query", eps)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size

@@ -40,8 +40,9 @@ def test_outputs_and_gradients_match_naive(layout, normalizer, rotated, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rotated", [False, True])
-def test_block_query_matches_naive(rotated, device):
-    layout = BlockLayout((4, 6), blocks=(2, 2))
+@pytest.mark.parametrize("layout", [BlockLayout((4, 6), blocks=(2, 2)), BlockLayout((6,), blocks=(3,))])
+def test_block_query_matches_naive(layout, rotated, device):
+    """Of consecutive blocks too, whose divisors do not lie in the order of tokens and heads."""
     inputs = make_inputs(layout, per_head=rotated, rotated=rotated)
     expected = output_and_gradients(inputs, layout, normalizer="block_query", backend="naive")
     actual = output_and_gradients(cast(inputs, device), layout, normalizer="block_query", backend="triton")

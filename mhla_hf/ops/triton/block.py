@@ -37,6 +37,7 @@ def triton_block_mhla_attention(
     check_normalizer(normalizer)
     num_heads, dtype = query.shape[2], value.dtype
     normalizer_query, normalizer_key = normalizer_pair(query, key, normalizer_query, normalizer_key)
+    half = not records_gradients(query, key, value, mixing, normalizer_query, normalizer_key)
     with torch.autocast(query.device.type, enabled=False):
         query, key = query.to(dtype), key.to(dtype)
         table = layout.token_table(query.device)
@@ -44,9 +45,7 @@ def triton_block_mhla_attention(
         slots = float(table.shape[-1])
         divides = normalizer != "none"
         plain_key = normalizer_key if divides else None
-        summary, key_sum = block_summary(
-            key, value, plain_key, table, 1 / slots, divides, not records_gradients(query, key, value, mixing)
-        )
+        summary, key_sum = block_summary(key, value, plain_key, table, 1 / slots, divides, half)
         weights = mixing.float()
         per_head = weights.dim() > 2 and weights.shape[-3] != 1
         groups = num_heads if per_head else key.shape[2]

@@ -158,7 +158,8 @@ def block_attend_backward(
     factor S̃ g' (plus δ z̃ where p is q), factor Σ q g'ᵀ, Σ δ p and δ z̃. `denominator` is d, empty where nothing is
     divided.
     """
-    scale = denominator.reciprocal() if denominator.numel() else None
+    # Divisors that were given may lie in memory in any order.
+    scale = denominator.reciprocal().contiguous() if denominator.numel() else None
     vectors = None if key_sum is None else key_sum.contiguous()
     divides = vectors is not None
     grad_query, grad_plain, weight = block_launch.apply(

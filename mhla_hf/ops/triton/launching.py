@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..backends import tf32_is_allowed
+
 
 # Programs below which the slots of a block are shared out: a few for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 512
@@ -59,12 +61,12 @@ def product_options(tokens: torch.dtype, summaries: torch.dtype, device: torch.d
     """Type and precision of matrix products between token rows and summaries.
 
     bfloat16 where both are. Otherwise float32: through TF32, which holds half precision exactly, for tokens of half
-    precision, and for float32 tokens where torch itself may (`torch.backends.cuda.matmul.allow_tf32`).
+    precision, and for float32 tokens where torch itself may, see [`tf32_is_allowed`].
     """
     interpreted = device.type != "cuda"
     if tokens == summaries == torch.bfloat16:
         return {"DOT_TYPE": tl.bfloat16, "PRECISION": "tf32", "INTERPRETED": interpreted}
-    exact = tokens == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    exact = tokens == torch.float32 and not tf32_is_allowed()
     return {"DOT_TYPE": tl.float32, "PRECISION": "tf32x3" if exact else "tf32", "INTERPRETED": interpreted}
 
 

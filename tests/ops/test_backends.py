@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend is chosen, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from mhla_hf.ops import choose_backend, triton_obstacle
+from mhla_hf.ops.backends import MAX_PAIRS, _log_once, tf32_is_allowed
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "setting, on, off",
+    [("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee"), ("fp32_precision", "tf32", "none")],
+)
+def test_either_setting_of_tf32_is_understood(setting, on, off):
+    """torch refuses to read the older one once the newer one is in use."""
+    settings = torch.backends.cuda.matmul
+    if getattr(settings, "fp32_precision", None) is None:
+        pytest.skip("this torch has one setting")
+    assert not tf32_is_allowed()
+    try:
+        setattr(settings, setting, on)
+        assert tf32_is_allowed()
+    finally:
+        setattr(settings, setting, off)
+    assert not tf32_is_allowed()
+
+
+def test_the_environment_variable_wins(monkeypatch):
+    monkeypatch.setenv("MHLA_HF_BACKEND", "torch")
+    assert choose_backend("triton", *tokens(1, 4, 2, 8)) == "torch"
+    monkeypatch.setenv("MHLA_HF_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="MHLA_HF_BACKEND='cuda' is not one of 'auto'"):
+        choose_backend("auto", *tokens(1, 4, 2, 8))
+
+
+def test_unknown_backends_are_refused():
+    with pytest.raises(ValueError, match="backend='flash' is not one of 'auto', 'torch', 'triton'"):
+        choose_backend("flash", *tokens(1, 4, 2, 8))
+
+
+def test_falling_back_is_said_once(caplog):
+    _log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="mhla_hf"):
+        for _ in range(2):
+            assert choose_backend("triton", *tokens(1, 4, 2, 8, dtype=torch.float64)) == "torch"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_more_heads_than_a_launch_has_programs():
+    pytest.importorskip("triton")
+    assert "65535 pairs of batch entry and head" in triton_obstacle(*tokens(MAX_PAIRS + 1, 1, 1, 1))
+    if not torch.cuda.is_available():
+        assert triton_obstacle(*tokens(MAX_PAIRS, 1, 1, 1)) is None
