@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layout import BlockLayout
@@ -62,13 +63,25 @@ def can_fuse(
         and config.normalizer != "block_query"
         and (rotary is None or (isinstance(rotary, PairwiseRotary) and config.rope == "after_feature_map"))
         and (output_norm is None or is_plain_norm(output_norm, query.device))
-        and fits(query.shape[-1], value.shape[-1], rotary is not None)
+        and fits(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
     )
+
+
+class OutputNorm(nn.RMSNorm):
+    """RMSNorm over a head's output in the dtype of the input, whatever the dtype of the weight.
+
+    Called like any module: offloading hooks bring the weight in only then.
+    """
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(tokens, self.normalized_shape, self.weight.to(tokens.dtype), self.eps)
 
 
 def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
     """Whether it is an RMSNorm whose weight may be read past the module: no hook brings it in or casts it."""
-    if not isinstance(norm, nn.RMSNorm) or norm.weight is None:
+    # Classes made from RMSNorm may compute something else.
+    known = type(norm).forward in (nn.RMSNorm.forward, OutputNorm.forward)
+    if not isinstance(norm, nn.RMSNorm) or not known or norm.weight is None:
         return False
     hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm)
     return not hooked and norm.weight.device == device

@@ -20,7 +20,7 @@ from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, repeat_heads
 from .blocks import layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
-from .fused import can_fuse, fused_attention, is_plain_norm, normed
+from .fused import OutputNorm, can_fuse, fused_attention, is_plain_norm, normed
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 from .precision import token_dtype
 from .sequence import TokenSequence, sequence_attention
@@ -29,16 +29,6 @@ from .sequence import TokenSequence, sequence_attention
 # SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output as it is.
 GATE_IDENTITY_BIAS = 1.2784645427610738
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
-
-class OutputNorm(nn.RMSNorm):
-    """RMSNorm over a head's output in the dtype of the input, whatever the dtype of the weight.
-
-    Called like any module: offloading hooks bring the weight in only then.
-    """
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(tokens, self.normalized_shape, self.weight.to(tokens.dtype), self.eps)
 
 
 class MHLA(nn.Module):

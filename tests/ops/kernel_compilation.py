@@ -4,6 +4,9 @@
 Run as a program, `python -m tests.ops.kernel_compilation 90 64`, without TRITON_INTERPRET: compute capability times
 ten, and the width of heads. It runs the operators on small CPU tensors, compiles each launch in place of making it,
 and prints a JSON list of `{kernel, types, warps, registers, stack, local, shared}`.
+
+With a list of lengths after those, it compiles nothing, but runs causal attention over so many tokens each time and
+prints for each length how many compilations it would have to wait for.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Compilations:
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
         self.results: list[dict[str, Any]] = []
-        self._seen: set[str] = set()
+        self.seen: set[str] = set()
+        self.only_counts = False
 
     def launch(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         """Compiles `kernel` for these arguments."""
@@ -48,8 +52,11 @@ class Compilations:
         if "INTERPRETED" in constants:
             constants["INTERPRETED"] = False
         signature, attributes = {}, {}
-        for index, name in enumerate(kernel.arg_names):
+        for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params)):
             value = given[name]
+            specialized = isinstance(value, int) and name not in constants and not parameter.do_not_specialize
+            if specialized and value == 1:
+                constants[name] = 1
             if name in constants:
                 signature[name] = "constexpr"
             elif isinstance(value, torch.Tensor):
@@ -57,12 +64,14 @@ class Compilations:
                 attributes[(index,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0:
+                if specialized and value % 16 == 0:
                     attributes[(index,)] = [["tt.divisibility", 16]]
-        description = f"{kernel.__name__} {signature} {constants} {options}"
-        if description in self._seen:
+        description = f"{kernel.__name__} {signature} {attributes} {constants} {options}"
+        if description in self.seen:
             return
-        self._seen.add(description)
+        self.seen.add(description)
+        if self.only_counts:
+            return
         constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=self.target, options=options)
@@ -110,7 +119,7 @@ def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout) -> None:
     """Launches the kernels that have norm, feature map and rotary embeddings inside, if they take heads that wide."""
     from mhla_hf.ops.triton import fused
 
-    if not fused.fits(width, width, True):
+    if not fused.fits(width, width, True, dtype):
         return
     tokens, table = torch.ones(1, 384, 2, width, dtype=dtype), layout.token_table(torch.device("cpu"))
     angles, norm = torch.ones(384, width // 2), torch.ones(2 * width, dtype=dtype)
@@ -123,12 +132,30 @@ def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout) -> None:
     )  # fmt: skip
 
 
+def run_lengths(width: int, lengths: list[int], compilations: Compilations) -> list[int]:
+    """Runs causal attention, forward and backward, over so many tokens each; new compilations at each length."""
+    from mhla_hf.ops.triton.causal import triton_causal_mhla_attention
+
+    compilations.only_counts = True
+    counts = []
+    for length in lengths:
+        before, layout = len(compilations.seen), BlockLayout((length,), block_size=(16,))
+        tokens = [torch.ones(1, length, 2, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        mixing = torch.ones(2, layout.num_blocks, layout.num_blocks, requires_grad=True)
+        triton_causal_mhla_attention(*tokens, mixing, layout).sum().backward()
+        counts.append(len(compilations.seen) - before)
+    return counts
+
+
 def main() -> None:
-    capability, width = map(int, sys.argv[1:3])
+    capability, width, *lengths = map(int, sys.argv[1:])
     compilations = Compilations(capability)
     for module in (block_launch, causal_launch):
         module.multiplies_from_shared_memory = lambda device: capability >= 90
     JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)
+    if lengths:
+        json.dump(run_lengths(width, lengths, compilations), sys.stdout)
+        return
     run_operators(width)
     json.dump(compilations.results, sys.stdout)
 

@@ -197,6 +197,23 @@ def test_operators_are_what_torch_expects(rotated, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_gradients_have_the_type_of_their_tensors(device):
+    """The normaliser's pair may be float32 beside tokens of half precision."""
+    layout = BlockLayout((6,), blocks=(2,))
+    inputs = cast(make_inputs(layout), device)
+    plain_query, plain_key = inputs["normalizer_query"], inputs["normalizer_key"]
+    query, key, value = (inputs[name].to(torch.bfloat16) for name in ("query", "key", "value"))
+    table, operators = layout.token_table(torch.device(device)), torch.ops.mhla_hf
+    summary, key_sum = operators.block_summary(key, value, plain_key, table, 1.0, True, False)
+    output, divisor = operators.block_attend(query, summary, key_sum, plain_query, None, table, 1.0, 1e-6)
+    *_, grad_plain_key = operators.block_summary_backward(summary, key_sum, key, value, plain_key, table, 1.0, True)
+    *_, grad_plain_query = operators.block_attend_backward(
+        output, output, divisor, query, summary, key_sum, plain_query, table, 1.0
+    )
+    assert grad_plain_query.dtype == grad_plain_key.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_compiles_in_one_graph(device):
     layout = BlockLayout((5, 7), blocks=(2, 3))
     inputs = cast(make_inputs(layout), device)

@@ -14,10 +14,10 @@ head). Sums are in float32. Widths that are no power of two are padded with zero
 import triton
 import triton.language as tl
 
-from .rows import finite_or_zero, first_bad_slot, load_rows, product, slot_tokens, store_rows, to_type
+from .rows import COUNTS, finite_or_zero, first_bad_slot, load_rows, product, slot_tokens, store_rows, to_type
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def outer_kernel(
     left,
     right,
@@ -135,7 +135,7 @@ def outer_kernel(
         tl.store(bad + (split * COLUMN_TILES + column_tile) * bad_stride_part + matrix, first_bad)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def attend_kernel(
     query,
     plain,
@@ -221,7 +221,7 @@ def attend_kernel(
         store_rows(output_start, tokens, present, HEADS * REPEATS * VALUE, value_column, result, VALUE, INTERPRETED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
     rows,
     other,

@@ -260,7 +260,7 @@ def apply(
     dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
     vectors: torch.Tensor | None = None,
-    add_vectors: bool = True,
+    vectors_dtype: torch.dtype | None = None,
     outputs: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -275,14 +275,15 @@ def apply(
         dtype: Of the result; the type of `rows` if not given.
         scale: float32 `[B, T, H]`; 1 if not given.
         vectors: float32 `[B, G, M, P]`, dense.
-        add_vectors: Add the weighted vectors to the result (P = E); otherwise return them on their own.
+        vectors_dtype: Return the weighted vectors on their own, in this type; if not given, they are added to the
+            result (P = E).
         outputs: `[B, T, H, D]`: weight_t = -scale_t rows_t · outputs_t; 1 if not given.
         queries: `[B, T, H, E]`, what `outputs` were made of with these matrices; given beside them, the weights are
             free of the outputs' rounding where E is at most 128.
 
     Returns:
-        The result `[B, T, H, E]`; the weighted vectors `[B, T, H, P]` in the same type, and the weights, float32
-        `[B, T, H]`, each empty where it is not asked for.
+        The result `[B, T, H, E]`; the weighted vectors `[B, T, H, P]`, and the weights, float32 `[B, T, H]`, each
+        empty where it is not asked for.
     """
     rows = dense_rows(rows)
     batch, num_tokens, heads, width = rows.shape
@@ -298,8 +299,8 @@ def apply(
     assert others is not None
     others = dense_rows(others)
     result = token_tensor(rows, table, columns, dtype)
-    apart = vectors is not None and not add_vectors
-    second = token_tensor(rows, table, vector_width, dtype) if apart else rows.new_empty(0, dtype=dtype)
+    apart = vectors is not None and vectors_dtype is not None
+    second = token_tensor(rows, table, vector_width, vectors_dtype) if apart else rows.new_empty(0, dtype=dtype)
     weight = rows.new_empty((batch, num_tokens, heads) if outputs is not None else (0,), dtype=torch.float32)
     with on_device(rows):
         apply_kernel[(tiles * splits, batch * heads)](

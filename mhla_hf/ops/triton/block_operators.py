@@ -63,8 +63,9 @@ def block_summary_backward(
     vectors = grad_total.contiguous() if total else None
     matrices = grad_summary.contiguous()
     grad_key, grad_plain, _ = block_launch.apply(
-        value, matrices, table, transpose=True, factor=factor, vectors=vectors, add_vectors=plain is None
-    )
+        value, matrices, table,
+        transpose=True, factor=factor, vectors=vectors, vectors_dtype=None if plain is None else plain.dtype,
+    )  # fmt: skip
     grad_value, _, _ = block_launch.apply(key, matrices, table, factor=factor)
     return grad_key, grad_value, grad_plain
 
@@ -170,7 +171,7 @@ def block_attend_backward(
         factor=factor,
         scale=scale,
         vectors=vectors,
-        add_vectors=plain is None,
+        vectors_dtype=None if plain is None else plain.dtype,
         outputs=output if divides else None,
         queries=query,
     )

@@ -7,12 +7,14 @@ import logging
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
 from ...layout import BlockLayout
 from ...sequence_layout import SequenceLayout
 from ..causal import causal_mhla_attention
 from ..numerics import check_normalizer, normalizer_pair, records_gradients
 from .causal_operators import causal_attention
+from .launching import padded
 
 
 logger = logging.getLogger(__name__)
@@ -54,9 +56,13 @@ def triton_causal_mhla_attention(
         pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     half = not records_gradients(query, key, value, mixing, *pair)
     starts = layout.first_blocks() if isinstance(layout, SequenceLayout) else None
+    table = layout.token_table(query.device)
+    if table.shape[-2] == 1:
+        # A chunk that is not full: with empty slots after it, most lengths share what is compiled.
+        table = F.pad(table, (0, padded(table.shape[-1]) - table.shape[-1]), value=query.shape[1])
     with torch.autocast(query.device.type, enabled=False):
         output, *_ = causal_attention(
-            query.to(value.dtype), key.to(value.dtype), value, *pair, mixing.float(), layout.token_table(query.device),
+            query.to(value.dtype), key.to(value.dtype), value, *pair, mixing.float(), table,
             starts, normalizer != "none", half, eps,
         )  # fmt: skip
     return output

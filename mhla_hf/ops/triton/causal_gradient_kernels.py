@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from .causal_kernels import load_matrix, tile_of_program
-from .rows import finite_or_zero, load_rows, product, slot_tokens, store_rows
+from .rows import COUNTS, finite_or_zero, load_rows, product, slot_tokens, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def query_gradient_kernel(
     gradient,
     output,
@@ -144,7 +144,7 @@ def query_gradient_kernel(
     tl.store(share_start + block, tl.sum(shares, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def key_gradient_kernel(
     rows,
     inner,
@@ -236,7 +236,7 @@ def key_gradient_kernel(
     store_rows(start, tokens, present, HEADS * COLUMNS, column, total, COLUMNS, INTERPRETED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def plain_gradient_kernel(
     rows,
     other,

@@ -11,7 +11,7 @@ hold exactly; they meet the values in DOT_TYPE.
 import triton
 import triton.language as tl
 
-from .rows import finite_or_zero, load_rows, product, slot_tokens, store_rows
+from .rows import COUNTS, finite_or_zero, load_rows, product, slot_tokens, store_rows
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def load_matrix(start, row, column, stride_row, stride_column, ROWS: tl.constexp
     return tl.load(pointers, mask=(row < ROWS)[:, None] & (column < COLUMNS)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def limit_kernel(
     first_bad,
     starts,
@@ -68,7 +68,7 @@ def limit_kernel(
     tl.store(limit + line + row, tl.where(spoilt > 0, 0, own), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def causal_attend_kernel(
     query,
     key,

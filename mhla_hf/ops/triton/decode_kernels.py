@@ -14,7 +14,7 @@ Matrices of the state are `[K, V + 1]`, with the normaliser z in the last column
 import triton
 import triton.language as tl
 
-from .rows import to_type
+from .rows import COUNTS, to_type
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _token_row(tokens, batch, head, column, stride_batch, stride_head, WIDTH: tl
     return tl.load(start + column, mask=column < WIDTH, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def decode_kernel(
     query,
     key,

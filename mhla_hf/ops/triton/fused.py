@@ -29,9 +29,10 @@ from .launching import (
 FEATURE_MAPS = ("identity", "relu", "elu", "exp")
 
 
-def fits(width: int, value: int, rotary: bool) -> bool:
-    """Whether heads of these widths fit the fused kernels, which hold a whole summary."""
-    return padded(width) * padded(value) <= MAX_TILE and not (rotary and width % 2)
+def fits(width: int, value: int, rotary: bool, dtype: torch.dtype) -> bool:
+    """Whether heads of these widths fit the fused kernels, which hold a whole summary beside the tokens."""
+    room = MAX_TILE // 4 if dtype == torch.float32 else MAX_TILE
+    return padded(width) * padded(value) <= room and not (rotary and width % 2)
 
 
 def _inverse_norm(tokens: Tensor, eps: float) -> Tensor:
@@ -104,7 +105,7 @@ def fused_summary(
     sums = key.new_empty((batch, heads, blocks, width) if total else (0,), dtype=torch.float32)
     norm = key if norm_weight is None else _inverse_norm(key, norm_eps)
     with on_device(key):
-        fused_summary_kernel[(blocks * triton.cdiv(columns, tile), batch * heads)](
+        fused_summary_kernel[(blocks * triton.cdiv(columns, tile) * batch * heads,)](
             key,
             value,
             norm,
@@ -115,12 +116,13 @@ def fused_summary(
             summaries,
             sums,
             num_tokens,
+            batch * heads,
             *row_strides(key),
             *row_strides(value),
             scaling,
             feature_eps,
             factor,
-            NUM_BLOCKS=blocks,
+            num_blocks=blocks,
             SLOTS=slots,
             HEADS=heads,
             WIDTH=width,
@@ -198,7 +200,7 @@ def fused_attend(
     output = query.new_empty(batch, num_tokens, heads, columns)
     norm = query if norm_weight is None else _inverse_norm(query, norm_eps)
     with on_device(query):
-        fused_attend_kernel[(blocks, batch * heads)](
+        fused_attend_kernel[(blocks * batch * heads,)](
             query,
             gates,
             norm,
@@ -211,6 +213,7 @@ def fused_attend(
             summaries if key_sums is None else key_sums,
             output,
             num_tokens,
+            batch * heads,
             *row_strides(query),
             *row_strides(gates),
             scaling,
@@ -218,7 +221,7 @@ def fused_attend(
             factor,
             eps,
             output_eps,
-            NUM_BLOCKS=blocks,
+            num_blocks=blocks,
             SLOTS=slots,
             HEADS=groups,
             REPEATS=heads // groups,

@@ -6,16 +6,19 @@ embedding; output norm and gate. Nothing but q, k, v, the gate and the output pa
 
 Rotary embeddings turn neighbouring pairs of channels. The kernels keep even channels and odd ones apart: as rows of a
 summary they may stand in any order, as long as keys and queries agree.
+
+Programs run over (block, column tile, line), a line being a head of a batch entry, with lines next to each other:
+those that run at the same time read the same rows of the rotary tables, and neighbouring bytes of q, k and v.
 """
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 import triton
 import triton.language as tl
 
-from .rows import load_rows, product, slot_tokens, store_rows, to_type
+from .rows import COUNTS, load_rows, product, slot_tokens, store_rows, to_type
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def inverse_root_mean_square_kernel(
     tokens, result, num_tokens, stride_batch, stride_token, eps, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 ):
@@ -80,7 +83,7 @@ def _rotated(
     return even * cosines - odd * sines, even * sines + odd * cosines
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def fused_summary_kernel(
     key,
     value,
@@ -92,6 +95,7 @@ def fused_summary_kernel(
     summaries,
     key_sums,
     num_tokens,
+    lines,
     key_stride_batch,
     key_stride_token,
     key_stride_head,
@@ -101,7 +105,7 @@ def fused_summary_kernel(
     scaling,
     feature_eps,
     factor,
-    NUM_BLOCKS: tl.constexpr,
+    num_blocks,
     SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -118,8 +122,8 @@ def fused_summary_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """summaries_b = factor Σ rotated(φ(k)) vᵀ, with even channels first if rotated, and key_sums_b = Σ φ(k)."""
-    program = tl.program_id(0).to(tl.int64)
-    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    program, line = tl.program_id(0).to(tl.int64) // lines, tl.program_id(0).to(tl.int64) % lines
+    batch, head = line // HEADS, line % HEADS
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
     block, column_tile = program // COLUMN_TILES, program % COLUMN_TILES
     HALF: tl.constexpr = WIDTH // 2
@@ -161,7 +165,7 @@ def fused_summary_kernel(
             odd_sum += product(tl.trans(odd), values, DOT_TYPE, PRECISION, INTERPRETED)
         else:
             whole_sum += product(tl.trans(features), values, DOT_TYPE, PRECISION, INTERPRETED)
-    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    matrix = (batch * HEADS + head) * num_blocks + block
     start = summaries + matrix * (WIDTH * VALUE)
     in_value = (value_column < VALUE)[None, :]
     if HAS_ROTARY:
@@ -179,7 +183,7 @@ def fused_summary_kernel(
             tl.store(key_sums + matrix * WIDTH + column, sums, mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def fused_attend_kernel(
     query,
     gate,
@@ -193,6 +197,7 @@ def fused_attend_kernel(
     key_sums,
     output,
     num_tokens,
+    lines,
     query_stride_batch,
     query_stride_token,
     query_stride_head,
@@ -204,7 +209,7 @@ def fused_attend_kernel(
     factor,
     eps,
     output_eps,
-    NUM_BLOCKS: tl.constexpr,
+    num_blocks,
     SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -227,16 +232,16 @@ def fused_attend_kernel(
 
     Each step is there or not by its flag. One program holds all columns of a head's output, for its norm.
     """
-    block = tl.program_id(0).to(tl.int64)
-    row_head = tl.program_id(1).to(tl.int64) % (HEADS * REPEATS)
-    batch, head = tl.program_id(1).to(tl.int64) // (HEADS * REPEATS), row_head // REPEATS
+    block, line = tl.program_id(0).to(tl.int64) // lines, tl.program_id(0).to(tl.int64) % lines
+    row_head = line % (HEADS * REPEATS)
+    batch, head = line // (HEADS * REPEATS), row_head // REPEATS
     HALF: tl.constexpr = WIDTH // 2
     BLOCK_HALF: tl.constexpr = BLOCK_WIDTH // 2
     column = tl.arange(0, BLOCK_WIDTH)
     pair = tl.arange(0, BLOCK_HALF)
     value_column = tl.arange(0, BLOCK_VALUE)
     in_value = (value_column < VALUE)[None, :]
-    matrix = (batch * HEADS + head) * NUM_BLOCKS + block
+    matrix = (batch * HEADS + head) * num_blocks + block
     start = summaries + matrix * (WIDTH * VALUE)
     if HAS_ROTARY:
         mask = (pair < HALF)[:, None] & in_value

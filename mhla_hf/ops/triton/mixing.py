@@ -133,7 +133,7 @@ def mix_blocks_backward(
             blocks=blocks,
             HEADS=heads,
             REPEATS=repeats,
-            COLUMN_SHARES=column_shares,
+            column_shares=column_shares,
             LOWER=lower,
             BLOCK_ROWS=tile,
             BLOCK_COLUMNS=column_tile,

@@ -9,7 +9,7 @@ bfloat16 numbers, which costs one more product and keeps 16 bits of them; cuBLAS
 import triton
 import triton.language as tl
 
-from .rows import product, to_type
+from .rows import COUNTS, product, to_type
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _split_product(weights, summaries, DOT_TYPE: tl.constexpr, PRECISION: tl.con
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def mix_kernel(
     mixing,
     summaries,
@@ -88,7 +88,7 @@ def mix_kernel(
     tl.store(pointers, to_type(accumulator, mixed.dtype.element_ty, INTERPRETED), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def mixing_gradient_kernel(
     gradients,
     summaries,
@@ -100,7 +100,7 @@ def mixing_gradient_kernel(
     blocks,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
-    COLUMN_SHARES: tl.constexpr,
+    column_shares,
     LOWER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -111,14 +111,14 @@ def mixing_gradient_kernel(
     """result_ib = Σ gradient_i · summary_b over a share of the batch entries and heads and a share of the columns.
 
     `gradients` is `[B, HEADS, M, columns]`, `summaries` `[B, HEADS / REPEATS, M, columns]` and `result` float32
-    `[shares, COLUMN_SHARES, M, M]`. Program axis 1 runs over both kinds of shares: `share` of the `count` = B · HEADS
+    `[shares, column_shares, M, M]`. Program axis 1 runs over both kinds of shares: `share` of the `count` = B · HEADS
     pairs in a row, and `column_share` columns, a multiple of BLOCK_COLUMNS. LOWER leaves out what lies on and above
     the diagonal.
     """
     tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
     row = (tl.program_id(0) // tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     other = (tl.program_id(0) % tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    pairs, column_part = tl.program_id(1) // COLUMN_SHARES, tl.program_id(1) % COLUMN_SHARES
+    pairs, column_part = tl.program_id(1) // column_shares, tl.program_id(1) % column_shares
     first, stop = column_part * column_share, tl.minimum((column_part + 1) * column_share, columns)
     accumulator = tl.zeros((BLOCK_ROWS, BLOCK_ROWS), tl.float32)
     if not LOWER or tl.program_id(0) % tiles <= tl.program_id(0) // tiles:

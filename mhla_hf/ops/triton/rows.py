@@ -6,6 +6,15 @@ import triton
 import triton.language as tl
 
 
+# Arguments that change with the tokens given. Kernels are not compiled anew where one happens to be 1 or a multiple of
+# 16; strides of rows stay out of this, since wide loads need to know of them.
+COUNTS = (
+    "num_tokens", "num_blocks", "blocks", "lines", "count", "share", "column_share", "column_shares",
+    "bad_stride_part", "share_stride_part", "starts_stride_batch", "mixing_stride_batch", "mixing_stride_head",
+    "mixing_stride_diagonal",
+)  # fmt: skip
+
+
 @triton.jit
 def slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS: tl.constexpr):
     """Tokens of some slots of a block, and which of the slots hold one."""
