@@ -90,6 +90,8 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
 def _not_worth_it(value: torch.Tensor) -> str | None:
     if value.device.type != "cuda":
         return "Triton interprets its kernels on a CPU"
+    if torch.version.hip is not None:
+        return "the kernels are written for NVIDIA GPUs and untested on others"
     if value.dtype == torch.float32 and not tf32_is_allowed():
         return "float32 without TF32 (torch.backends.cuda.matmul.allow_tf32)"
     return None
