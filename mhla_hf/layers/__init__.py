@@ -3,12 +3,13 @@
 
 from .blocks import reference_blocks, resolve_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map
-from .fused import PairwiseRotary
+from .fused import HeadNorms, PairwiseRotary
 from .mhla import MHLA
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 
 
 __all__ = [
+    "HeadNorms",
     "HedgehogFeatureMap",
     "MHLA",
     "PairwiseRotary",

@@ -18,9 +18,6 @@ from ..layout import BlockLayout
 from ..ops.numerics import mix_summaries
 
 
-Norms = tuple[nn.Module, nn.Module]
-
-
 @dataclass(frozen=True)
 class PairwiseRotary:
     """Rotates neighbouring pairs of channels.
@@ -40,9 +37,31 @@ class PairwiseRotary:
         return rotated.flatten(-2).type_as(tokens)
 
 
-def normed(tokens: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-    """`[B, T, H, K]` after a norm over all heads of a token together, or as it is."""
-    return tokens if norm is None else norm(tokens.flatten(2)).unflatten(2, tokens.shape[2:])
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of queries and keys over all heads of a token together, as the host model has them.
+
+    Not a tuple: offloading hooks move the modules in the arguments of a layer, and these may have hooks of their own.
+
+    Attributes:
+        query: Norm of `[B, T, H · K]`.
+        key: Norm of `[B, T, H_kv · K]`.
+    """
+
+    query: nn.Module
+    key: nn.Module
+
+    def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `[B, T, H, K]` and keys `[B, T, H_kv, K]` after their norms."""
+        return _normed(query, self.query), _normed(key, self.key)
+
+    def are_plain(self, device: torch.device) -> bool:
+        """Whether the kernels can compute both, see [`is_plain_norm`]."""
+        return is_plain_norm(self.query, device) and is_plain_norm(self.key, device)
+
+
+def _normed(tokens: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    return norm(tokens.flatten(2)).unflatten(2, tokens.shape[2:])
 
 
 def can_fuse(
@@ -96,7 +115,7 @@ def fused_attention(
     layout: BlockLayout,
     *,
     rotary: PairwiseRotary | None,
-    norms: Norms | None,
+    norms: HeadNorms | None,
     scaling: float | None,
     gate: torch.Tensor | None,
     output_norm: nn.RMSNorm | None,
@@ -131,7 +150,7 @@ def fused_attention(
         if rotary is not None:
             # The tables' halves interleave as models make them; read once a head, they should be dense.
             tables = tuple(part.float().flatten(0, 2).contiguous() for part in (rotary.cosine, rotary.sine))
-        query_norm, key_norm = norms if norms is not None else (None, None)
+        query_norm, key_norm = (norms.query, norms.key) if norms is not None else (None, None)
         divides = config.normalizer != "none"
         shared = (config.feature_map, *_norm_eps(query_norm), root, config.feature_map_eps)
         summary, key_sum = fused_summary(

@@ -20,7 +20,7 @@ from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, repeat_heads
 from .blocks import layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
-from .fused import OutputNorm, can_fuse, fused_attention, is_plain_norm, normed
+from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 from .precision import token_dtype
 from .sequence import TokenSequence, sequence_attention
@@ -173,7 +173,7 @@ class MHLA(nn.Module):
         sequence: TokenSequence | None = None,
         hidden_states: torch.Tensor | None = None,
         rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        norms: tuple[nn.Module, nn.Module] | None = None,
+        norms: HeadNorms | None = None,
         scaling: float | None = None,
     ) -> torch.Tensor:
         """Attends.
@@ -202,8 +202,8 @@ class MHLA(nn.Module):
         gate = self._projected_gate(hidden_states)
         backend = choose_backend(self.config.backend, query, key, value)
         if layout is not None and can_fuse(self.config, backend, query, value, rotary, self.output_norm):
-            if norms is not None and not all(is_plain_norm(norm, query.device) for norm in norms):
-                query, key, norms = normed(query, norms[0]), normed(key, norms[1]), None
+            if norms is not None and not norms.are_plain(query.device):
+                (query, key), norms = norms.apply(query, key), None
             output = fused_attention(
                 self.config,
                 query,
@@ -219,7 +219,7 @@ class MHLA(nn.Module):
             )
         else:
             if norms is not None:
-                query, key = normed(query, norms[0]), normed(key, norms[1])
+                query, key = norms.apply(query, key)
             output = self._attend(query, key, value, backend, layout, sequence, rotary, scaling)
             if gate is not None:
                 output = output * F.silu(gate)

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from diffusers.models.attention_processor import Attention
 
+from ..layers import HeadNorms
 from .base import MHLAModelMixin
 from .processors import KeepsMHLAProcessor
 from .rotary import pairwise_rotary
@@ -54,7 +55,7 @@ class MHLAImageAttnProcessor:
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
         rotary = None if rotary_emb is None else pairwise_rotary(rotary_emb)
         # Where there are such norms, they go across heads.
-        norms = None if attn.norm_q is None else (attn.norm_q, attn.norm_k)
+        norms = None if attn.norm_q is None else HeadNorms(attn.norm_q, attn.norm_k)
         output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))

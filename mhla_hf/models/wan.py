@@ -18,6 +18,7 @@ from diffusers.models.transformers.transformer_wan import (
     _get_qkv_projections,
 )
 
+from ..layers import HeadNorms
 from .processors import KeepsMHLAProcessor, KeepsMHLAProcessors
 from .rotary import pairwise_rotary
 
@@ -48,7 +49,7 @@ class MHLAWanAttnProcessor:
         query, key, value = _get_qkv_projections(attn, hidden_states, None)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
         rotary = pairwise_rotary(rotary_emb)
-        norms = attn.norm_q, attn.norm_k
+        norms = HeadNorms(attn.norm_q, attn.norm_k)
         output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from mhla_hf import MHLAConfig
-from mhla_hf.layers import MHLA, PairwiseRotary
+from mhla_hf.layers import MHLA, HeadNorms, PairwiseRotary
 
 from ..ops.triton_checks import DEVICES
 
@@ -37,7 +37,7 @@ def make_layer(device, *, head_dim=8, heads=2, kv_heads=2, **options):
         "grid": GRID,
         "hidden_states": torch.randn(2, 15, 6, generator=generator).to(device),
         "rotary": PairwiseRotary(angles.cos().to(device), angles.sin().to(device)),
-        "norms": tuple(norm.to(device) for norm in norms),
+        "norms": HeadNorms(*(norm.to(device) for norm in norms)),
     }
     return layer.to(device), [tensor.to(device) for tensor in tokens], arguments
 
@@ -93,7 +93,7 @@ def test_without_norms_and_rotary_embeddings(device, fused_calls):
 @torch.no_grad()
 def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, device):
     layer, tokens, arguments = make_layer(device, head_dim=32, output_norm=True, output_gate=True)
-    for module in (layer.gate, *arguments["norms"]):
+    for module in (layer.gate, arguments["norms"].query, arguments["norms"].key):
         module.to(dtype)
     tokens = [tensor.to(dtype) for tensor in tokens]
     arguments["hidden_states"] = arguments["hidden_states"].to(dtype)
@@ -102,7 +102,7 @@ def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, device):
         "grid": GRID,
         "hidden_states": arguments["hidden_states"].double(),
         "rotary": PairwiseRotary(arguments["rotary"].cosine.double(), arguments["rotary"].sine.double()),
-        "norms": tuple(norm.double() for norm in arguments["norms"]),
+        "norms": HeadNorms(arguments["norms"].query.double(), arguments["norms"].key.double()),
     }
     exact = in_torch(copy.deepcopy(layer).double(), [tensor.double() for tensor in tokens], exact_arguments)
     errors = [(result.double() - exact).norm() / exact.norm() for result in (kernel, plain)]
@@ -126,7 +126,7 @@ def test_norms_with_hooks_are_called(device, fused_calls):
     """A hook may bring the weight in from elsewhere: such a norm runs as the module it is."""
     layer, tokens, arguments = make_layer(device)
     seen = []
-    arguments["norms"][0].register_forward_hook(lambda *args: seen.append(1))
+    arguments["norms"].query.register_forward_hook(lambda *args: seen.append(1))
     output = layer(*tokens, **arguments)
     assert seen and fused_calls
     torch.testing.assert_close(output, in_torch(layer, tokens, arguments), rtol=1e-5, atol=1e-5)
@@ -140,7 +140,7 @@ def test_norms_that_compute_something_else_are_called(device, fused_calls):
             return nn.functional.rms_norm(tokens, self.normalized_shape, 1 + self.weight, self.eps)
 
     layer, tokens, arguments = make_layer(device)
-    arguments["norms"] = tuple(FromOne(16).to(device) for _ in range(2))
+    arguments["norms"] = HeadNorms(*(FromOne(16).to(device) for _ in range(2)))
     output = layer(*tokens, **arguments)
     torch.testing.assert_close(output, in_torch(layer, tokens, arguments), rtol=1e-5, atol=1e-5)
     assert fused_calls

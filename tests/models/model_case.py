@@ -163,7 +163,7 @@ def attention_inputs(call: SimpleNamespace) -> list[torch.Tensor]:
     query, key, value = call.arguments
     norms = call.keywords.get("norms")
     if norms is not None:
-        query, key = (norm(x.flatten(2)).unflatten(2, x.shape[2:]) for norm, x in zip(norms, (query, key)))
+        query, key = norms.apply(query, key)
     return [query, key, value]
 
 
