@@ -110,7 +110,9 @@ def _outer(
     rows = left if plain is None else dense_rows(plain)
     plain_width = rows.shape[-1]
     value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
-    if left.dtype == torch.float32 and not multiplies_from_shared_memory(left.device):
+    few_registers = left.dtype == torch.float32 and not multiplies_from_shared_memory(left.device)
+    # Masks of padded widths take registers too.
+    if few_registers or 64 < width < 128:
         tile = min(tile, 32)
     tiles = blocks * triton.cdiv(value, value_tile)
     splits, share = split_slots(slots, tile, tiles * batch * num_heads)

@@ -62,7 +62,10 @@ def _options(
     # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
     tight = matrices.dtype == torch.float32
     halved = tight and (tokens.dtype == torch.float32 or not (roomy or wide))
-    column_tile = min(padded(columns), (MAX_TILE // 2 if halved else MAX_TILE) // padded(width))
+    # Masks of padded widths take registers too.
+    quartered = tokens.dtype == torch.float32 and 64 < width < 128
+    largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
+    column_tile = min(padded(columns), largest // padded(width))
     most_tokens = 16 if tight and wide else 64 if roomy or (row_bytes <= 128 and not tight) else 32
     options = {
         "SLOTS": slots,
@@ -139,6 +142,8 @@ def causal_attend(
     blocks, slots = table.shape[-2:]
     columns = value.shape[-1]
     value_tile, options = _options(query, prefix, slots, max(width, plain_key.shape[-1]), columns)
+    if query.dtype == torch.float32 and 64 < query.shape[-1] < 128:
+        options["BLOCK_TOKENS"] = min(options["BLOCK_TOKENS"], 32)
     output = token_tensor(query, table, columns, None)
     divides = prefix_sum is not None
     denominator = query.new_empty((batch, num_tokens, heads) if divides else (0,), dtype=torch.float32)
