@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layout import BlockLayout
-from ..ops.numerics import mix_summaries
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,9 @@ def fused_attention(
         `[B, T, H, V]` in the dtype of `value`, normed and gated.
     """
     from ..ops.triton.fused import fused_attend, fused_summary
-    from ..ops.triton.mixing import mix_blocks
+    from ..ops.triton.mixing import mix_summaries_and_sums
 
-    dtype, num_heads = value.dtype, query.shape[2]
+    dtype = value.dtype
     with torch.autocast(query.device.type, enabled=False):
         table = layout.token_table(query.device)
         slots = float(table.shape[-1])
@@ -156,10 +155,9 @@ def fused_attention(
         summary, key_sum = fused_summary(
             key.to(dtype), value, _weight(key_norm), *tables, table, *shared, 1 / slots, divides
         )
-        weights = mixing.float()
-        groups = num_heads if weights.dim() > 2 and weights.shape[0] != 1 else key.shape[2]
-        summary = mix_blocks(weights, summary, groups, False, dtype == torch.float32)
-        sums = mix_summaries(weights, key_sum.unsqueeze(-1), groups).squeeze(-1).contiguous() if divides else None
+        summary, sums = mix_summaries_and_sums(
+            mixing, summary, key_sum if divides else None, query.shape[2], exact=dtype == torch.float32
+        )
         return fused_attend(
             query.to(dtype),
             summary,

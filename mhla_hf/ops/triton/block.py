@@ -7,9 +7,9 @@ import torch
 
 from ...layout import BlockLayout
 from ...sequence_layout import SequenceLayout
-from ..numerics import check_normalizer, mix_summaries, normalizer_pair, records_gradients, repeat_heads
+from ..numerics import check_normalizer, normalizer_pair, records_gradients, repeat_heads
 from .block_operators import block_attend, block_summary
-from .mixing import mix_blocks
+from .mixing import mix_summaries_and_sums
 
 
 def triton_block_mhla_attention(
@@ -46,14 +46,10 @@ def triton_block_mhla_attention(
         divides = normalizer != "none"
         plain_key = normalizer_key if divides else None
         summary, key_sum = block_summary(key, value, plain_key, table, 1 / slots, divides, half)
-        weights = mixing.float()
-        per_head = weights.dim() > 2 and weights.shape[-3] != 1
-        groups = num_heads if per_head else key.shape[2]
-        summary = mix_blocks(weights, summary, groups, False, dtype == torch.float32)
-        mixed_sum = divisor = None
-        if normalizer == "query":
-            mixed_sum = mix_summaries(weights, key_sum.unsqueeze(-1), groups).squeeze(-1)
-        elif normalizer == "block_query":
+        to_mix = key_sum if normalizer == "query" else None
+        summary, mixed_sum = mix_summaries_and_sums(mixing, summary, to_mix, num_heads, exact=dtype == torch.float32)
+        divisor = None
+        if normalizer == "block_query":
             plain_query = query if normalizer_query is None else normalizer_query
             divisor = _block_query_divisor(plain_query, key_sum, mixing, layout)
         apart = normalizer_query if normalizer == "query" else None

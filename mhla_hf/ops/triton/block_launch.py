@@ -20,6 +20,7 @@ from .launching import (
     product_options,
     row_strides,
     split_slots,
+    table_stride,
     token_tile,
     warps,
 )
@@ -135,7 +136,7 @@ def _outer(
             sums,
             bad if limit is None else limit,
             num_tokens,
-            table.stride(0) if table.dim() == 3 else 0,
+            table_stride(table),
             *row_strides(left),
             *row_strides(right),
             *row_strides(rows),
@@ -183,7 +184,6 @@ def attend(
     key_sum: torch.Tensor | None = None,
     plain: torch.Tensor | None = None,
     denominator: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """factor · query_tᵀ summary_b(t) / (plain_t · key_sum_b(t) + eps).
 
@@ -196,7 +196,6 @@ def attend(
         key_sum: float32 `[B, G, M, P]`, dense; without it and without `denominator` nothing is divided.
         plain: `[B, T, H, P]`; the query if not given.
         denominator: float32 `[B, T, H]`, in place of `key_sum`.
-        dtype: Of the output; the query's if not given.
 
     Returns:
         `[B, T, H, V]`, and the denominators with eps, float32 `[B, T, H]` (empty where they are not computed here).
@@ -209,7 +208,7 @@ def attend(
     value_tile, tile = column_tile(width, value), token_tile(slots, width)
     tiles = blocks * triton.cdiv(value, value_tile)
     splits, share = split_slots(slots, tile, tiles * batch * heads)
-    output = token_tensor(query, table, value, dtype)
+    output = token_tensor(query, table, value, None)
     computed = query.new_empty((batch, num_tokens, heads) if key_sum is not None else (0,), dtype=torch.float32)
     normalizer = 0
     if denominator is not None:
@@ -226,7 +225,7 @@ def attend(
             output,
             computed if denominator is None else denominator,
             num_tokens,
-            table.stride(0) if table.dim() == 3 else 0,
+            table_stride(table),
             *row_strides(query),
             *row_strides(rows),
             factor,
@@ -259,7 +258,6 @@ def apply(
     *,
     transpose: bool = False,
     factor: float = 1.0,
-    dtype: torch.dtype | None = None,
     scale: torch.Tensor | None = None,
     vectors: torch.Tensor | None = None,
     vectors_dtype: torch.dtype | None = None,
@@ -274,7 +272,6 @@ def apply(
         table: As in [`outer`].
         transpose: Multiply with the transposed matrices.
         factor: A number.
-        dtype: Of the result; the type of `rows` if not given.
         scale: float32 `[B, T, H]`; 1 if not given.
         vectors: float32 `[B, G, M, P]`, dense.
         vectors_dtype: Return the weighted vectors on their own, in this type; if not given, they are added to the
@@ -284,8 +281,8 @@ def apply(
             free of the outputs' rounding where E is at most 128.
 
     Returns:
-        The result `[B, T, H, E]`; the weighted vectors `[B, T, H, P]`, and the weights, float32 `[B, T, H]`, each
-        empty where it is not asked for.
+        The result `[B, T, H, E]` in the type of `rows`; the weighted vectors `[B, T, H, P]`, and the weights, float32
+        `[B, T, H]`, each empty where it is not asked for.
     """
     rows = dense_rows(rows)
     batch, num_tokens, heads, width = rows.shape
@@ -300,9 +297,9 @@ def apply(
     others = (rows, outputs, queries)[weight_mode]
     assert others is not None
     others = dense_rows(others)
-    result = token_tensor(rows, table, columns, dtype)
+    result = token_tensor(rows, table, columns, None)
     apart = vectors is not None and vectors_dtype is not None
-    second = token_tensor(rows, table, vector_width, vectors_dtype) if apart else rows.new_empty(0, dtype=dtype)
+    second = token_tensor(rows, table, vector_width, vectors_dtype) if apart else rows.new_empty(0)
     weight = rows.new_empty((batch, num_tokens, heads) if outputs is not None else (0,), dtype=torch.float32)
     with on_device(rows):
         apply_kernel[(tiles * splits, batch * heads)](
@@ -316,7 +313,7 @@ def apply(
             second,
             weight,
             num_tokens,
-            table.stride(0) if table.dim() == 3 else 0,
+            table_stride(table),
             *row_strides(rows),
             *row_strides(others),
             1 if transpose else columns,

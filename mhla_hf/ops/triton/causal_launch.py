@@ -24,6 +24,7 @@ from .launching import (
     padded,
     product_options,
     row_strides,
+    table_stride,
     token_tile,
 )
 from .mixing import mixing_strides
@@ -41,10 +42,6 @@ def _common_type(*tensors: torch.Tensor) -> tl.dtype:
 def _diagonal_strides(mixing: torch.Tensor) -> tuple[int, int, int]:
     batch, head, row, column = mixing_strides(mixing)
     return batch, head, row + column
-
-
-def _table_stride(table: torch.Tensor) -> int:
-    return table.stride(0) if table.dim() == 3 else 0
 
 
 def _options(
@@ -164,7 +161,7 @@ def causal_attend(
             denominator,
             num_tokens,
             blocks,
-            _table_stride(table),
+            table_stride(table),
             *row_strides(query),
             *row_strides(key),
             *row_strides(value),
@@ -253,7 +250,7 @@ def query_gradient(
             share,
             num_tokens,
             blocks,
-            _table_stride(table),
+            table_stride(table),
             *row_strides(gradient),
             *row_strides(query),
             *row_strides(key),
@@ -334,7 +331,7 @@ def key_gradient(
             result,
             num_tokens,
             blocks,
-            _table_stride(table),
+            table_stride(table),
             *row_strides(rows),
             *row_strides(inner),
             *row_strides(other),
@@ -405,7 +402,7 @@ def plain_gradient(
             share,
             num_tokens,
             blocks,
-            _table_stride(table),
+            table_stride(table),
             *row_strides(rows),
             *row_strides(other),
             *_diagonal_strides(mixing),

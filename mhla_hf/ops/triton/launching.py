@@ -17,7 +17,6 @@ from ..backends import tf32_is_allowed
 FEW_PROGRAMS = 512
 # Elements of a tile that a program accumulates: 128 x 128 in float32 is half of a multiprocessor's registers.
 MAX_TILE = 128 * 128
-MAX_WIDTH = 256
 
 
 def padded(width: int) -> int:
@@ -90,6 +89,11 @@ def multiplies_from_shared_memory(device: torch.device) -> bool:
 def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Strides of batch, token and head of `[B, T, H, D]`, whose last axis must be dense."""
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def table_stride(table: torch.Tensor) -> int:
+    """Stride of the batch of a table of slots, `[B, M, N]`, or 0 of one that all entries share, `[M, N]`."""
+    return table.stride(0) if table.dim() == 3 else 0
 
 
 def dense_rows(tensor: torch.Tensor) -> torch.Tensor:

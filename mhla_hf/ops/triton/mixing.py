@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..numerics import mix_summaries
 from .launching import on_device, padded, product_options, split_slots
 from .mixing_kernels import mix_kernel, mixing_gradient_kernel
 
@@ -181,3 +182,27 @@ def _mix_flops(mixing, summaries, heads, lower, exact, *args, **kwargs) -> int:
 @register_flop_formula(torch.ops.mhla_hf.mix_blocks_backward)
 def _mix_backward_flops(gradient, mixing, summaries, heads, lower, exact, *args, **kwargs) -> int:
     return 2 * _flops(summaries, heads, lower)
+
+
+def mix_summaries_and_sums(
+    mixing: Tensor, summaries: Tensor, key_sums: Tensor | None, num_heads: int, *, exact: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Mixed summaries, and mixed sums of keys with the same heads.
+
+    Args:
+        mixing: As in [`mix_blocks`], of any type.
+        summaries: `[B, G, M, K, V]`, dense.
+        key_sums: float32 `[B, G, M, P]`; None where there is nothing to divide by.
+        num_heads: H.
+        exact: See [`mix_blocks`].
+
+    Returns:
+        `[B, H, M, K, V]` and `[B, H, M, P]` (or None), with G for H where all heads share the weights.
+    """
+    weights = mixing.float()
+    per_head = weights.dim() > 2 and weights.shape[-3] != 1
+    heads = num_heads if per_head else summaries.shape[1]
+    mixed = mix_blocks(weights, summaries, heads, False, exact)
+    if key_sums is None:
+        return mixed, None
+    return mixed, mix_summaries(weights, key_sums.unsqueeze(-1), heads).squeeze(-1).contiguous()
