@@ -218,12 +218,31 @@ class PromptedPipelineChecks(ImagePipelineChecks):
         images_per_prompt: What the pipeline calls the number of images for each prompt.
         guidance_scales: Two that differ.
         without_noise: Options under which the scheduler adds no noise of its own.
+        own_options: Options that the pipeline takes beside those of the others.
     """
 
     latents_shape: ClassVar[tuple[int, ...]]
     images_per_prompt: ClassVar[str] = "num_images_per_prompt"
     guidance_scales: ClassVar[tuple[float, ...]] = (1.0, 4.5)
     without_noise: ClassVar[dict[str, Any]] = {}
+    own_options: ClassVar[dict[str, Any]] = {}
+
+    def generate(self, pipeline, size=None, prompt="a blue seven", **options):
+        """Images of two steps from the same noise; of the first of the `sizes` if no `size` is given."""
+        height, width = self.sizes[0] if size is None else size
+        pipeline.set_progress_bar_config(disable=True)
+        arguments = {
+            "height": height,
+            "width": width,
+            "num_inference_steps": 2,
+            "use_resolution_binning": False,
+            **self.own_options,
+            "max_sequence_length": 16,
+            "output_type": "np",
+            "generator": torch.Generator().manual_seed(0),
+            **options,
+        }
+        return pipeline(prompt, **arguments).images
 
     def test_guidance_and_batches(self, mhla_dir):
         """Several prompts with several images each are what each would be alone."""

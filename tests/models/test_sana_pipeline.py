@@ -3,7 +3,6 @@
 
 import numpy as np
 import pytest
-import torch
 from diffusers import DiffusionPipeline
 
 from mhla_hf import MHLASanaTransformer2DModel, load_pipeline
@@ -17,6 +16,7 @@ class SanaPipelines(PromptedPipelineChecks):
     sizes = ((128, 128), (128, 192), (192, 128))
     # The model is for 16×16.
     mhla = {"blocks": [2, 2], "grid": [4, 4]}
+    own_options = {"complex_human_instruction": None}
     latents_shape = (4, 4, 6)
     size_in_between = (400, 600)
     sprint = False
@@ -24,21 +24,6 @@ class SanaPipelines(PromptedPipelineChecks):
     @classmethod
     def make_pipeline(cls, transformer_cls=None, **overrides):
         return tiny_images.sana_pipeline(transformer_cls, sprint=cls.sprint, **overrides)
-
-    def generate(self, pipeline, size=(128, 128), prompt="a blue seven", **options):
-        pipeline.set_progress_bar_config(disable=True)
-        arguments = {
-            "height": size[0],
-            "width": size[1],
-            "num_inference_steps": 2,
-            "use_resolution_binning": False,
-            "complex_human_instruction": None,
-            "max_sequence_length": 16,
-            "output_type": "np",
-            "generator": torch.Generator().manual_seed(0),
-            **options,
-        }
-        return pipeline(prompt, **arguments).images
 
     @pytest.mark.parametrize("blocks", [[1, 1], [2, 2], [3, 2]], ids=str)
     def test_before_fine_tuning_the_images_are_those_of_the_original(self, blocks, ordinary_dir, tmp_path):
