@@ -24,8 +24,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 MAX_WIDTH = 256
 # Of GPUs with bfloat16 and TF32 matrix products.
 MIN_CAPABILITY = (8, 0)
-# Pairs of batch entry and head, which are the second axis of every launch.
-MAX_PAIRS = 65_535
 
 
 def choose_backend(
@@ -82,8 +80,6 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
             return f"the kernels take heads of width {MAX_WIDTH} at most, not {tensor.shape[-1]}"
         if 0 in tensor.shape:
             return "there are no tokens"
-        if tensor.shape[0] * tensor.shape[2] > MAX_PAIRS:
-            return f"the kernels take {MAX_PAIRS} pairs of batch entry and head at most"
     return None
 
 

@@ -8,8 +8,8 @@ import logging
 import pytest
 import torch
 
-from mhla_hf.ops import choose_backend, triton_obstacle
-from mhla_hf.ops.backends import MAX_PAIRS, _log_once, tf32_is_allowed
+from mhla_hf.ops import choose_backend
+from mhla_hf.ops.backends import _log_once, tf32_is_allowed
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -53,10 +53,3 @@ def test_falling_back_is_said_once(caplog):
         for _ in range(2):
             assert choose_backend("triton", *tokens(1, 4, 2, 8, dtype=torch.float64)) == "torch"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
-def test_more_heads_than_a_launch_has_programs():
-    pytest.importorskip("triton")
-    assert "65535 pairs of batch entry and head" in triton_obstacle(*tokens(MAX_PAIRS + 1, 1, 1, 1))
-    if not torch.cuda.is_available():
-        assert triton_obstacle(*tokens(MAX_PAIRS, 1, 1, 1)) is None

@@ -65,6 +65,23 @@ def test_widths_of_heads(key_width, value_width, device):
     assert_same(on("cpu", output_and_gradients(cast(inputs, device), layout, backend="triton")), expected, 1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_pairs_of_batch_entry_and_head_than_a_second_axis_has_programs(causal):
+    """Two for each of 40,000 batch entries. The interpreter would take minutes."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (40_000, 4, 2, 16)
+    tokens = [torch.rand(shape, generator=generator, device="cuda", requires_grad=True) for _ in range(3)]
+    mixing = torch.rand(2, 2, 2, generator=generator, device="cuda", requires_grad=True)
+    layout = BlockLayout((4,), block_size=(2,))
+    results = []
+    for backend in ("triton", "torch"):
+        output = mhla_attention(*tokens, mixing, layout, causal=causal, normalizer="none", backend=backend)
+        results.append([output, *torch.autograd.grad(output.square().sum(), [*tokens, mixing])])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_grouped_queries(per_head, device):

@@ -6,15 +6,25 @@ summaries); `apply_kernel` multiplies each token's row with a matrix of its bloc
 pass has `attend_kernel`, which is `apply_kernel` with the division by the normaliser. Tokens are read where they lie:
 a table gives the token of every slot of every block, so blocks need neither be contiguous nor of one size.
 
-Layout of a launch: program axis 0 runs over (block, column tile, share of the block's slots), axis 1 over (batch,
-head). Sums are in float32. Widths that are no power of two are padded with zeros inside the kernel only.
+Programs are laid out as [`place_of_program`] says; the parts of a block are shares of its slots and column tiles. Sums
+are in float32. Widths that are no power of two are padded with zeros inside the kernel only.
 """
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 import triton
 import triton.language as tl
 
-from .rows import COUNTS, finite_or_zero, first_bad_slot, load_rows, product, slot_tokens, store_rows, to_type
+from .rows import (
+    COUNTS,
+    finite_or_zero,
+    first_bad_slot,
+    load_rows,
+    place_of_program,
+    product,
+    slot_tokens,
+    store_rows,
+    to_type,
+)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -73,11 +83,9 @@ def outer_kernel(
     part for each share and column tile; 2 leaves out the slots from `bad` `[B, heads, num_blocks]` on, of which
     BAD_REPEATS heads of the rows share one.
     """
-    program = tl.program_id(0).to(tl.int64)
-    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
-    split, tile = program % SPLITS, program // SPLITS
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
-    block, column_tile = tile // COLUMN_TILES, tile % COLUMN_TILES
+    batch, head, block, part = place_of_program(SPLITS * COLUMN_TILES, num_blocks, HEADS)
+    split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     left_column = tl.arange(0, BLOCK_LEFT)
     right_column = column_tile * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
     plain_column = tl.arange(0, BLOCK_PLAIN)
@@ -123,7 +131,7 @@ def outer_kernel(
                     plain_rows *= row_weight[:, None]
                 sums += tl.sum(plain_rows, axis=0)
     matrix = (batch * HEADS + head) * num_blocks + block
-    start = products + split * products_stride_split + matrix * (LEFT * RIGHT)
+    start = products + split.to(tl.int64) * products_stride_split + matrix * (LEFT * RIGHT)
     inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
     pointers = start + left_column[:, None] * RIGHT + right_column[None, :]
     tl.store(pointers, to_type(accumulator * factor, products.dtype.element_ty, INTERPRETED), mask=inside)
@@ -132,7 +140,7 @@ def outer_kernel(
         if column_tile == 0:
             tl.store(sums_start + plain_column, sums, mask=plain_column < PLAIN)
     if BAD == 1:
-        tl.store(bad + (split * COLUMN_TILES + column_tile) * bad_stride_part + matrix, first_bad)
+        tl.store(bad + part * bad_stride_part + matrix, first_bad)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -178,12 +186,9 @@ def attend_kernel(
     1 takes the query itself for `plain`, 2 takes `plain`, 3 takes a given `denominator` `[B, T, H]`; 1 and 2 write
     the denominator.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row_head = tl.program_id(1).to(tl.int64) % (HEADS * REPEATS)
-    batch, head = tl.program_id(1).to(tl.int64) // (HEADS * REPEATS), row_head // REPEATS
-    split, tile = program % SPLITS, program // SPLITS
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
-    block, column_tile = tile // COLUMN_TILES, tile % COLUMN_TILES
+    batch, row_head, block, part = place_of_program(SPLITS * COLUMN_TILES, num_blocks, HEADS * REPEATS)
+    head, split, column_tile = row_head // REPEATS, part // COLUMN_TILES, part % COLUMN_TILES
     column = tl.arange(0, BLOCK_WIDTH)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     plain_column = tl.arange(0, BLOCK_PLAIN)
@@ -272,12 +277,9 @@ def apply_kernel(
     -scale_t result_t · other_t, free of the rounding of the outputs, where one tile holds all columns. Either is
     written to `weight` `[B, T, H]`.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row_head = tl.program_id(1).to(tl.int64) % (HEADS * REPEATS)
-    batch, head = tl.program_id(1).to(tl.int64) // (HEADS * REPEATS), row_head // REPEATS
-    split, tile = program % SPLITS, program // SPLITS
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    block, column_tile = tile // COLUMN_TILES, tile % COLUMN_TILES
+    batch, row_head, block, part = place_of_program(SPLITS * COLUMN_TILES, num_blocks, HEADS * REPEATS)
+    head, split, column_tile = row_head // REPEATS, part // COLUMN_TILES, part % COLUMN_TILES
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     matrix = (batch * HEADS + head) * num_blocks + block

@@ -125,7 +125,7 @@ def _outer(
     parts = splits * triton.cdiv(value, value_tile)
     bad = left.new_empty((parts, batch, num_heads, blocks) if finite else (0,), dtype=torch.int32)
     with on_device(left):
-        outer_kernel[(tiles * splits, batch * num_heads)](
+        outer_kernel[(batch * num_heads * tiles * splits,)](
             left,
             right,
             rows,
@@ -216,7 +216,7 @@ def attend(
     elif key_sum is not None:
         normalizer = 1 if plain is None else 2
     with on_device(query):
-        attend_kernel[(tiles * splits, batch * heads)](
+        attend_kernel[(batch * heads * tiles * splits,)](
             query,
             rows,
             summary,
@@ -302,7 +302,7 @@ def apply(
     second = token_tensor(rows, table, vector_width, vectors_dtype) if apart else rows.new_empty(0)
     weight = rows.new_empty((batch, num_tokens, heads) if outputs is not None else (0,), dtype=torch.float32)
     with on_device(rows):
-        apply_kernel[(tiles * splits, batch * heads)](
+        apply_kernel[(batch * heads * tiles * splits,)](
             rows,
             others,
             matrices,

@@ -77,8 +77,9 @@ def query_gradient_kernel(
     NORMALIZER as in the forward pass. δ comes from the products made here where one tile holds all columns, free of
     the rounding of the outputs (dense `[B, T, HEADS, VALUE]`), otherwise from those.
     """
-    block, row_tile, column_tile = tile_of_program(SLOTS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH)
-    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    batch, head, block, row_tile, column_tile = tile_of_program(
+        num_blocks, SLOTS, HEADS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
+    )
     key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
     column = column_tile * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     value_column = tl.arange(0, BLOCK_VALUE)
@@ -140,7 +141,7 @@ def query_gradient_kernel(
     start = result + (batch * num_tokens * HEADS + head) * WIDTH
     store_rows(start, tokens, present, HEADS * WIDTH, column, total, WIDTH, INTERPRETED)
     part = row_tile * ((WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH) + column_tile
-    share_start = share + part * share_stride_part + tl.program_id(1).to(tl.int64) * num_blocks
+    share_start = share + part * share_stride_part + (batch * HEADS + head) * num_blocks
     tl.store(share_start + block, tl.sum(shares, axis=0))
 
 
@@ -196,8 +197,9 @@ def key_gradient_kernel(
     inner = output gradients, other = queries, with δ for `weight` and the block's vector added to the result, if
     HAS_WEIGHT. HEADS is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
     """
-    block, row_tile, column_tile = tile_of_program(SLOTS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS)
-    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    batch, head, block, row_tile, column_tile = tile_of_program(
+        num_blocks, SLOTS, HEADS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
+    )
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     matrix = (batch * HEADS + head) * num_blocks + block
@@ -279,8 +281,7 @@ def plain_gradient_kernel(
     head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
     queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
     """
-    block, row_tile, _ = tile_of_program(SLOTS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
-    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    batch, head, block, row_tile, _ = tile_of_program(num_blocks, SLOTS, HEADS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
     column = tl.arange(0, BLOCK_PLAIN)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
@@ -321,7 +322,7 @@ def plain_gradient_kernel(
         queries = load_rows(rows_start, tokens, used, rows_stride_token, column, PLAIN).to(tl.float32)
         shares = row_weight * tl.sum(queries * total, axis=1)
         total = row_weight[:, None] * (vector[None, :] + own_weight * total)
-        share_start = share + row_tile * share_stride_part + tl.program_id(1).to(tl.int64) * num_blocks
+        share_start = share + row_tile * share_stride_part + (batch * HEADS + head) * num_blocks
         tl.store(share_start + block, tl.sum(shares, axis=0))
     else:
         total += vector[None, :]

@@ -2,28 +2,32 @@
 """Triton kernels of causal MHLA: the mixed prefix and the causal part of the own chunk in one pass, forward.
 
 A chunk is worked on in tiles of rows; a row tile meets the tiles of its chunk up to its own. Tokens are read where
-they lie, through a table of the token of every slot, as in the block kernels. Program axis 0 runs over (chunk, column
-tile, row tile), axis 1 over (batch, head). Scores are products of tokens in the tokens' own type, which float32 sums
-hold exactly; they meet the values in DOT_TYPE.
+they lie, through a table of the token of every slot, and programs laid out as in the block kernels; the parts of a
+chunk are row tiles and column tiles. Scores are products of tokens in the tokens' own type, which float32 sums hold
+exactly; they meet the values in DOT_TYPE.
 """
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 import triton
 import triton.language as tl
 
-from .rows import COUNTS, finite_or_zero, load_rows, product, slot_tokens, store_rows
+from .rows import COUNTS, finite_or_zero, load_rows, place_of_program, product, slot_tokens, store_rows
 
 
 @triton.jit
 def tile_of_program(
-    SLOTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+    num_blocks,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Chunk, row tile and column tile of this program."""
-    ROW_TILES: tl.constexpr = (SLOTS + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    """Batch entry, head, chunk, row tile and column tile of this program."""
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    program = tl.program_id(0)
-    row_tile, tile = program % ROW_TILES, program // ROW_TILES
-    return tile // COLUMN_TILES, row_tile, tile % COLUMN_TILES
+    parts = (SLOTS + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
+    batch, head, block, part = place_of_program(parts, num_blocks, HEADS)
+    return batch, head, block, part // COLUMN_TILES, part % COLUMN_TILES
 
 
 @triton.jit
@@ -50,9 +54,10 @@ def limit_kernel(
     `first_bad` and `limit` are int32 `[B, HEADS, M]`, `slots` where no slot is bad. `starts` is the first chunk of
     each chunk's document, int32 `[B, M]`.
     """
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    batch = tl.program_id(1).to(tl.int64) // HEADS
-    line = tl.program_id(1).to(tl.int64) * num_blocks
+    last_tile = tl.program_id(1)
+    row = last_tile * BLOCK + tl.arange(0, BLOCK)
+    batch = tl.program_id(0).to(tl.int64) // HEADS
+    line = tl.program_id(0).to(tl.int64) * num_blocks
     inside = row < num_blocks
     own = tl.load(first_bad + line + row, mask=inside, other=0)
     if HAS_STARTS:
@@ -60,7 +65,7 @@ def limit_kernel(
     else:
         start = tl.zeros((BLOCK,), tl.int32)
     spoilt = tl.zeros((BLOCK,), tl.int32)
-    for tile in range(tl.program_id(0) + 1):
+    for tile in range(last_tile + 1):
         other = tile * BLOCK + tl.arange(0, BLOCK)
         bad = tl.load(first_bad + line + other, mask=other < num_blocks, other=slots) < slots
         earlier = (other[None, :] >= start[:, None]) & (other[None, :] < row[:, None])
@@ -130,8 +135,9 @@ def causal_attend_kernel(
     not divide, 1 takes query and key themselves for the plain ones, 2 takes those. Rows from the chunk's `limit` on
     become NaN.
     """
-    block, row_tile, column_tile = tile_of_program(SLOTS, BLOCK_TOKENS, VALUE, BLOCK_VALUE)
-    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    batch, head, block, row_tile, column_tile = tile_of_program(
+        num_blocks, SLOTS, HEADS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
+    )
     key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
     column, plain_column = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_PLAIN)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)

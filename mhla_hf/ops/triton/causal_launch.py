@@ -86,7 +86,7 @@ def limits(first_bad: torch.Tensor, starts: torch.Tensor | None, slots: int) -> 
     limit = torch.empty_like(first_bad)
     tile = min(64, padded(blocks))
     with on_device(first_bad):
-        limit_kernel[(triton.cdiv(blocks, tile), batch * heads)](
+        limit_kernel[(batch * heads, triton.cdiv(blocks, tile))](
             first_bad,
             first_bad if starts is None else starts,
             limit,
@@ -146,7 +146,7 @@ def causal_attend(
     denominator = query.new_empty((batch, num_tokens, heads) if divides else (0,), dtype=torch.float32)
     tiles = triton.cdiv(columns, value_tile) * triton.cdiv(slots, options["BLOCK_TOKENS"])
     with on_device(query):
-        causal_attend_kernel[(blocks * tiles, batch * heads)](
+        causal_attend_kernel[(batch * heads * blocks * tiles,)](
             query,
             key,
             value,
@@ -233,7 +233,7 @@ def query_gradient(
     parts = triton.cdiv(width, tile) * triton.cdiv(slots, options["BLOCK_TOKENS"])
     share = query.new_empty(parts, batch, heads, blocks, dtype=torch.float32)
     with on_device(query):
-        query_gradient_kernel[(blocks * parts, batch * heads)](
+        query_gradient_kernel[(batch * heads * blocks * parts,)](
             gradient,
             output,
             query,
@@ -317,7 +317,7 @@ def key_gradient(
     result = token_tensor(rows, table, columns, None)
     tiles = triton.cdiv(columns, tile) * triton.cdiv(slots, options["BLOCK_TOKENS"])
     with on_device(rows):
-        key_gradient_kernel[(blocks * tiles, batch * heads)](
+        key_gradient_kernel[(batch * heads * blocks * tiles,)](
             rows,
             inner,
             other,
@@ -390,7 +390,7 @@ def plain_gradient(
     parts = triton.cdiv(slots, options["BLOCK_TOKENS"])
     share = rows.new_empty((parts, batch, heads, blocks) if of_query else (0,), dtype=torch.float32)
     with on_device(rows):
-        plain_gradient_kernel[(blocks * parts, batch * heads)](
+        plain_gradient_kernel[(batch * heads * blocks * parts,)](
             rows,
             other,
             vectors,

@@ -74,7 +74,7 @@ def decode_token(
     rows = triton.next_power_of_2(width)
     tile = max(8, min(32, STEP_ELEMENTS // rows))
     step_tiles = triton.cdiv(columns, tile)
-    grid = (step_tiles + triton.cdiv(width * columns, SHARE_ELEMENTS), batch * heads)
+    grid = (batch * heads * (step_tiles + triton.cdiv(width * columns, SHARE_ELEMENTS)),)
     with on_device(query):
         decode_kernel[grid](
             query,

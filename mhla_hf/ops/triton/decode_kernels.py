@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernel that decodes one token of every batch entry: output, state and the next block's prefix in one go.
 
-Programs of axis 0 below STEP_TILES take some columns of a head's matrices each: they add the token to the current
-summary, file it and take over the next prefix where the token starts a block, and compute the output. The others sum
-up the token's share of the next block's prefix; they read summaries of many blocks and are as many as the longest
-context needs. All read the old state and write the new one elsewhere, but for the summary that is filed, which nobody
-else reads. Axis 1 runs over (batch, key head).
+Of the programs of a key head, the first STEP_TILES take some columns of its matrices each: they add the token to the
+current summary, file it and take over the next prefix where the token starts a block, and compute the output. The
+others sum up the token's share of the next block's prefix; they read summaries of many blocks and are as many as the
+longest context needs. All read the old state and write the new one elsewhere, but for the summary that is filed, which
+nobody else reads.
 
 Matrices of the state are `[K, V + 1]`, with the normaliser z in the last column.
 """
@@ -83,10 +83,11 @@ def decode_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """One token; HEADS key heads, each shared by REPEATS query heads, which have prefixes of their own if PER_HEAD."""
-    tile = tl.program_id(0)
-    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
     PREFIXES: tl.constexpr = REPEATS if PER_HEAD else 1
     COLUMNS: tl.constexpr = VALUE + 1
+    TILES: tl.constexpr = STEP_TILES + (WIDTH * COLUMNS + SHARE_ELEMENTS - 1) // SHARE_ELEMENTS
+    tile, state_row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    batch, head = state_row // HEADS, state_row % HEADS
     place = tl.load(position + batch)
     counted = place >= 0
     if HAS_VALID:
@@ -94,7 +95,6 @@ def decode_kernel(
     block, offset = place // BLOCK_SIZE, place % BLOCK_SIZE
     starting = (offset == 0) & (block > 0) & counted
     before = tl.maximum(block - 1, 0)
-    state_row = batch * HEADS + head
     if tile < STEP_TILES:
         row = tl.arange(0, BLOCK_WIDTH)
         column = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

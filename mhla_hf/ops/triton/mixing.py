@@ -51,7 +51,7 @@ def _launch(
     mixed = summaries.new_empty(batch, heads, *summaries.shape[2:])
     batch_stride, head_stride, row, column = mixing_strides(mixing)
     rows_tile, columns_tile = min(64, padded(blocks)), min(128, padded(columns))
-    grid = (triton.cdiv(blocks, rows_tile) * triton.cdiv(columns, columns_tile), batch * heads)
+    grid = (batch * heads * triton.cdiv(blocks, rows_tile) * triton.cdiv(columns, columns_tile),)
     with on_device(summaries):
         mix_kernel[grid](
             mixing,
@@ -123,7 +123,7 @@ def mix_blocks_backward(
     column_shares, column_share = split_slots(columns, column_tile, tiles * shares)
     partial = mixing.new_empty(shares, column_shares, blocks, blocks, dtype=torch.float32)
     with on_device(summaries):
-        mixing_gradient_kernel[(tiles, shares * column_shares)](
+        mixing_gradient_kernel[(tiles * shares * column_shares,)](
             gradient,
             summaries,
             partial,

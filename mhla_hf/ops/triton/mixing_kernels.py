@@ -51,10 +51,11 @@ def mix_kernel(
     Strides say where a head's weights lie and whether they are transposed. LOWER: weights on and above the diagonal
     (1) or on and below it (2, for transposed ones) are zero, and not read.
     """
-    batch, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
-    COLUMN_AXIS: tl.constexpr = 0
     row_tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
-    row_tile, column_tile = tl.program_id(COLUMN_AXIS) % row_tiles, tl.program_id(COLUMN_AXIS) // row_tiles
+    column_tiles = (columns + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    row_tile, rest = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    column_tile, line = rest % column_tiles, (rest // column_tiles).to(tl.int64)
+    batch, head = line // HEADS, line % HEADS
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
@@ -111,17 +112,19 @@ def mixing_gradient_kernel(
     """result_ib = Σ gradient_i · summary_b over a share of the batch entries and heads and a share of the columns.
 
     `gradients` is `[B, HEADS, M, columns]`, `summaries` `[B, HEADS / REPEATS, M, columns]` and `result` float32
-    `[shares, column_shares, M, M]`. Program axis 1 runs over both kinds of shares: `share` of the `count` = B · HEADS
-    pairs in a row, and `column_share` columns, a multiple of BLOCK_COLUMNS. LOWER leaves out what lies on and above
-    the diagonal.
+    `[shares, column_shares, M, M]`. Programs run over tiles of it, then over both kinds of shares: `share` of the
+    `count` = B · HEADS pairs in a row, and `column_share` columns, a multiple of BLOCK_COLUMNS. LOWER leaves out what
+    lies on and above the diagonal.
     """
     tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
-    row = (tl.program_id(0) // tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    other = (tl.program_id(0) % tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    pairs, column_part = tl.program_id(1) // column_shares, tl.program_id(1) % column_shares
+    other_tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    row_tile, part = rest % tiles, rest // tiles
+    row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    other = other_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    pairs, column_part = part // column_shares, part % column_shares
     first, stop = column_part * column_share, tl.minimum((column_part + 1) * column_share, columns)
     accumulator = tl.zeros((BLOCK_ROWS, BLOCK_ROWS), tl.float32)
-    if not LOWER or tl.program_id(0) % tiles <= tl.program_id(0) // tiles:
+    if not LOWER or other_tile <= row_tile:
         for index in range(pairs * share, tl.minimum((pairs + 1) * share, count)):
             batch, head = index // HEADS, index % HEADS
             gradient_start = gradients + tl.cast(index, tl.int64) * blocks * columns
@@ -138,5 +141,5 @@ def mixing_gradient_kernel(
     used = (row < blocks)[:, None] & (other < blocks)[None, :]
     if LOWER:
         accumulator = tl.where(other[None, :] < row[:, None], accumulator, 0.0)
-    start = result + tl.program_id(1).to(tl.int64) * blocks * blocks
+    start = result + part.to(tl.int64) * blocks * blocks
     tl.store(start + row[:, None] * blocks + other[None, :], accumulator, mask=used)

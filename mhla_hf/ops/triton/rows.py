@@ -16,6 +16,19 @@ COUNTS = (
 
 
 @triton.jit
+def place_of_program(parts, num_blocks, HEADS: tl.constexpr):
+    """Batch entry, head, block and part of the block of this program, of a launch over all of them on one axis.
+
+    Heads run fastest: they lie side by side in the row of a token, so programs that run at the same time read
+    neighbouring bytes. Parts come next, since those of a block read the same rows, and batch entries last.
+    """
+    program = tl.program_id(0)
+    head, rest = program % HEADS, program // HEADS
+    part, rest = rest % parts, rest // parts
+    return (rest // num_blocks).to(tl.int64), head.to(tl.int64), (rest % num_blocks).to(tl.int64), part
+
+
+@triton.jit
 def slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS: tl.constexpr):
     """Tokens of some slots of a block, and which of the slots hold one."""
     inside = slot < stop
