@@ -52,22 +52,58 @@ def causal_attention(
         `[B, S, M, K, V]` in [`summary_dtype`]; z and its mixed prefix, float32 `[B, G or S, M, P]`; the slot of each
         chunk from which on outputs are NaN, int32 `[B, G, M]`. Denominators and sums are empty unless `divides`.
     """
+    output, denominator, summary, prefix, key_sum, prefix_sum, _, limit = causal_stages(
+        query, key, value, plain_query, plain_key, mixing, table,
+        starts=starts, divides=divides, total=divides, half=half, eps=eps,
+    )  # fmt: skip
+    if prefix_sum is None:
+        prefix_sum = key_sum.new_empty(0)
+    return output, denominator, summary, prefix, key_sum, prefix_sum, limit
+
+
+def causal_stages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
+    mixing: Tensor,
+    table: Tensor,
+    *,
+    starts: Tensor | None,
+    divides: bool,
+    total: bool,
+    half: bool,
+    eps: float,
+    past: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """The stages of [`causal_attention`], one launch each; prompts that go on from a state take them too.
+
+    Args beyond those of [`causal_attention`]:
+        total: Whether z is wanted; it has to be where `divides`.
+        past: What earlier tokens add to the prefix, float32 `[B, S, M, K, V + 1]` with z in the last column.
+
+    Returns:
+        As [`causal_attention`], with the first bad slot of each chunk, int32 `[B, G, M]`, before the last tensor, and
+        None for the prefix of z unless `divides`.
+    """
     slots = table.shape[-1]
     exact = value.dtype == torch.float32
     summary, key_sum, first_bad = block_launch.finite_outer(
-        key, value, table, factor=1 / slots, total=divides, plain=plain_key, dtype=summary_dtype(key.dtype, half)
+        key, value, table, factor=1 / slots, total=total, plain=plain_key, dtype=summary_dtype(key.dtype, half)
     )
     limit = causal_launch.limits(first_bad, starts, slots)
     groups = _prefix_heads(query, key, mixing)
     prefix = mix_blocks(mixing, summary, groups, True, exact)
     prefix_sum = mix_blocks(mixing, key_sum.unsqueeze(-1), groups, True, True).squeeze(-1) if divides else None
+    if past is not None:
+        prefix = (past[..., :-1] / slots + prefix).to(prefix.dtype).contiguous()
+        prefix_sum = None if prefix_sum is None else prefix_sum + past[..., -1]
     output, denominator = causal_launch.causal_attend(
         query, key, value, prefix, mixing, limit, table,
         factor=float(slots), eps=eps, prefix_sum=prefix_sum, plain=_pair(plain_query, plain_key),
     )  # fmt: skip
-    if prefix_sum is None:
-        prefix_sum = key_sum.new_empty(0)
-    return output, denominator, summary, prefix, key_sum, prefix_sum, limit
+    return output, denominator, summary, prefix, key_sum, prefix_sum, first_bad, limit
 
 
 def _prefix_heads(query, key, mixing) -> int:

@@ -18,7 +18,7 @@ from .rows import COUNTS, to_type
 
 
 @triton.jit
-def _weight(mixing, row, column, last, stride_row, stride_column):
+def weight_at(mixing, row, column, last, stride_row, stride_column):
     """m at (row, column ≤ row); past the last row, the last row's weight at the same distance or its farthest one."""
     far = tl.maximum(last - (row - column), 0)
     row, column = tl.minimum(row, last), tl.where(row <= last, column, far)
@@ -117,10 +117,10 @@ def decode_kernel(
         for repeat in range(REPEATS):
             query_head = head * REPEATS + repeat
             weights = mixing + (query_head if PER_HEAD else 0) * mixing_stride_head
-            own = _weight(weights, block, block, last, mixing_stride_row, mixing_stride_column)
+            own = weight_at(weights, block, block, last, mixing_stride_row, mixing_stride_column)
             prefix_row = (state_row * PREFIXES + (repeat if PER_HEAD else 0)) * WIDTH * COLUMNS
             if starting:
-                taken = _weight(weights, block, before, last, mixing_stride_row, mixing_stride_column)
+                taken = weight_at(weights, block, before, last, mixing_stride_row, mixing_stride_column)
                 mixed = tl.load(upcoming + prefix_row + element, mask=inside, other=0.0) + taken * old
                 mixed_sums = tl.load(upcoming + prefix_row + sums, mask=in_row, other=0.0) + taken * old_sums
             else:
