@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a layer can run in the fused kernels, and running it there: inference over a token grid.
+"""When a layer can run in the fused kernels, and running it there: attention over a token grid.
 
 Shape letters: B batch, T tokens, H heads, H_kv key/value heads, K query/key width, V value width.
 """
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layout import BlockLayout
+from ..ops.numerics import records_gradients
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,23 @@ def can_fuse(
     rotary: Callable[[torch.Tensor], torch.Tensor] | None,
     output_norm: nn.Module | None,
 ) -> bool:
-    """Whether the fused kernels compute what the layer would: no gradient, no sequence, nothing they do not know."""
-    if backend != "triton" or torch.is_grad_enabled() or config.is_sequence:
+    """Whether the fused kernels compute what the layer would: no sequence, nothing that they do not know."""
+    if backend != "triton" or config.is_sequence:
         return False
-    from ..ops.triton.fused import FEATURE_MAPS, fits
+    from ..ops.triton.fused_launch import FEATURE_MAPS, fits
 
     return (
         config.feature_map in FEATURE_MAPS
         and config.normalizer != "block_query"
-        and (rotary is None or (isinstance(rotary, PairwiseRotary) and config.rope == "after_feature_map"))
+        and (rotary is None or (config.rope == "after_feature_map" and _is_constant(rotary)))
         and (output_norm is None or is_plain_norm(output_norm, query.device))
         and fits(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
     )
+
+
+def _is_constant(rotary: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether the kernels can rotate as it does, and nobody asks for gradients of its tables."""
+    return isinstance(rotary, PairwiseRotary) and not records_gradients(rotary.cosine, rotary.sine)
 
 
 class OutputNorm(nn.RMSNorm):
@@ -119,7 +125,9 @@ def fused_attention(
     gate: torch.Tensor | None,
     output_norm: nn.RMSNorm | None,
 ) -> torch.Tensor:
-    """A layer without gradients by the fused kernels, where [`can_fuse`] says so.
+    """A layer by the fused kernels, where [`can_fuse`] says so.
+
+    Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
 
     Args:
         config: The layer's options.
@@ -137,7 +145,7 @@ def fused_attention(
     Returns:
         `[B, T, H, V]` in the dtype of `value`, normed and gated.
     """
-    from ..ops.triton.fused import fused_attend, fused_summary
+    from ..ops.triton.fused_operators import fused_attend, fused_summary
     from ..ops.triton.mixing import mix_summaries_and_sums
 
     dtype = value.dtype
@@ -152,19 +160,21 @@ def fused_attention(
         query_norm, key_norm = (norms.query, norms.key) if norms is not None else (None, None)
         divides = config.normalizer != "none"
         shared = (config.feature_map, *_norm_eps(query_norm), root, config.feature_map_eps)
-        summary, key_sum = fused_summary(
-            key.to(dtype), value, _weight(key_norm), *tables, table, *shared, 1 / slots, divides
+        weights = [None if norm is None else norm.weight for norm in (query_norm, key_norm, output_norm)]
+        half = not records_gradients(query, key, value, mixing, gate, *weights)
+        summary, key_sum, _ = fused_summary(
+            key.to(dtype), value, weights[1], *tables, table, *shared, 1 / slots, divides, half
         )
         summary, sums = mix_summaries_and_sums(
             mixing, summary, key_sum if divides else None, query.shape[2], exact=dtype == torch.float32
         )
-        return fused_attend(
+        output, _ = fused_attend(
             query.to(dtype),
             summary,
             sums,
             None if gate is None else gate.to(dtype),
-            _weight(query_norm),
-            _weight(output_norm),
+            weights[0],
+            weights[2],
             *tables,
             table,
             *shared,
@@ -172,10 +182,7 @@ def fused_attention(
             config.eps,
             1e-6 if output_norm is None or output_norm.eps is None else output_norm.eps,
         )
-
-
-def _weight(norm: nn.Module | None) -> torch.Tensor | None:
-    return None if norm is None else norm.weight.detach()  # type: ignore[union-attr, operator]
+        return output
 
 
 def _norm_eps(norm: nn.Module | None) -> tuple[float]:

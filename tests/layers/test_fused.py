@@ -1,28 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused inference path of a layer against the layer in plain torch: every step it takes over, and when it may."""
+"""The fused path of a layer against the layer in plain torch: every step it takes over, and when it may."""
 
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn as nn
+import torch.utils.checkpoint
 
 from mhla_hf import MHLAConfig
 from mhla_hf.layers import MHLA, HeadNorms, PairwiseRotary
 
-from ..ops.triton_checks import DEVICES
+from ..ops.triton_checks import DEVICES, buffers_full_of_nan
 
 
 pytest.importorskip("triton")
 
 GRID = (3, 5)
+OPTIONS = [
+    {},
+    {"normalizer": "none", "output_norm": True, "output_gate": True, "feature_map_eps": 1e-6},
+    {"feature_map": "elu", "lepe_kernel": 3, "mixing_heads": "per_head"},
+    {"feature_map": "exp", "output_gate": True, "head_dim": 12},
+    {"kv_heads": 1, "mixing_heads": "per_head"},
+    {"kv_heads": 1, "normalizer": "none", "feature_map": "identity"},
+]
 
 
-def make_layer(device, *, head_dim=8, heads=2, kv_heads=2, **options):
+def make_layer(device, *, seed=2, head_dim=8, heads=2, kv_heads=2, **options):
     """A layer with random weights everywhere, norms across heads, and inputs: (layer, arguments of forward)."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     config = MHLAConfig(blocks=(2, 2), backend="triton", **options)
     layer = MHLA(
         config, hidden_size=6, num_heads=heads, head_dim=head_dim, num_key_value_heads=kv_heads, default_grid=GRID
@@ -61,17 +71,7 @@ def fused_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"normalizer": "none", "output_norm": True, "output_gate": True, "feature_map_eps": 1e-6},
-        {"feature_map": "elu", "lepe_kernel": 3, "mixing_heads": "per_head"},
-        {"feature_map": "exp", "output_gate": True, "head_dim": 12},
-        {"kv_heads": 1, "mixing_heads": "per_head"},
-        {"kv_heads": 1, "normalizer": "none", "feature_map": "identity"},
-    ],
-)
+@pytest.mark.parametrize("options", OPTIONS)
 @torch.no_grad()
 def test_fused_layers_match_torch(options, device, fused_calls):
     layer, tokens, arguments = make_layer(device, **options)
@@ -109,15 +109,120 @@ def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, device):
     assert errors[0] <= 2 * errors[1]
 
 
+def outputs_and_gradients(layer, tokens, arguments):
+    """The output of a layer, and gradients of a random sum of it, by name; the layer and its inputs are left alone."""
+    layer, arguments = copy.deepcopy(layer), dict(arguments)
+    norms = arguments.get("norms")
+    leaves = {name: token.detach().clone().requires_grad_() for name, token in zip(("query", "key", "value"), tokens)}
+    if norms is not None:
+        arguments["norms"] = HeadNorms(copy.deepcopy(norms.query), copy.deepcopy(norms.key))
+        leaves["query_norm"], leaves["key_norm"] = arguments["norms"].query.weight, arguments["norms"].key.weight
+    output = layer(leaves["query"], leaves["key"], leaves["value"], **arguments)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4)).to(output)
+    (output * weights).sum().backward()
+    leaves.update(layer.named_parameters())
+    return {"output": output.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+def exact_results(layer, tokens, arguments):
+    """The same by plain torch in float64."""
+    plain = copy.deepcopy(layer).double()
+    plain.config = layer.config.replace(backend="torch")
+    arguments = dict(arguments)
+    if "norms" in arguments:
+        norms = copy.deepcopy(arguments["norms"].query), copy.deepcopy(arguments["norms"].key)
+        arguments["norms"] = HeadNorms(norms[0].double(), norms[1].double())
+    if "rotary" in arguments:
+        rotary = arguments["rotary"]
+        arguments["rotary"] = PairwiseRotary(rotary.cosine.double(), rotary.sine.double())
+    if "hidden_states" in arguments:
+        arguments["hidden_states"] = arguments["hidden_states"].double()
+    return outputs_and_gradients(plain, [tensor.double() for tensor in tokens], arguments)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_training_takes_the_differentiable_path(device, fused_calls):
-    layer, tokens, arguments = make_layer(device, output_norm=True)
-    expected = in_torch(layer, tokens, arguments)
-    output = layer(*tokens, **arguments)
-    assert not fused_calls
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-    output.square().sum().backward()
-    assert all(parameter.grad is not None for parameter in layer.parameters())
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients_match_torch(options, seed, device, fused_calls):
+    """Of the inputs and of every parameter, with everything that is allocated full of NaN."""
+    layer, tokens, arguments = make_layer(device, seed=seed, **options)
+    expected = exact_results(layer, tokens, arguments)
+    with buffers_full_of_nan():
+        actual = outputs_and_gradients(layer, tokens, arguments)
+    assert len(fused_calls) == 1 and actual.keys() == expected.keys()
+    for name, reference in expected.items():
+        size = reference.abs().max().item()
+        torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5 * max(1.0, size))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_without_norms_and_rotary_embeddings(device, fused_calls):
+    layer, tokens, _ = make_layer(device, head_dim=9)
+    arguments = {"grid": GRID, "scaling": 0.25}
+    expected, actual = exact_results(layer, tokens, arguments), outputs_and_gradients(layer, tokens, arguments)
+    assert len(fused_calls) == 1
+    for name, reference in expected.items():
+        torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("normalizer", ["query", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_half_precision_are_no_more_than_twice_as_wrong_as_those_of_torch(dtype, normalizer, device):
+    layer, tokens, arguments = make_layer(
+        device, head_dim=32, normalizer=normalizer, output_norm=True, output_gate=True
+    )
+    for module in (layer.gate, arguments["norms"].query, arguments["norms"].key):
+        module.to(dtype)
+    tokens = [tensor.to(dtype) for tensor in tokens]
+    arguments["hidden_states"] = arguments["hidden_states"].to(dtype)
+    exact = exact_results(layer, tokens, arguments)
+    plain = copy.deepcopy(layer)
+    plain.config = layer.config.replace(backend="torch")
+    results = [outputs_and_gradients(module, tokens, arguments) for module in (layer, plain)]
+    for name, reference in exact.items():
+        kernel, torchs = ((result[name].double() - reference).norm() / reference.norm() for result in results)
+        assert kernel <= 2 * torchs, f"{name}: {kernel:.2e} against {torchs:.2e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_changes_no_gradient(reentrant, device, fused_calls):
+    class Checkpointed(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, query, key, value, **keywords):
+            call = functools.partial(self.layer, **keywords)
+            return torch.utils.checkpoint.checkpoint(call, query, key, value, use_reentrant=reentrant)
+
+    layer, tokens, arguments = make_layer(device, output_gate=True)
+    expected = outputs_and_gradients(layer, tokens, arguments)
+    actual = outputs_and_gradients(Checkpointed(layer), tokens, arguments)
+    assert len(fused_calls) == 3
+    for name, reference in expected.items():
+        assert torch.equal(actual[name if name in actual else f"layer.{name}"], reference), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_through_one_compiled_graph(device):
+    layer, tokens, arguments = make_layer(device, output_gate=True, output_norm=True)
+    expected = outputs_and_gradients(layer, tokens, arguments)
+    torch._dynamo.reset()
+    layer.compile(fullgraph=True, backend="aot_eager")
+    actual = outputs_and_gradients(layer, tokens, arguments)
+    for name, reference in expected.items():
+        torch.testing.assert_close(actual[name], reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rotary_tables_that_learn_take_the_other_path(device, fused_calls):
+    layer, tokens, arguments = make_layer(device)
+    cosine = arguments["rotary"].cosine.clone().requires_grad_()
+    arguments["rotary"] = PairwiseRotary(cosine, arguments["rotary"].sine)
+    layer(*tokens, **arguments).sum().backward()
+    assert not fused_calls and cosine.grad is not None
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for inference that take projections as they come and do everything between them and the output.
+"""Triton kernels that take projections as they come and do everything between them and the output.
 
 They hold what `block_kernels` leaves to torch: RMSNorm of queries and keys across heads, scaling, feature map, rotary
-embedding; output norm and gate. Nothing but q, k, v, the gate and the output passes through memory, once each.
+embedding; output norm and gate. Nothing but q, k, v, the gate and the output passes through memory, once each. Below,
+ψ(x) stands for rotated(φ(scaling · norm(x)) + feature_eps), and φ(x) for the same without the rotation.
 
 Rotary embeddings turn neighbouring pairs of channels. The kernels keep even channels and odd ones apart: as rows of a
 summary they may stand in any order, as long as keys and queries agree.
@@ -31,7 +32,7 @@ def inverse_root_mean_square_kernel(
 
 
 @triton.jit
-def _features(
+def normed_rows(
     start,
     norm,
     norm_weight,
@@ -40,18 +41,21 @@ def _features(
     stride_token,
     column,
     scaling,
-    feature_eps,
     WIDTH: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    FEATURE_MAP: tl.constexpr,
 ):
-    """φ(scaling · norm(x)) + feature_eps of some rows, float32, zero where there is no token or no column."""
+    """scaling · norm(x) of some rows, float32."""
     values = load_rows(start, tokens, present, stride_token, column, WIDTH).to(tl.float32)
     if HAS_NORM:
         inverse = tl.load(norm + tokens, mask=present, other=0.0)
         weight = tl.load(norm_weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         values = values * inverse[:, None] * weight[None, :]
-    values = values * scaling
+    return values * scaling
+
+
+@triton.jit
+def features_of(values, present, column, feature_eps, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr):
+    """The feature map of normed rows plus feature_eps, zero where there is no token or no column."""
     # NaN must come out as NaN, which a maximum would lose.
     if FEATURE_MAP == "relu":
         values = tl.where(values < 0, 0.0, values)
@@ -63,42 +67,38 @@ def _features(
 
 
 @triton.jit
-def _rotated(
-    values,
-    cosine,
-    sine,
-    tokens,
-    present,
-    TOKENS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    """Even and odd channels of rotated rows; the tables are `[T, HALF]`."""
-    even, odd = tl.split(tl.reshape(values, (TOKENS, BLOCK_HALF, 2)))
+def rotary_rows(table, tokens, present, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Rows of a table of cosines or sines `[T, HALF]`."""
     pair = tl.arange(0, BLOCK_HALF)
-    pointers = tokens[:, None] * HALF + pair[None, :]
-    mask = present[:, None] & (pair < HALF)[None, :]
-    cosines = tl.load(cosine + pointers, mask=mask, other=0.0)
-    sines = tl.load(sine + pointers, mask=mask, other=0.0)
-    return even * cosines - odd * sines, even * sines + odd * cosines
+    pointers = table + tokens[:, None] * HALF + pair[None, :]
+    return tl.load(pointers, mask=present[:, None] & (pair < HALF)[None, :], other=0.0)
+
+
+@triton.jit
+def rotate(values, cosine, sine, TOKENS: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Even and odd channels of rows, rotated."""
+    even, odd = tl.split(tl.reshape(values, (TOKENS, BLOCK_HALF, 2)))
+    return even * cosine - odd * sine, even * sine + odd * cosine
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def fused_summary_kernel(
-    key,
+def fused_outer_kernel(
+    rows,
     value,
     norm,
     norm_weight,
     cosine,
     sine,
+    scale,
+    weight,
     table,
-    summaries,
-    key_sums,
+    products,
+    sums,
     num_tokens,
     lines,
-    key_stride_batch,
-    key_stride_token,
-    key_stride_head,
+    rows_stride_batch,
+    rows_stride_token,
+    rows_stride_head,
     value_stride_batch,
     value_stride_token,
     value_stride_head,
@@ -108,6 +108,7 @@ def fused_summary_kernel(
     num_blocks,
     SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -115,13 +116,19 @@ def fused_summary_kernel(
     BLOCK_TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROTARY: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_SUM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
     DOT_TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """summaries_b = factor Σ rotated(φ(k)) vᵀ, with even channels first if rotated, and key_sums_b = Σ φ(k)."""
+    """products_b = factor Σ ψ(x_t) (scale_t value_t)ᵀ and sums_b = Σ weight_t φ(x_t) over the tokens of block b.
+
+    Even channels of ψ come first if they are rotated. HEADS is the number of heads of `products`; each sums REPEATS
+    heads of the rows. `scale` and `weight` are `[B, T, HEADS · REPEATS]`.
+    """
     program, line = tl.program_id(0).to(tl.int64) // lines, tl.program_id(0).to(tl.int64) % lines
     batch, head = line // HEADS, line % HEADS
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
@@ -131,65 +138,76 @@ def fused_summary_kernel(
     column = tl.arange(0, BLOCK_WIDTH)
     pair = tl.arange(0, BLOCK_HALF)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
-    key_start = key + batch * key_stride_batch + head * key_stride_head
-    value_start = value + batch * value_stride_batch + head * value_stride_head
-    sums = tl.zeros((BLOCK_WIDTH,), tl.float32)
+    total = tl.zeros((BLOCK_WIDTH,), tl.float32)
     if HAS_ROTARY:
         even_sum = tl.zeros((BLOCK_HALF, BLOCK_VALUE), tl.float32)
         odd_sum = tl.zeros((BLOCK_HALF, BLOCK_VALUE), tl.float32)
     else:
         whole_sum = tl.zeros((BLOCK_WIDTH, BLOCK_VALUE), tl.float32)
-    for offset in range(0, SLOTS, BLOCK_TOKENS):
-        slot = offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, 0, SLOTS)
-        features = _features(
-            key_start,
-            norm + batch * num_tokens,
-            norm_weight + head * WIDTH,
-            tokens,
-            present,
-            key_stride_token,
-            column,
-            scaling,
-            feature_eps,
-            WIDTH,
-            HAS_NORM,
-            FEATURE_MAP,
-        )
-        if HAS_SUM:
-            sums += tl.sum(features, axis=0)
-        values = load_rows(value_start, tokens, present, value_stride_token, value_column, VALUE)
-        if HAS_ROTARY:
-            even, odd = _rotated(features, cosine, sine, tokens, present, BLOCK_TOKENS, HALF, BLOCK_HALF)
-            even_sum += product(tl.trans(even), values, DOT_TYPE, PRECISION, INTERPRETED)
-            odd_sum += product(tl.trans(odd), values, DOT_TYPE, PRECISION, INTERPRETED)
-        else:
-            whole_sum += product(tl.trans(features), values, DOT_TYPE, PRECISION, INTERPRETED)
+    for repeat in range(REPEATS):
+        row_head = head * REPEATS + repeat
+        rows_start = rows + batch * rows_stride_batch + row_head * rows_stride_head
+        value_start = value + batch * value_stride_batch + row_head * value_stride_head
+        for offset in range(0, SLOTS, BLOCK_TOKENS):
+            slot = offset + tl.arange(0, BLOCK_TOKENS)
+            tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, 0, SLOTS)
+            per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
+            normed = normed_rows(
+                rows_start,
+                norm + batch * num_tokens,
+                norm_weight + row_head * WIDTH,
+                tokens,
+                present,
+                rows_stride_token,
+                column,
+                scaling,
+                WIDTH,
+                HAS_NORM,
+            )
+            features = features_of(normed, present, column, feature_eps, WIDTH, FEATURE_MAP)
+            if HAS_SUM:
+                if HAS_WEIGHT:
+                    token_weight = tl.load(weight + per_token, mask=present, other=0.0)
+                    total += tl.sum(features * token_weight[:, None], axis=0)
+                else:
+                    total += tl.sum(features, axis=0)
+            values = load_rows(value_start, tokens, present, value_stride_token, value_column, VALUE)
+            if HAS_SCALE:
+                token_scale = tl.load(scale + per_token, mask=present, other=0.0)
+                values = values.to(tl.float32) * token_scale[:, None]
+            if HAS_ROTARY:
+                cosines = rotary_rows(cosine, tokens, present, HALF, BLOCK_HALF)
+                sines = rotary_rows(sine, tokens, present, HALF, BLOCK_HALF)
+                even, odd = rotate(features, cosines, sines, BLOCK_TOKENS, BLOCK_HALF)
+                even_sum += product(tl.trans(even), values, DOT_TYPE, PRECISION, INTERPRETED)
+                odd_sum += product(tl.trans(odd), values, DOT_TYPE, PRECISION, INTERPRETED)
+            else:
+                whole_sum += product(tl.trans(features), values, DOT_TYPE, PRECISION, INTERPRETED)
     matrix = (batch * HEADS + head) * num_blocks + block
-    start = summaries + matrix * (WIDTH * VALUE)
+    start = products + matrix * (WIDTH * VALUE)
     in_value = (value_column < VALUE)[None, :]
     if HAS_ROTARY:
         mask = (pair < HALF)[:, None] & in_value
         pointers = start + pair[:, None] * VALUE + value_column[None, :]
-        tl.store(pointers, to_type(even_sum * factor, summaries.dtype.element_ty, INTERPRETED), mask=mask)
-        odd = to_type(odd_sum * factor, summaries.dtype.element_ty, INTERPRETED)
+        tl.store(pointers, to_type(even_sum * factor, products.dtype.element_ty, INTERPRETED), mask=mask)
+        odd = to_type(odd_sum * factor, products.dtype.element_ty, INTERPRETED)
         tl.store(pointers + HALF * VALUE, odd, mask=mask)
     else:
         pointers = start + column[:, None] * VALUE + value_column[None, :]
-        whole = to_type(whole_sum * factor, summaries.dtype.element_ty, INTERPRETED)
+        whole = to_type(whole_sum * factor, products.dtype.element_ty, INTERPRETED)
         tl.store(pointers, whole, mask=(column < WIDTH)[:, None] & in_value)
     if HAS_SUM:
         if column_tile == 0:
-            tl.store(key_sums + matrix * WIDTH + column, sums, mask=column < WIDTH)
+            tl.store(sums + matrix * WIDTH + column, total, mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def fused_attend_kernel(
     query,
     gate,
+    output_weight,
     norm,
     norm_weight,
-    output_weight,
     cosine,
     sine,
     table,
@@ -228,7 +246,7 @@ def fused_attend_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """output_t = norm(factor · rotated(φ(q_t))ᵀ summary_b(t) / (φ(q_t)·key_sum_b(t) + eps)) · silu(gate_t).
+    """output_t = norm(factor · ψ(q_t)ᵀ summary_b(t) / (φ(q_t)·key_sum_b(t) + eps)) · silu(gate_t).
 
     Each step is there or not by its flag. One program holds all columns of a head's output, for its norm.
     """
@@ -261,7 +279,7 @@ def fused_attend_kernel(
     for offset in range(0, SLOTS, BLOCK_TOKENS):
         slot = offset + tl.arange(0, BLOCK_TOKENS)
         tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, 0, SLOTS)
-        features = _features(
+        normed = normed_rows(
             query_start,
             norm + batch * num_tokens,
             norm_weight + row_head * WIDTH,
@@ -270,13 +288,14 @@ def fused_attend_kernel(
             query_stride_token,
             column,
             scaling,
-            feature_eps,
             WIDTH,
             HAS_NORM,
-            FEATURE_MAP,
         )
+        features = features_of(normed, present, column, feature_eps, WIDTH, FEATURE_MAP)
         if HAS_ROTARY:
-            even, odd = _rotated(features, cosine, sine, tokens, present, BLOCK_TOKENS, HALF, BLOCK_HALF)
+            cosines = rotary_rows(cosine, tokens, present, HALF, BLOCK_HALF)
+            sines = rotary_rows(sine, tokens, present, HALF, BLOCK_HALF)
+            even, odd = rotate(features, cosines, sines, BLOCK_TOKENS, BLOCK_HALF)
             result = product(even, even_weights, DOT_TYPE, PRECISION, INTERPRETED)
             result += product(odd, odd_weights, DOT_TYPE, PRECISION, INTERPRETED)
         else:
