@@ -71,7 +71,7 @@ def sequence_attention(
         mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
         block_size: Tokens of a block.
         sequence: Padding, documents and cache.
-        backend: See [`mhla_hf.ops.choose_backend`]; with a cache, prompts are computed in plain torch.
+        backend: See [`mhla_hf.ops.choose_backend`]; with a cache too.
         **options: `normalizer`, `normalizer_query`, `normalizer_key` and `eps` of [`mhla_hf.ops.mhla_attention`].
 
     Returns:

@@ -7,7 +7,9 @@ from .block import block_mhla_attention
 from .causal import causal_mhla_attention
 from .dispatch import OPERATOR_BACKENDS, attend_blocks, mhla_attention
 from .naive import naive_mhla_attention, naive_mhla_weights
-from .recurrent import MHLAState, empty_state, mhla_extend, mhla_step, rewind_state
+from .recurrent import MHLAState, empty_state, rewind_state
+from .recurrent_extend import mhla_extend
+from .recurrent_step import mhla_step
 
 
 __all__ = [

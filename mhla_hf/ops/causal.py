@@ -63,17 +63,14 @@ def causal_mhla_attention(
     plain_key = key if normalizer_key is None else normalizer_key
 
     with torch.autocast(query.device.type, enabled=False):
-        # The products below multiply what a token must not see by zero, which does not stop a NaN.
-        bad = ~(key.isfinite().all(-1) & plain_key.isfinite().all(-1) & value.isfinite().all(-1))
-        key, plain_key, clean_value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, plain_key, value))
+        key, plain_key, clean_value, bad = finite_tokens(key, plain_key, value)
         query, key, clean_value = (head_blocks(x, layout, dtype) for x in (query, key, clean_value))
-        output = _prefix_and_own(query, key, clean_value, mixing)
+        output, _ = prefix_and_own(query, key, clean_value, mixing)
         if normalizer != "none":
             plain_query = head_blocks(plain_query, layout, dtype)
             plain_key = head_blocks(plain_key, layout, dtype)
             if normalizer == "query":
-                ones = plain_key.new_ones(*plain_key.shape[:-1], 1)
-                denominator = _prefix_and_own(plain_query, plain_key, ones, mixing)
+                denominator, _ = prefix_and_own(plain_query, plain_key, None, mixing)
             else:
                 denominator = _block_query_denominator(plain_query, plain_key, mixing)
             # Without the empty slots, whose denominator may be zero.
@@ -82,6 +79,18 @@ def causal_mhla_attention(
             output = from_head_blocks(output, layout)
         output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))
     return output.to(value.dtype)
+
+
+def finite_tokens(
+    key: torch.Tensor, plain_key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, keys of the normaliser and values with zeros for bad tokens, and which those are, `[B, T, H_kv]`.
+
+    The products of chunks multiply what a token must not see by zero, which does not stop a NaN.
+    """
+    bad = ~(key.isfinite().all(-1) & plain_key.isfinite().all(-1) & value.isfinite().all(-1))
+    key, plain_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, plain_key, value))
+    return key, plain_key, value, bad
 
 
 def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_heads: int) -> torch.Tensor:
@@ -102,13 +111,35 @@ def _diagonal(mixing: torch.Tensor) -> torch.Tensor:
     return mixing.diagonal(dim1=-2, dim2=-1)[..., None, None]
 
 
-def _prefix_and_own(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-    """φ(q)ᵀ applied to the mixed earlier chunks plus the causal part of the own chunk: `[B, H, M, C, V]`."""
+def prefix_and_own(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    mixing: torch.Tensor,
+    past: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """φ(q)ᵀ applied to the mixed earlier chunks plus the causal part of the own chunk.
+
+    Args:
+        query: `[B, H, M, C, K]`.
+        key: `[B, H_kv, M, C, K]`.
+        value: `[B, H_kv, M, C, V]`; `None` for a column of ones.
+        mixing: `[..., M, M]`.
+        past: What belongs to the mixed earlier chunks beside these, `[B, H or H_kv, M, K, V]`.
+
+    Returns:
+        `[B, H, M, C, V]`, and the chunks' summaries `[B, H_kv, M, K, V]`.
+    """
     num_heads = query.shape[1]
-    prefix = mix_summaries(mixing.tril(-1), key.transpose(-1, -2) @ value, num_heads)
+    if value is None:
+        value = key.new_ones(*key.shape[:-1], 1)
+    summaries = key.transpose(-1, -2) @ value
+    prefix = mix_summaries(mixing.tril(-1), summaries, num_heads)
+    if past is not None:
+        prefix = prefix + repeat_heads(past, num_heads, 1)
     key, value = repeat_heads(key, num_heads, 1), repeat_heads(value, num_heads, 1)
     own = (query @ key.transpose(-1, -2)).tril() @ value
-    return query @ prefix + _diagonal(mixing) * own
+    return query @ prefix + _diagonal(mixing) * own, summaries
 
 
 def _block_query_denominator(query: torch.Tensor, key: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -190,10 +189,10 @@ class MHLACacheLayer(CacheLayerMixin):
         if self._unusable is not None:
             raise ValueError(self._unusable)
         state = self._state_for(key, value, mixing, block_size)
-        attend = partial(mhla_step, backend=backend) if query.shape[1] == 1 else mhla_extend
+        attend = mhla_step if query.shape[1] == 1 else mhla_extend
         output, state = attend(
-            query, key, value, mixing, state, valid=valid,
-            normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
+            query, key, value, mixing, state, valid=valid, normalizer_query=normalizer_query,
+            normalizer_key=normalizer_key, normalizer=normalizer, eps=eps, backend=backend,
         )  # fmt: skip
         self._keep_last(key, key if normalizer_key is None else normalizer_key, value, valid)
         self._mixing = mixing.detach()

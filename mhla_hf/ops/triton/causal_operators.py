@@ -226,7 +226,7 @@ def _backward(ctx, gradient, *_):
 causal_attention.register_autograd(_backward, setup_context=_context)
 
 
-def _flops(query, key, value, mixing, table) -> int:
+def causal_flops(query, key, value, mixing, table) -> int:
     """Products of causal MHLA: 2 B T K V (G + H) for summaries and prefix, B S M² K V for the mixing of a triangle,
     and B T H N (K + V) for the triangles of the chunks' own scores and their sums.
 
@@ -243,7 +243,7 @@ def _flops(query, key, value, mixing, table) -> int:
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention)
 def _forward_flops(query, key, value, plain_query, plain_key, mixing, table, *args, **kwargs) -> int:
-    return _flops(query, key, value, mixing, table)
+    return causal_flops(query, key, value, mixing, table)
 
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention_backward)
@@ -251,4 +251,4 @@ def _backward_flops(*args, **kwargs) -> int:
     """Twice the forward pass, and the scores and their gradients computed once more."""
     query, key, value, _, _, mixing, table = args[8:15]
     again = query[0] * query[1] * query[2] * table[-1] * (query[-1] + value[-1])
-    return 2 * _flops(query, key, value, mixing, table) + again
+    return 2 * causal_flops(query, key, value, mixing, table) + again

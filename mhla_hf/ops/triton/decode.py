@@ -65,6 +65,7 @@ def decode_token(
     """
     plain_query, plain_key = query if plain_query is None else plain_query, key if plain_key is None else plain_key
     query, key, value, plain_query, plain_key = map(dense_rows, (query, key, value, plain_query, plain_key))
+    per_head = mixing.dim() > 2 and mixing.shape[0] != 1
     mixing, position = mixing.expand(query.shape[2], -1, -1), position.contiguous()
     current, prefix, upcoming = current.contiguous(), prefix.contiguous(), upcoming.contiguous()
     batch, heads, width, columns = current.shape
@@ -107,7 +108,7 @@ def decode_token(
             BLOCK_SIZE=block_size,
             HEADS=heads,
             REPEATS=query.shape[2] // heads,
-            PER_HEAD=prefix.shape[1] != heads,
+            PER_HEAD=per_head,
             WIDTH=width,
             VALUE=columns - 1,
             BLOCK_WIDTH=rows,

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla_step`: decodes one token of every batch entry. Shape letters as in `recurrent.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..sequence_layout import mixing_at
+from .numerics import mix_summaries, normalizer_pair, repeat_heads
+from .recurrent import MHLAState, check_recurrent_normalizer, goes_by_kernels
+
+
+def mhla_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    *,
+    valid: torch.Tensor | None = None,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, MHLAState]:
+    """Decodes one token for each batch entry in O(K·V), whatever came before.
+
+    Args:
+        query: Feature-mapped query of the token, `[B, 1, H, K]`.
+        key: Feature-mapped key, `[B, 1, H_kv, K]`.
+        value: Value, `[B, 1, H_kv, V]`.
+        mixing: As in [`mhla_hf.ops.mhla_extend`].
+        state: The state after the tokens before, with room for one block more than those finished. Its summaries are
+            written to, unless gradients are recorded.
+        valid: BoolTensor `[B, 1]`; the state of an entry whose token is padding stays as it is.
+        normalizer_query: Unrotated query where it differs from `query`.
+        normalizer_key: Unrotated key where it differs from `key`.
+        normalizer: `"query"` or `"none"`.
+        eps: Added to the denominator.
+        backend: See [`mhla_hf.ops.choose_backend`]; the kernel, which does the whole step in one launch, serves where
+            no gradient is recorded.
+
+    Returns:
+        The output `[B, 1, H, V]` in the dtype of `value`, and the state after this token.
+
+    Raises:
+        ValueError: If more than one token is given, or `normalizer` is `"block_query"`.
+    """
+    check_recurrent_normalizer(normalizer)
+    if query.shape[1] != 1:
+        raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
+    dtype, size, num_heads = state.current.dtype, state.block_size, query.shape[2]
+    mixing = mixing.to(dtype)
+    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
+    # The kernel files every block that is full.
+    if state.num_blocks > 0 and goes_by_kernels(backend, state, mixing, query, key, value, pair):
+        return _step_by_kernel(query, key, value, pair, mixing, state, valid, normalizer == "query", eps)
+    counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
+    block, offset = state.position // size, state.position % size
+    with torch.autocast(query.device.type, enabled=False):
+        state = _start_block(state, mixing, block, (offset == 0) & (block > 0) & counted.bool())
+        plain_key = key if normalizer_key is None else normalizer_key
+        key, plain_key, value_row = (x.to(dtype).transpose(1, 2) for x in (key, plain_key, value))
+        added = torch.cat([key.transpose(-1, -2) @ value_row, plain_key.transpose(-1, -2)], dim=-1)
+        keep = counted.bool()[:, None, None, None]
+        current = state.current + torch.where(keep, added, 0)
+        own = _weights(mixing, block, block)
+        mixed = repeat_heads(state.prefix, num_heads, 1) + own * repeat_heads(current, num_heads, 1)
+        output = query.to(dtype).transpose(1, 2) @ mixed[..., :-1]
+        if normalizer == "query":
+            plain_query = (query if normalizer_query is None else normalizer_query).to(dtype).transpose(1, 2)
+            output = output / (plain_query @ mixed[..., -1:] + eps)
+        upcoming = state.upcoming + torch.where(keep, _upcoming_share(state, mixing, block, offset), 0)
+        output = output.masked_fill(~keep, 0)
+    state = dataclasses.replace(
+        state, current=current, upcoming=upcoming, position=state.position + counted, is_empty=False
+    )
+    return output.transpose(1, 2).to(value.dtype), state
+
+
+def _step_by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pair: tuple[torch.Tensor | None, torch.Tensor | None],
+    mixing: torch.Tensor,
+    state: MHLAState,
+    valid: torch.Tensor | None,
+    divides: bool,
+    eps: float,
+) -> tuple[torch.Tensor, MHLAState]:
+    # Imported here alone: Triton need not be installed.
+    from .triton.decode import decode_token
+
+    output, current, prefix, upcoming, position = decode_token(
+        query, key, value, *pair, valid, mixing, state.summaries, state.current, state.prefix, state.upcoming,
+        state.position, state.block_size, divides, eps,
+    )  # fmt: skip
+    state = dataclasses.replace(
+        state, current=current, prefix=prefix, upcoming=upcoming, position=position, is_empty=False
+    )
+    return output, state
+
+
+def _weights(mixing: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """One weight for each batch entry: `[B, 1 or H, 1, 1]`."""
+    return mixing_at(mixing, row[:, None, None], column[:, None, None])
+
+
+def _start_block(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, starting: torch.Tensor) -> MHLAState:
+    """Files the full current block of the batch entries that are `starting` a block `[B]`."""
+    if state.num_blocks == 0:
+        return state
+    before = (block - 1).clamp(min=0)
+    start = starting[:, None, None, None]
+    # Entries that start no block write back what stands there.
+    entries = torch.arange(block.shape[0], device=block.device)
+    slot = before.clamp(max=state.num_blocks - 1)
+    filed = torch.where(start, state.current.to(state.summaries.dtype), state.summaries[entries, :, slot])
+    if torch.is_grad_enabled() and (filed.requires_grad or state.summaries.requires_grad):
+        summaries = state.summaries.index_put((entries[:, None], _all_heads(state), slot[:, None]), filed)
+    else:
+        summaries = state.summaries.index_put_((entries[:, None], _all_heads(state), slot[:, None]), filed)
+    heads = state.prefix.shape[1]
+    own = _weights(mixing, block, before) * repeat_heads(state.current, heads, 1)
+    return dataclasses.replace(
+        state,
+        summaries=summaries,
+        current=torch.where(start, 0, state.current),
+        prefix=torch.where(start, state.upcoming + own, state.prefix),
+        upcoming=torch.where(start, 0, state.upcoming),
+        is_empty=False,
+    )
+
+
+def _all_heads(state: MHLAState) -> torch.Tensor:
+    return torch.arange(state.summaries.shape[1], device=state.summaries.device)[None, :]
+
+
+def _upcoming_share(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """This token's share of the next block's prefix: finished blocks b with b ≡ offset modulo the block size.
+
+    Every finished block comes up exactly once while a block fills.
+    """
+    if state.num_blocks == 0:
+        return torch.zeros_like(state.upcoming)
+    strides = -(-state.num_blocks // state.block_size)
+    index = offset[:, None] + state.block_size * torch.arange(strides, device=block.device)
+    weights = mixing_at(mixing, (block + 1)[:, None, None], index[:, None, :])
+    weights = torch.where((index < block[:, None])[:, None, None], weights, 0)
+    entries = torch.arange(block.shape[0], device=block.device)[:, None]
+    chosen = state.summaries[entries, :, index.clamp(max=state.num_blocks - 1)].transpose(1, 2)
+    return mix_summaries(weights, chosen.to(state.current.dtype), state.prefix.shape[1]).squeeze(2)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The custom operator that runs many tokens through causal attention and moves the recurrent state past them.
+
+Shape letters: B batch, T tokens, H query heads, G key heads (H or a divisor), S heads of the prefix (H, or G where all
+heads share the mixing weights), K and V widths, N tokens of a block, I blocks that the tokens may reach, the state's
+current block first, n blocks that the state has room for.
+"""
+
+# No postponed annotations here: torch.library reads schemas from them.
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ...layout import BlockLayout
+from ...sequence_layout import SequenceLayout
+from ..recurrent import MHLAState, current_block
+from . import block_launch
+from .causal_operators import causal_flops, causal_stages
+from .launching import on_device
+from .prompt_kernels import file_kernel
+
+
+# Elements of a summary that a program files, and blocks that it reads at a time.
+FILED_ELEMENTS = 256
+FILED_BLOCKS = 16
+
+
+def attend_prompt(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pair: tuple[Tensor | None, Tensor | None],
+    mixing: Tensor,
+    own: Tensor,
+    past: Tensor | None,
+    layout: BlockLayout | SequenceLayout,
+    lead: int,
+    state: MHLAState,
+    position: Tensor,
+    *,
+    divides: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What [`mhla_hf.ops.mhla_extend`] computes, by kernels.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, G, K]`.
+        value: `[B, T, G, V]`.
+        pair: Queries and keys of the normaliser where they differ.
+        mixing: float32 `[M, M]` or `[1 or H, M, M]`.
+        own: The weights of the layout's own blocks, float32.
+        past: What the state adds to the prefix of these blocks, float32 `[B, S, I, K, V + 1]`; `None` for nothing.
+        layout: Blocks of `lead` slots for tokens that are past, and the new tokens.
+        lead: That number.
+        state: The state before these tokens.
+        position: The state's position after them.
+        divides: Whether to divide by the normaliser.
+        eps: Added to the denominator.
+
+    Returns:
+        The output `[B, T, H, V]`, and the new state's summaries, current summary, prefix and upcoming prefix.
+    """
+    table = layout.token_table(query.device)
+    # Slots that a layout of few tokens lacks, so that every length makes blocks of one size.
+    table = F.pad(table, (0, state.block_size - table.shape[-1]), value=lead + query.shape[1])
+    if lead:
+        # Past tokens leave their slots empty: the state has them.
+        table = torch.where(table < lead, query.shape[1], table - lead)
+    held = (None, None) if past is None else (state.summaries, state.current)
+    return extend_state(
+        query.to(value.dtype), key.to(value.dtype), value, *pair, mixing, own, table, past, *held,
+        state.position, position, state.num_blocks, state.summaries.dtype, divides, eps,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("mhla_hf::extend_state", mutates_args=())
+def extend_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
+    mixing: Tensor,
+    own: Tensor,
+    table: Tensor,
+    past: Tensor | None,
+    old_summaries: Tensor | None,
+    old_current: Tensor | None,
+    before: Tensor,
+    after: Tensor,
+    room: int,
+    dtype: torch.dtype,
+    divides: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs of new tokens, and the state after them; see [`mhla_hf.ops.MHLAState`].
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, G, K]`, of the same dtype.
+        value: `[B, T, G, V]`, of the same dtype.
+        plain_query: Queries of the normaliser where they differ, `[B, T, H, K]`.
+        plain_key: Keys of the normaliser, given together with them, `[B, T, G, K]`.
+        mixing: float32 `[M, M]` or `[1 or H, M, M]`.
+        own: The weights of the I blocks, float32 `[I, I]`, `[1 or H, I, I]` or `[B, 1 or H, I, I]`.
+        table: Token of each slot, int32 `[I, N]` or `[B, I, N]`, T where a slot is empty.
+        past: See [`attend_prompt`].
+        old_summaries: Finished blocks of the state before, `[B, G, n, K, V + 1]`; `None` for a state without tokens.
+        old_current: The summary of its current block, float32 `[B, G, K, V + 1]`, given together with them.
+        before: Tokens seen before these, LongTensor `[B]`.
+        after: Tokens seen after these, LongTensor `[B]`.
+        room: n.
+        dtype: What finished blocks are kept in.
+        divides: Whether to divide by the normaliser.
+        eps: Added to the denominator.
+
+    Returns:
+        `[B, T, H, V]`; summaries of finished blocks `[B, G, n, K, V + 1]` in `dtype`; and in float32 the summary of
+        the current block `[B, G, K, V + 1]`, its prefix and the next block's `[B, S, K, V + 1]`.
+    """
+    slots = table.shape[-1]
+    output, _, summary, prefix, key_sum, _, first_bad, _ = causal_stages(
+        query, key, value, plain_query, plain_key, own, table,
+        starts=None, divides=divides, total=True, half=dtype == torch.bfloat16, eps=eps, past=past,
+    )  # fmt: skip
+    # Again for the one block that is kept in float32: tokens will be added to it.
+    local = current_block(after, slots) - current_block(before, slots)
+    entries = table.expand(query.shape[0], -1, -1)
+    slot_tokens = entries.gather(1, local[:, None, None].expand(-1, 1, slots))
+    products, sums, bad = block_launch.finite_outer(
+        key, value, slot_tokens, factor=1.0, total=True, plain=plain_key, dtype=torch.float32
+    )
+    current = torch.cat([products, sums.unsqueeze(-1)], dim=-1).squeeze(2)
+    if old_current is not None:
+        current = current + torch.where((local == 0)[:, None, None, None], old_current, 0)
+    current = current.masked_fill((bad < slots).unsqueeze(-1), float("nan"))
+    filed = _file(
+        summary, key_sum, first_bad, mixing, before, after, old_summaries, old_current,
+        room=room, block_size=slots, prefixes=prefix.shape[1], dtype=dtype,
+    )  # fmt: skip
+    return output, filed[0], current, *filed[1:]
+
+
+def _file(
+    summary: Tensor,
+    key_sum: Tensor,
+    first_bad: Tensor,
+    mixing: Tensor,
+    before: Tensor,
+    after: Tensor,
+    old_summaries: Tensor | None,
+    old_current: Tensor | None,
+    *,
+    room: int,
+    block_size: int,
+    prefixes: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Finished blocks `[B, G, room, K, V + 1]` of this dtype, and float32 prefixes `[B, prefixes, K, V + 1]`."""
+    batch, heads, num_blocks, width, columns = summary.shape
+    per_head = mixing.dim() > 2 and mixing.shape[0] != 1
+    mixing = mixing.expand(prefixes, -1, -1)
+    summaries = summary.new_empty(batch, heads, room, width, columns + 1, dtype=dtype)
+    prefix = summary.new_empty(batch, prefixes, width, columns + 1, dtype=torch.float32)
+    upcoming = torch.empty_like(prefix)
+    with on_device(summary):
+        file_kernel[(batch * heads * triton.cdiv(width * (columns + 1), FILED_ELEMENTS),)](
+            summary,
+            key_sum,
+            first_bad,
+            summary if old_summaries is None else old_summaries.contiguous(),
+            summary if old_current is None else old_current.contiguous(),
+            mixing,
+            before.contiguous(),
+            after.contiguous(),
+            summaries,
+            prefix,
+            upcoming,
+            num_blocks,
+            room,
+            0 if old_summaries is None else old_summaries.shape[2],
+            mixing.shape[-1] - 1,
+            *mixing.stride(),
+            BLOCK_SIZE=block_size,
+            HEADS=heads,
+            REPEATS=prefixes // heads,
+            PER_HEAD=per_head,
+            WIDTH=width,
+            VALUE=columns,
+            BLOCK_INDICES=FILED_BLOCKS,
+            BLOCK_ELEMENTS=FILED_ELEMENTS,
+            HAS_PAST=old_summaries is not None,
+            INTERPRETED=not summary.is_cuda,
+            num_warps=4,
+        )
+    return summaries, prefix, upcoming
+
+
+@extend_state.register_fake
+def _(
+    query, key, value, plain_query, plain_key, mixing, own, table, past, old_summaries, old_current, before, after,
+    room, dtype, divides, eps,
+):  # fmt: skip
+    batch, groups = key.shape[0], key.shape[2]
+    per_head = mixing.dim() > 2 and mixing.shape[0] != 1
+    prefixes = query.shape[2] if per_head else groups
+    matrix = key.shape[-1], value.shape[-1] + 1
+    prefix = query.new_empty(batch, prefixes, *matrix, dtype=torch.float32)
+    return (
+        query.new_empty(*query.shape[:-1], value.shape[-1]),
+        query.new_empty(batch, groups, room, *matrix, dtype=dtype),
+        query.new_empty(batch, groups, *matrix, dtype=torch.float32),
+        prefix,
+        torch.empty_like(prefix),
+    )
+
+
+@register_flop_formula(torch.ops.mhla_hf.extend_state)
+def _extend_flops(
+    query, key, value, plain_query, plain_key, mixing, own, table, past, old_summaries, old_current, before, after,
+    room, *args, **kwargs,
+) -> int:  # fmt: skip
+    """Causal attention; the current block once more; and 4 B S n K (V + 1) for the state's two prefixes."""
+    per_head = len(mixing) > 2 and mixing[0] != 1
+    matrix = key[-1] * (value[-1] + 1)
+    current = 2 * key[0] * key[2] * table[-1] * matrix
+    prefixes = 4 * key[0] * (query[2] if per_head else key[2]) * room * matrix
+    return causal_flops(query, key, value, own, table) + current + prefixes
