@@ -5,8 +5,8 @@ Run as a program, `python -m tests.ops.kernel_compilation 90 64`, without TRITON
 ten, and the width of heads. It runs the operators on small CPU tensors, compiles each launch in place of making it,
 and prints a JSON list of `{kernel, types, warps, registers, stack, local, shared}`.
 
-With a list of lengths after those, it compiles nothing, but runs causal attention over so many tokens each time and
-prints for each length how many compilations it would have to wait for.
+With series of grids after those, `causal:1100,1200` or `block:8x12,10x10`, it compiles nothing, but runs attention
+over grid after grid, and prints for each grid of each series how many compilations it would have to wait for.
 """
 
 from __future__ import annotations
@@ -107,54 +107,72 @@ def run_operators(width: int) -> None:
                 output = attend(*tokens[:3], mixing, layout, normalizer=normalizer, **pair)
                 if trains:
                     output.sum().backward()
+        run_fused(width, dtype, blocks, trains)
         with torch.no_grad():
-            run_fused(width, dtype, blocks)
             state = empty_state(1, 2, width, width, 128, num_blocks=2, summary_dtype=dtype)
             token = torch.ones(1, 1, 2, width, dtype=dtype)
             tensors = state.summaries, state.current, state.prefix, state.upcoming, state.position
             decode_token(token, token, token, None, None, None, torch.ones(2, 2), *tensors, 128, True, 1e-6)
 
 
-def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout) -> None:
+def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout, trains: bool) -> None:
     """Launches the kernels that have norm, feature map and rotary embeddings inside, if they take heads that wide."""
-    from mhla_hf.ops.triton import fused
+    from mhla_hf.ops.triton import fused_launch, fused_operators
 
-    if not fused.fits(width, width, True, dtype):
+    if not fused_launch.fits(width, width, True, dtype):
         return
-    tokens, table = torch.ones(1, 384, 2, width, dtype=dtype), layout.token_table(torch.device("cpu"))
-    angles, norm = torch.ones(384, width // 2), torch.ones(2 * width, dtype=dtype)
-    summaries, sums = fused.fused_summary(
-        tokens, tokens, norm, angles, angles, table, "relu", 1e-6, 1.0, 0.0, 1.0, True
-    )
-    fused.fused_attend(
-        tokens, summaries, sums, tokens, norm, torch.ones(width, dtype=dtype), angles, angles, table,
-        "relu", 1e-6, 1.0, 0.0, 1.0, 1e-6, 1e-6,
-    )  # fmt: skip
+    table, angles = layout.token_table(torch.device("cpu")), torch.ones(384, width // 2)
+    for normalizes in (True, False):
+        tokens = torch.ones(1, 384, 2, width, dtype=dtype, requires_grad=trains)
+        norm, output_norm = (torch.ones(size, dtype=dtype, requires_grad=trains) for size in (2 * width, width))
+        shared = "relu", 1e-6, 1.0, 0.0, 1.0
+        summaries, sums, _ = fused_operators.fused_summary(
+            tokens, tokens, norm, angles, angles, table, *shared, normalizes, not trains
+        )
+        output, _ = fused_operators.fused_attend(
+            tokens, summaries, sums if normalizes else None, tokens, norm, output_norm, angles, angles, table,
+            *shared, 1e-6, 1e-6,
+        )  # fmt: skip
+        if trains:
+            output.sum().backward()
 
 
-def run_lengths(width: int, lengths: list[int], compilations: Compilations) -> list[int]:
-    """Runs causal attention, forward and backward, over so many tokens each; new compilations at each length."""
+def count_compilations(width: int, series: str, compilations: Compilations) -> list[int]:
+    """Runs attention, forward and backward, over some grids of tokens; new compilations at each.
+
+    Args:
+        width: Of heads.
+        series: `causal:` or `block:`, then grids between commas, each its sizes joined by `x`. Causal attention has
+            chunks of 16 tokens, the other two blocks along each axis.
+        compilations: Counts them.
+    """
+    from mhla_hf.ops.triton.block import triton_block_mhla_attention
     from mhla_hf.ops.triton.causal import triton_causal_mhla_attention
 
-    compilations.only_counts = True
+    kind, grids = series.split(":")
+    attend = triton_causal_mhla_attention if kind == "causal" else triton_block_mhla_attention
+    compilations.only_counts, compilations.seen = True, set()
     counts = []
-    for length in lengths:
-        before, layout = len(compilations.seen), BlockLayout((length,), block_size=(16,))
-        tokens = [torch.ones(1, length, 2, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    for text in grids.split(","):
+        grid = tuple(map(int, text.split("x")))
+        blocks = {"block_size": (16,)} if kind == "causal" else {"blocks": (2,) * len(grid)}
+        before, layout = len(compilations.seen), BlockLayout(grid, **blocks)
+        shape = (1, layout.num_tokens, 2, width)
+        tokens = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         mixing = torch.ones(2, layout.num_blocks, layout.num_blocks, requires_grad=True)
-        triton_causal_mhla_attention(*tokens, mixing, layout).sum().backward()
+        attend(*tokens, mixing, layout).sum().backward()
         counts.append(len(compilations.seen) - before)
     return counts
 
 
 def main() -> None:
-    capability, width, *lengths = map(int, sys.argv[1:])
+    capability, width = map(int, sys.argv[1:3])
     compilations = Compilations(capability)
     for module in (block_launch, causal_launch):
         module.multiplies_from_shared_memory = lambda device: capability >= 90
     JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)
-    if lengths:
-        json.dump(run_lengths(width, lengths, compilations), sys.stdout)
+    if len(sys.argv) > 3:
+        json.dump([count_compilations(width, series, compilations) for series in sys.argv[3:]], sys.stdout)
         return
     run_operators(width)
     json.dump(compilations.results, sys.stdout)

@@ -54,9 +54,9 @@ def outer_kernel(
     bad_stride_part,
     factor,
     num_blocks,
-    SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_SLOTS: tl.constexpr,
+    slots,
+    splits,
+    split_slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     LEFT: tl.constexpr,
@@ -79,39 +79,39 @@ def outer_kernel(
 
     HEADS is the number of heads of `products`; each sums REPEATS heads of the rows. `scale` and `weight` are
     `[B, T, HEADS · REPEATS]`. TOTAL: 0 computes no total, 1 sums `left`, 2 sums `plain`. BAD: 1 takes numbers that are
-    not finite for zero and writes the first slot that has one, or SLOTS, to `bad` `[parts, B, HEADS, num_blocks]`, a
+    not finite for zero and writes the first slot that has one, or `slots`, to `bad` `[parts, B, HEADS, num_blocks]`, a
     part for each share and column tile; 2 leaves out the slots from `bad` `[B, heads, num_blocks]` on, of which
     BAD_REPEATS heads of the rows share one.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
-    batch, head, block, part = place_of_program(SPLITS * COLUMN_TILES, num_blocks, HEADS)
+    batch, head, block, part = place_of_program(splits * COLUMN_TILES, num_blocks, HEADS)
     split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     left_column = tl.arange(0, BLOCK_LEFT)
     right_column = column_tile * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
     plain_column = tl.arange(0, BLOCK_PLAIN)
     accumulator = tl.zeros((BLOCK_LEFT, BLOCK_RIGHT), tl.float32)
     sums = tl.zeros((BLOCK_PLAIN,), tl.float32)
-    first = split * SPLIT_SLOTS
-    stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
-    first_bad = tl.full((), SLOTS, tl.int32)
+    first = split * split_slots
+    stop = tl.minimum(first + split_slots, slots)
+    first_bad = tl.full((), slots, tl.int32)
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
         if BAD == 2:
             bad_heads = HEADS * REPEATS // BAD_REPEATS
             bad_matrix = (batch * bad_heads + row_head // BAD_REPEATS) * num_blocks + block
-            stop = tl.minimum(tl.minimum(first + SPLIT_SLOTS, SLOTS), tl.load(bad + bad_matrix))
+            stop = tl.minimum(tl.minimum(first + split_slots, slots), tl.load(bad + bad_matrix))
         left_start = left + batch * left_stride_batch + row_head * left_stride_head
         right_start = right + batch * right_stride_batch + row_head * right_stride_head
         plain_start = plain + batch * plain_stride_batch + row_head * plain_stride_head
-        for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
-            slot = first + offset + tl.arange(0, BLOCK_TOKENS)
-            tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+        for offset in range(first, stop, BLOCK_TOKENS):
+            slot = offset + tl.arange(0, BLOCK_TOKENS)
+            tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, slots)
             per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
             left_rows = load_rows(left_start, tokens, present, left_stride_token, left_column, LEFT)
             right_rows = load_rows(right_start, tokens, present, right_stride_token, right_column, RIGHT)
             if BAD == 1:
-                first_bad = tl.minimum(first_bad, first_bad_slot(left_rows, slot, SLOTS))
-                first_bad = tl.minimum(first_bad, first_bad_slot(right_rows, slot, SLOTS))
+                first_bad = tl.minimum(first_bad, first_bad_slot(left_rows, slot, slots))
+                first_bad = tl.minimum(first_bad, first_bad_slot(right_rows, slot, slots))
                 left_rows, right_rows = finite_or_zero(left_rows), finite_or_zero(right_rows)
             if HAS_SCALE:
                 row_scale = tl.load(scale + per_token, mask=present, other=0.0)
@@ -121,7 +121,7 @@ def outer_kernel(
                 if TOTAL == 2:
                     plain_rows = load_rows(plain_start, tokens, present, plain_stride_token, plain_column, PLAIN)
                     if BAD == 1:
-                        first_bad = tl.minimum(first_bad, first_bad_slot(plain_rows, slot, SLOTS))
+                        first_bad = tl.minimum(first_bad, first_bad_slot(plain_rows, slot, slots))
                         plain_rows = finite_or_zero(plain_rows)
                 else:
                     plain_rows = left_rows
@@ -163,9 +163,9 @@ def attend_kernel(
     factor,
     eps,
     num_blocks,
-    SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_SLOTS: tl.constexpr,
+    slots,
+    splits,
+    split_slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -187,7 +187,7 @@ def attend_kernel(
     the denominator.
     """
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
-    batch, row_head, block, part = place_of_program(SPLITS * COLUMN_TILES, num_blocks, HEADS * REPEATS)
+    batch, row_head, block, part = place_of_program(splits * COLUMN_TILES, num_blocks, HEADS * REPEATS)
     head, split, column_tile = row_head // REPEATS, part // COLUMN_TILES, part % COLUMN_TILES
     column = tl.arange(0, BLOCK_WIDTH)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
@@ -203,11 +203,11 @@ def attend_kernel(
     query_start = query + batch * query_stride_batch + row_head * query_stride_head
     plain_start = plain + batch * plain_stride_batch + row_head * plain_stride_head
     output_start = output + (batch * num_tokens * (HEADS * REPEATS) + row_head) * VALUE
-    first = split * SPLIT_SLOTS
-    stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
-    for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
-        slot = first + offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+    first = split * split_slots
+    stop = tl.minimum(first + split_slots, slots)
+    for offset in range(first, stop, BLOCK_TOKENS):
+        slot = offset + tl.arange(0, BLOCK_TOKENS)
+        tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, slots)
         rows = load_rows(query_start, tokens, present, query_stride_token, column, WIDTH)
         result = product(rows, weights, DOT_TYPE, PRECISION, INTERPRETED) * factor
         if NORMALIZER != 0:
@@ -249,9 +249,9 @@ def apply_kernel(
     matrix_stride_column,
     factor,
     num_blocks,
-    SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_SLOTS: tl.constexpr,
+    slots,
+    splits,
+    split_slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -278,7 +278,7 @@ def apply_kernel(
     written to `weight` `[B, T, H]`.
     """
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    batch, row_head, block, part = place_of_program(SPLITS * COLUMN_TILES, num_blocks, HEADS * REPEATS)
+    batch, row_head, block, part = place_of_program(splits * COLUMN_TILES, num_blocks, HEADS * REPEATS)
     head, split, column_tile = row_head // REPEATS, part // COLUMN_TILES, part % COLUMN_TILES
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -299,11 +299,11 @@ def apply_kernel(
     rows_start = rows + batch * rows_stride_batch + row_head * rows_stride_head
     other_start = other + batch * other_stride_batch + row_head * other_stride_head
     token_start = batch * num_tokens * (HEADS * REPEATS) + row_head
-    first = split * SPLIT_SLOTS
-    stop = tl.minimum(first + SPLIT_SLOTS, SLOTS)
-    for offset in range(0, SPLIT_SLOTS, BLOCK_TOKENS):
-        slot = first + offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS)
+    first = split * split_slots
+    stop = tl.minimum(first + split_slots, slots)
+    for offset in range(first, stop, BLOCK_TOKENS):
+        slot = offset + tl.arange(0, BLOCK_TOKENS)
+        tokens, present = slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, slots)
         per_token = token_start + tokens * (HEADS * REPEATS)
         values = load_rows(rows_start, tokens, present, rows_stride_token, row_column, WIDTH)
         output = product(values, weights, DOT_TYPE, PRECISION, INTERPRETED) * factor

@@ -57,7 +57,7 @@ def query_gradient_kernel(
     mixing_stride_diagonal,
     share_stride_part,
     factor,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     PREFIX_REPEATS: tl.constexpr,
@@ -78,14 +78,14 @@ def query_gradient_kernel(
     the rounding of the outputs (dense `[B, T, HEADS, VALUE]`), otherwise from those.
     """
     batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, SLOTS, HEADS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
+        num_blocks, slots, HEADS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
     )
     key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
     column = column_tile * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     value_column = tl.arange(0, BLOCK_VALUE)
     stop = tl.load(limit + (batch * (HEADS // REPEATS) + key_head) * num_blocks + block)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+    tokens, present = slot_tokens(table, batch, block, slot, slots, num_tokens, table_stride_batch, slots)
     used = present & (slot < stop)
     per_token = (batch * num_tokens + tokens) * HEADS + head
     gradient_start = gradient + batch * gradient_stride_batch + head * gradient_stride_head
@@ -95,7 +95,7 @@ def query_gradient_kernel(
     own = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
     for tile in range(row_tile + 1):
         other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        others, there = slot_tokens(table, batch, block, other_slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+        others, there = slot_tokens(table, batch, block, other_slot, slots, num_tokens, table_stride_batch, slots)
         seen = other_slot[None, :] <= slot[:, None]
         values = finite_or_zero(load_rows(value_start, others, there, value_stride_token, value_column, VALUE))
         keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
@@ -130,7 +130,7 @@ def query_gradient_kernel(
             for tile in range(row_tile + 1):
                 other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
                 others, there = slot_tokens(
-                    table, batch, block, other_slot, SLOTS, num_tokens, table_stride_batch, SLOTS
+                    table, batch, block, other_slot, slots, num_tokens, table_stride_batch, slots
                 )
                 keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
                 seen = (other_slot[None, :] <= slot[:, None]).to(tl.float32)
@@ -176,7 +176,7 @@ def key_gradient_kernel(
     mixing_stride_head,
     mixing_stride_diagonal,
     factor,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -198,14 +198,14 @@ def key_gradient_kernel(
     HAS_WEIGHT. HEADS is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
     """
     batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, SLOTS, HEADS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
+        num_blocks, slots, HEADS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
     )
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     matrix = (batch * HEADS + head) * num_blocks + block
-    stop = tl.minimum(tl.load(limit + matrix), SLOTS)
+    stop = tl.minimum(tl.load(limit + matrix), slots)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+    tokens, present = slot_tokens(table, batch, block, slot, slots, num_tokens, table_stride_batch, slots)
     rows_start = rows + batch * rows_stride_batch + head * rows_stride_head
     own = finite_or_zero(load_rows(rows_start, tokens, present, rows_stride_token, row_column, WIDTH))
     total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
@@ -216,9 +216,9 @@ def key_gradient_kernel(
         own_weight = tl.load(
             mixing + batch * mixing_stride_batch + row_head * mixing_stride_head + block * mixing_stride_diagonal
         )
-        for tile in range(row_tile, (SLOTS + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
+        for tile in range(row_tile, (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
             later_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-            later, there = slot_tokens(table, batch, block, later_slot, stop, num_tokens, table_stride_batch, SLOTS)
+            later, there = slot_tokens(table, batch, block, later_slot, stop, num_tokens, table_stride_batch, slots)
             per_token = (batch * num_tokens + later) * (HEADS * REPEATS) + row_head
             inner_rows = load_rows(inner_start, later, there, inner_stride_token, row_column, WIDTH)
             other_rows = load_rows(other_start, later, there, other_stride_token, column, COLUMNS)
@@ -262,7 +262,7 @@ def plain_gradient_kernel(
     mixing_stride_head,
     mixing_stride_diagonal,
     share_stride_part,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     VECTOR_REPEATS: tl.constexpr,
@@ -281,14 +281,14 @@ def plain_gradient_kernel(
     head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
     queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
     """
-    batch, head, block, row_tile, _ = tile_of_program(num_blocks, SLOTS, HEADS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
+    batch, head, block, row_tile, _ = tile_of_program(num_blocks, slots, HEADS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
     column = tl.arange(0, BLOCK_PLAIN)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+    tokens, present = slot_tokens(table, batch, block, slot, slots, num_tokens, table_stride_batch, slots)
     key_head = head // REPEATS if OF_QUERY else head
     key_heads = HEADS // REPEATS if OF_QUERY else HEADS
-    stop = tl.minimum(tl.load(limit + (batch * key_heads + key_head) * num_blocks + block), SLOTS)
-    last_tile = row_tile + 1 if OF_QUERY else (SLOTS + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    stop = tl.minimum(tl.load(limit + (batch * key_heads + key_head) * num_blocks + block), slots)
+    last_tile = row_tile + 1 if OF_QUERY else (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     total = tl.zeros((BLOCK_TOKENS, BLOCK_PLAIN), tl.float32)
     own_weight = 1.0
     for repeat in range(1 if OF_QUERY else REPEATS):
@@ -300,8 +300,8 @@ def plain_gradient_kernel(
         )
         for tile in range(0 if OF_QUERY else row_tile, last_tile):
             other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-            until = SLOTS if OF_QUERY else stop
-            others, there = slot_tokens(table, batch, block, other_slot, until, num_tokens, table_stride_batch, SLOTS)
+            until = slots if OF_QUERY else stop
+            others, there = slot_tokens(table, batch, block, other_slot, until, num_tokens, table_stride_batch, slots)
             other_rows = load_rows(other_start, others, there, other_stride_token, column, PLAIN)
             if OF_QUERY:
                 counted = (other_slot[None, :] <= slot[:, None]).to(tl.float32)

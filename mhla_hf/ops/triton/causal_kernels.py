@@ -17,7 +17,7 @@ from .rows import COUNTS, finite_or_zero, load_rows, place_of_program, product, 
 @triton.jit
 def tile_of_program(
     num_blocks,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -25,7 +25,7 @@ def tile_of_program(
 ):
     """Batch entry, head, chunk, row tile and column tile of this program."""
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    parts = (SLOTS + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
+    parts = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
     batch, head, block, part = place_of_program(parts, num_blocks, HEADS)
     return batch, head, block, part // COLUMN_TILES, part % COLUMN_TILES
 
@@ -110,7 +110,7 @@ def causal_attend_kernel(
     mixing_stride_diagonal,
     factor,
     eps,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     PREFIX_REPEATS: tl.constexpr,
@@ -136,13 +136,13 @@ def causal_attend_kernel(
     become NaN.
     """
     batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, SLOTS, HEADS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
+        num_blocks, slots, HEADS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
     )
     key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
     column, plain_column = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_PLAIN)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+    tokens, present = slot_tokens(table, batch, block, slot, slots, num_tokens, table_stride_batch, slots)
     query_start = query + batch * query_stride_batch + head * query_stride_head
     key_start = key + batch * key_stride_batch + key_head * key_stride_head
     value_start = value + batch * value_stride_batch + key_head * value_stride_head
@@ -157,7 +157,7 @@ def causal_attend_kernel(
     divisor = tl.zeros((BLOCK_TOKENS,), tl.float32)
     for tile in range(row_tile + 1):
         other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        others, there = slot_tokens(table, batch, block, other_slot, SLOTS, num_tokens, table_stride_batch, SLOTS)
+        others, there = slot_tokens(table, batch, block, other_slot, slots, num_tokens, table_stride_batch, slots)
         seen = other_slot[None, :] <= slot[:, None]
         keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
         values = finite_or_zero(load_rows(value_start, others, there, value_stride_token, value_column, VALUE))

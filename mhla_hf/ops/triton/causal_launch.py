@@ -65,7 +65,7 @@ def _options(
     column_tile = min(padded(columns), largest // padded(width))
     most_tokens = 16 if tight and wide else 64 if roomy or (row_bytes <= 128 and not tight) else 32
     options = {
-        "SLOTS": slots,
+        "slots": slots,
         "BLOCK_TOKENS": min(token_tile(slots, width), most_tokens),
         "num_warps": 4 if row_bytes * column_tile <= 128 * 64 else 8,
         "num_stages": 2,

@@ -9,9 +9,9 @@ import triton.language as tl
 # Arguments that change with the tokens given. Kernels are not compiled anew where one happens to be 1 or a multiple of
 # 16; strides of rows stay out of this, since wide loads need to know of them.
 COUNTS = (
-    "num_tokens", "num_blocks", "blocks", "lines", "count", "share", "column_share", "column_shares",
-    "bad_stride_part", "share_stride_part", "starts_stride_batch", "mixing_stride_batch", "mixing_stride_head",
-    "mixing_stride_diagonal",
+    "num_tokens", "num_blocks", "blocks", "slots", "splits", "split_slots", "lines", "count", "share", "column_share",
+    "column_shares", "table_stride_batch", "total_stride_split", "bad_stride_part", "share_stride_part",
+    "starts_stride_batch", "mixing_stride_batch", "mixing_stride_head", "mixing_stride_diagonal",
 )  # fmt: skip
 
 
@@ -29,10 +29,10 @@ def place_of_program(parts, num_blocks, HEADS: tl.constexpr):
 
 
 @triton.jit
-def slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, SLOTS: tl.constexpr):
+def slot_tokens(table, batch, block, slot, stop, num_tokens, table_stride_batch, slots):
     """Tokens of some slots of a block, and which of the slots hold one."""
     inside = slot < stop
-    tokens = tl.load(table + batch * table_stride_batch + block * SLOTS + slot, mask=inside, other=num_tokens)
+    tokens = tl.load(table + batch * table_stride_batch + block * slots + slot, mask=inside, other=num_tokens)
     present = inside & (tokens < num_tokens)
     return tl.where(present, tokens, 0).to(tl.int64), present
 
@@ -84,6 +84,6 @@ def finite_or_zero(rows):
 
 
 @triton.jit
-def first_bad_slot(rows, slot, SLOTS: tl.constexpr):
-    """The first of the slots whose row is not finite; SLOTS if there is none."""
-    return tl.min(tl.min(tl.where(is_finite(rows), SLOTS, slot[:, None]), axis=1), axis=0).to(tl.int32)
+def first_bad_slot(rows, slot, slots):
+    """The first of the slots whose row is not finite; `slots` if there is none."""
+    return tl.min(tl.min(tl.where(is_finite(rows), slots, slot[:, None]), axis=1), axis=0).to(tl.int32)
