@@ -60,7 +60,7 @@ def fused_gradient_kernel(
     factor,
     eps,
     num_blocks,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -108,9 +108,9 @@ def fused_gradient_kernel(
     rows_start = rows + batch * rows_stride_batch + row_head * rows_stride_head
     outputs_start = outputs + batch * outputs_stride_batch + row_head * outputs_stride_head
     result_start = result + (batch * num_tokens * (HEADS * REPEATS) + row_head) * WIDTH
-    for offset in range(0, SLOTS, BLOCK_TOKENS):
+    for offset in range(0, slots, BLOCK_TOKENS):
         slot = offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, 0, SLOTS)
+        tokens, present = slot_tokens(table, batch, block, slot, slots, num_tokens, 0, slots)
         normed = normed_rows(
             rows_start,
             norm + batch * num_tokens,

@@ -12,7 +12,15 @@ import triton
 
 from .fused_gradient_kernels import fused_gradient_kernel, norm_gradient_kernel, output_gradient_kernel
 from .fused_launch import Features, heads_together, row_warps
-from .launching import FEW_PROGRAMS, dense_rows, on_device, padded, product_options, row_strides
+from .launching import (
+    FEW_PROGRAMS,
+    dense_rows,
+    multiplies_from_shared_memory,
+    on_device,
+    padded,
+    product_options,
+    row_strides,
+)
 
 
 def gradient(
@@ -45,6 +53,8 @@ def gradient(
     batch, num_tokens, heads, width = rows.shape
     groups, columns, blocks = matrices.shape[1], matrices.shape[-1], matrices.shape[2]
     divides = vectors is not None and eps is not None
+    # With both the features and their gradient at hand there are no registers for more.
+    most_tokens = 64 if multiplies_from_shared_memory(rows.device) and not divides else 32
     result = torch.empty_like(rows, memory_format=torch.contiguous_format)
     per_token = (batch, num_tokens, heads) if divides else (0,)
     scale, weight = (rows.new_empty(per_token, dtype=torch.float32) for _ in range(2))
@@ -71,7 +81,7 @@ def gradient(
             HEADS=groups,
             REPEATS=heads // groups,
             VECTORS=0 if vectors is None else 2 if divides else 1,
-            **features.options(width, columns, padded(columns)),
+            **features.options(width, columns, padded(columns), most_tokens),
             **product_options(outputs.dtype, matrices.dtype, rows.device),
         )
     return result, scale, weight

@@ -106,7 +106,7 @@ def fused_outer_kernel(
     feature_eps,
     factor,
     num_blocks,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -148,9 +148,9 @@ def fused_outer_kernel(
         row_head = head * REPEATS + repeat
         rows_start = rows + batch * rows_stride_batch + row_head * rows_stride_head
         value_start = value + batch * value_stride_batch + row_head * value_stride_head
-        for offset in range(0, SLOTS, BLOCK_TOKENS):
+        for offset in range(0, slots, BLOCK_TOKENS):
             slot = offset + tl.arange(0, BLOCK_TOKENS)
-            tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, 0, SLOTS)
+            tokens, present = slot_tokens(table, batch, block, slot, slots, num_tokens, 0, slots)
             per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
             normed = normed_rows(
                 rows_start,
@@ -228,7 +228,7 @@ def fused_attend_kernel(
     eps,
     output_eps,
     num_blocks,
-    SLOTS: tl.constexpr,
+    slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -276,9 +276,9 @@ def fused_attend_kernel(
     query_start = query + batch * query_stride_batch + row_head * query_stride_head
     gate_start = gate + batch * gate_stride_batch + row_head * gate_stride_head
     output_start = output + (batch * num_tokens * (HEADS * REPEATS) + row_head) * VALUE
-    for offset in range(0, SLOTS, BLOCK_TOKENS):
+    for offset in range(0, slots, BLOCK_TOKENS):
         slot = offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = slot_tokens(table, batch, block, slot, SLOTS, num_tokens, 0, SLOTS)
+        tokens, present = slot_tokens(table, batch, block, slot, slots, num_tokens, 0, slots)
         normed = normed_rows(
             query_start,
             norm + batch * num_tokens,

@@ -18,6 +18,7 @@ from .launching import (
     MAX_TILE,
     column_tile,
     dense_rows,
+    multiplies_from_shared_memory,
     on_device,
     padded,
     product_options,
@@ -63,16 +64,16 @@ class Features:
             rows if self.sine is None else self.sine,
         )
 
-    def options(self, width: int, value: int, value_tile: int) -> dict[str, Any]:
-        """What all kernels take for rows of this width: flags, tiles, warps."""
+    def options(self, width: int, value: int, value_tile: int, most_tokens: int) -> dict[str, Any]:
+        """What all kernels take for rows of this width: flags, tiles of `most_tokens` at most, warps."""
         slots = self.table.shape[1]
         return {
-            "SLOTS": slots,
+            "slots": slots,
             "WIDTH": width,
             "VALUE": value,
             "BLOCK_WIDTH": padded(width),
             "BLOCK_VALUE": value_tile,
-            "BLOCK_TOKENS": token_tile(slots, width),
+            "BLOCK_TOKENS": min(token_tile(slots, width), most_tokens),
             "HAS_NORM": self.norm_weight is not None,
             "HAS_ROTARY": self.cosine is not None,
             "FEATURE_MAP": self.feature_map,
@@ -85,6 +86,12 @@ def fits(width: int, value: int, rotary: bool, dtype: torch.dtype) -> bool:
     """Whether heads of these widths fit the fused kernels, which hold a whole summary beside the tokens."""
     room = MAX_TILE // 4 if dtype == torch.float32 else MAX_TILE
     return padded(width) * padded(value) <= room and not (rotary and width % 2)
+
+
+def _most_tokens(summaries: torch.Tensor) -> int:
+    """Tokens at a time that find room in shared memory beside a summary `[..., K, V]`."""
+    small = padded(summaries.shape[-2]) * padded(summaries.shape[-1]) * summaries.element_size() <= 32 * 1024
+    return 64 if small or multiplies_from_shared_memory(summaries.device) else 16
 
 
 def heads_together(tokens: torch.Tensor) -> torch.Tensor:
@@ -151,6 +158,10 @@ def outer(
     batch, num_tokens, heads, width = rows.shape
     columns, blocks = value.shape[-1], features.table.shape[0]
     tile = column_tile(width, columns)
+    # Scales take registers, and so do the masks of padded widths.
+    padding = 64 < width < 128
+    few_registers = padding and not multiplies_from_shared_memory(rows.device)
+    most_tokens = 16 if few_registers else 32 if padding or scale is not None else 64
     products = rows.new_empty(batch, groups, blocks, width, columns, dtype=dtype)
     sums = rows.new_empty((batch, groups, blocks, width) if total else (0,), dtype=torch.float32)
     with on_device(rows):
@@ -176,7 +187,7 @@ def outer(
             HAS_SCALE=scale is not None,
             HAS_SUM=total,
             HAS_WEIGHT=weight is not None,
-            **features.options(width, columns, tile),
+            **features.options(width, columns, tile, most_tokens),
             **product_options(rows.dtype, rows.dtype if scale is None else dtype, rows.device),
         )
     return products, sums
@@ -242,7 +253,7 @@ def attend(
             NORMALIZE=key_sums is not None,
             OUTPUT_NORM=output_weight is not None,
             HAS_GATE=gate is not None,
-            **features.options(width, columns, padded(columns)),
+            **features.options(width, columns, padded(columns), _most_tokens(summaries)),
             **product_options(query.dtype, summaries.dtype, query.device),
         )
     return output
