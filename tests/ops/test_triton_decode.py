@@ -11,41 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer
 from mhla_hf.layers.sequence import TokenSequence, sequence_attention
-from mhla_hf.ops import MHLAState, empty_state, mhla_step
+from mhla_hf.ops import MHLAState, mhla_step
 
+from .recurrent_cases import ALL_KERNELS, STATE, assert_same_state, kernels_counted, make_inputs, part, start
 from .triton_checks import DEVICES, buffers_full_of_nan
 
 
-pytest.importorskip("triton")
-
-STATE = ("summaries", "current", "prefix", "upcoming", "position")
-
-
-def make_inputs(
-    device: str, length: int, *, heads: int = 2, key_heads: int = 1, per_head: bool = False, width: int = 5
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Batch of 2; two rows of mixing weights, so that decoding soon crosses the end of the matrix."""
-    generator = torch.Generator().manual_seed(length)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    inputs = {
-        "query": normal(2, length, heads, width),
-        "key": normal(2, length, key_heads, width),
-        "value": normal(2, length, key_heads, 3),
-        "normalizer_query": normal(2, length, heads, width).abs() + 0.05,
-        "normalizer_key": normal(2, length, key_heads, width).abs() + 0.05,
-    }
-    return inputs, normal(*((heads, 2, 2) if per_head else (2, 2))).abs() + 0.05
-
-
-def start(inputs: dict[str, torch.Tensor], mixing: torch.Tensor, block_size: int, **options: object) -> MHLAState:
-    key, value = inputs["key"], inputs["value"]
-    return empty_state(
-        2, key.shape[2], key.shape[3], value.shape[3], block_size, device=key.device,
-        num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0], **{"num_blocks": 4, **options},
-    )  # fmt: skip
+for kernels in ("prompt", "decode"):
+    # The counter of operations asks for what is registered when it starts.
+    pytest.importorskip(f"mhla_hf.ops.triton.{kernels}")
 
 
 def decode(
@@ -59,7 +33,7 @@ def decode(
     """Outputs and states of all positions; the states keep copies of the summaries, which each step writes into."""
     outputs, states = [], []
     for position in range(inputs["query"].shape[1]):
-        token = {name: tensor[:, position : position + 1] for name, tensor in inputs.items()}
+        token = part(inputs, position, position + 1)
         seen = None if valid is None else valid[:, position : position + 1]
         output, state = mhla_step(**token, mixing=mixing, state=state, valid=seen, backend=backend, **options)
         outputs.append(output)
@@ -71,16 +45,14 @@ def assert_same_decoding(first: tuple, second: tuple) -> None:
     for output, other in zip(first[0], second[0], strict=True):
         torch.testing.assert_close(output, other, rtol=1e-4, atol=1e-5, equal_nan=True)
     for state, other in zip(first[1], second[1], strict=True):
-        for name in STATE:
-            actual, expected = getattr(state, name), getattr(other, name)
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert_same_state(state, other)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("per_head", [False, True])
-def test_every_position_of_every_block_equals_the_step_in_torch(per_head, device):
-    """Grouped heads, five blocks of which the last ones lie past the end of the weights."""
-    inputs, mixing = make_inputs(device, 9, per_head=per_head)
+@pytest.mark.parametrize("per_head, key_heads", [(False, 1), (True, 1), (True, 2)])
+def test_every_position_of_every_block_equals_the_step_in_torch(per_head, key_heads, device):
+    """Five blocks of which the last ones lie past the end of the weights."""
+    inputs, mixing = make_inputs(device, 9, per_head=per_head, key_heads=key_heads)
     runs = [decode(inputs, mixing, start(inputs, mixing, 2), backend) for backend in ("triton", "torch")]
     assert_same_decoding(*runs)
     assert runs[0][1][-1].position.tolist() == [9, 9]
@@ -146,15 +118,14 @@ def test_layers_hand_their_backend_on_to_the_cache(backend, device):
     cache, outputs = MHLACacheLayer(), []
     with FlopCounterMode(display=False) as counter:
         for first, last in ((0, 3), (3, 4)):
-            tokens = {name: tensor[:, first:last] for name, tensor in inputs.items()}
+            tokens = part(inputs, first, last)
             cache.update(tokens["key"].transpose(1, 2), tokens["value"].transpose(1, 2))
             sequence = TokenSequence(causal=True, cache=cache)
             outputs.append(
                 sequence_attention(**tokens, mixing=mixing, block_size=2, sequence=sequence, backend=backend)
             )
     torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-4, atol=1e-5)
-    counts = counter.get_flop_counts()["Global"]
-    assert (torch.ops.mhla_hf.decode_token in counts) == (backend == "triton")
+    assert kernels_counted(counter) == (ALL_KERNELS if backend == "triton" else set())
 
 
 @pytest.mark.parametrize("device", DEVICES)
