@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from mhla_hf import BlockLayout
-from mhla_hf.ops.triton import block_launch, causal_launch
+from mhla_hf.ops.triton import launching
 
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -168,8 +168,8 @@ def count_compilations(width: int, series: str, compilations: Compilations) -> l
 def main() -> None:
     capability, width = map(int, sys.argv[1:3])
     compilations = Compilations(capability)
-    for module in (block_launch, causal_launch):
-        module.multiplies_from_shared_memory = lambda device: capability >= 90
+    # Before any module of kernels is imported, which are to have this function.
+    launching.multiplies_from_shared_memory = lambda device: capability >= 90
     JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)
     if len(sys.argv) > 3:
         json.dump([count_compilations(width, series, compilations) for series in sys.argv[3:]], sys.stdout)

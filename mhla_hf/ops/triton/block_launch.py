@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the block kernels on plain tensors: no autograd, no custom operators.
+"""Launches of the kernels that multiply tokens with matrices of their blocks: no autograd, no custom operators.
 
 Shape letters: B batch, T tokens, H heads, G heads of the summaries (H or a divisor), K and V widths, M blocks,
 N slots of a block.
@@ -7,10 +7,12 @@ N slots of a block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
-from .block_kernels import apply_kernel, attend_kernel, outer_kernel
+from .block_kernels import apply_kernel, attend_kernel
 from .launching import (
     column_tile,
     dense_rows,
@@ -20,158 +22,47 @@ from .launching import (
     product_options,
     row_strides,
     split_slots,
-    table_stride,
+    table_arguments,
+    token_tensor,
     token_tile,
     warps,
 )
 
 
-def token_tensor(tokens: torch.Tensor, table: torch.Tensor, width: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor `[B, T, H, width]` to write; zeros where the layout may leave tokens out (padding)."""
-    shape = (*tokens.shape[:-1], width)
-    return tokens.new_zeros(shape, dtype=dtype) if table.dim() == 3 else tokens.new_empty(shape, dtype=dtype)
-
-
-def outer(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    table: torch.Tensor,
-    num_heads: int,
-    *,
-    factor: float = 1.0,
-    scale: torch.Tensor | None = None,
-    total: bool = False,
-    plain: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    limit: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
+def _options(
+    rows: torch.Tensor, matrices: torch.Tensor, table: torch.Tensor, columns: int
+) -> tuple[int, int, dict[str, Any]]:
+    """Number of programs, columns of matrices that each takes, and what both kernels are told.
 
     Args:
-        left: `[B, T, H, K]`.
-        right: `[B, T, H, V]`.
-        table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
-        num_heads: G; H / G heads in a row are summed.
-        factor: A number.
-        scale: float32 `[B, T, H]`; 1 if not given.
-        total: Whether to sum `plain` too.
-        plain: `[B, T, H, P]`; `left` if not given.
-        weight: float32 `[B, T, H]`; 1 if not given.
-        dtype: Of the products.
-        limit: int32 `[B, H', M]`, H' a divisor of H: the slots of a block from there on are left out.
-
-    Returns:
-        The products `[B, G, M, K, V]`, and the sums, float32 `[B, G, M, P]` (empty if not `total`).
+        rows: `[B, T, H, D]`.
+        matrices: `[B, G, M, ...]`.
+        table: Token of each slot, `[M, N]` or `[B, M, N]`.
+        columns: Columns of a matrix.
     """
-    options = {"factor": factor, "scale": scale, "total": total, "plain": plain, "weight": weight, "dtype": dtype}
-    product, sums, _ = _outer(left, right, table, num_heads, limit=limit, finite=False, **options)
-    return product, sums
-
-
-def finite_outer(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    factor: float,
-    total: bool,
-    plain: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`outer`] for each head of the rows, with zero for numbers that are not finite.
-
-    Returns:
-        The products, the sums, and the first slot of each block whose rows were not all finite, int32 `[B, H, M]`; the
-        number of slots where all were.
-    """
-    options = {"factor": factor, "total": total, "plain": plain, "dtype": dtype}
-    return _outer(left, right, table, left.shape[2], scale=None, weight=None, limit=None, finite=True, **options)
-
-
-def _outer(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    table: torch.Tensor,
-    num_heads: int,
-    *,
-    factor: float,
-    scale: torch.Tensor | None,
-    total: bool,
-    plain: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    dtype: torch.dtype,
-    limit: torch.Tensor | None,
-    finite: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    left, right = dense_rows(left), dense_rows(right)
-    batch, num_tokens, heads, width = left.shape
-    value = right.shape[-1]
-    blocks, slots = table.shape[-2:]
-    rows = left if plain is None else dense_rows(plain)
-    plain_width = rows.shape[-1]
-    value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
-    few_registers = left.dtype == torch.float32 and not multiplies_from_shared_memory(left.device)
-    # Masks of padded widths take registers too.
-    if few_registers or 64 < width < 128:
-        tile = min(tile, 32)
-    tiles = blocks * triton.cdiv(value, value_tile)
-    splits, share = split_slots(slots, tile, tiles * batch * num_heads)
-    product = left.new_empty(
-        splits, batch, num_heads, blocks, width, value, dtype=dtype if splits == 1 else torch.float32
-    )
-    sums_shape = (splits, batch, num_heads, blocks, plain_width) if total else (0,)
-    sums = left.new_empty(sums_shape, dtype=torch.float32)
-    parts = splits * triton.cdiv(value, value_tile)
-    bad = left.new_empty((parts, batch, num_heads, blocks) if finite else (0,), dtype=torch.int32)
-    with on_device(left):
-        outer_kernel[(batch * num_heads * tiles * splits,)](
-            left,
-            right,
-            rows,
-            left if scale is None else scale,
-            left if weight is None else weight,
-            table,
-            product,
-            sums,
-            bad if limit is None else limit,
-            num_tokens,
-            table_stride(table),
-            *row_strides(left),
-            *row_strides(right),
-            *row_strides(rows),
-            product.stride(0),
-            sums.stride(0),
-            bad.stride(0),
-            factor,
-            num_blocks=blocks,
-            slots=slots,
-            splits=splits,
-            split_slots=share,
-            HEADS=num_heads,
-            REPEATS=heads // num_heads,
-            LEFT=width,
-            RIGHT=value,
-            PLAIN=plain_width,
-            BLOCK_LEFT=padded(width),
-            BLOCK_RIGHT=value_tile,
-            BLOCK_PLAIN=padded(plain_width),
-            BLOCK_TOKENS=tile,
-            HAS_SCALE=scale is not None,
-            HAS_WEIGHT=weight is not None,
-            TOTAL=0 if not total else 1 if plain is None else 2,
-            BAD=1 if finite else 0 if limit is None else 2,
-            BAD_REPEATS=1 if limit is None else heads // limit.shape[1],
-            num_warps=warps(width, value_tile),
-            num_stages=2,
-            # Without a scale the rows enter as they are, whatever the type of the products.
-            **product_options(left.dtype, left.dtype if scale is None else dtype, left.device),
-        )
-    if finite:
-        bad = bad[0] if parts == 1 else bad.amin(0)
-    if splits == 1:
-        return product[0], sums[0] if total else sums, bad
-    return product.sum(0).to(dtype), sums.sum(0) if total else sums, bad
+    batch, _, heads, width = rows.shape
+    groups, blocks = matrices.shape[1:3]
+    columns_tile, tokens_tile = column_tile(width, columns), token_tile(table.shape[-1], width)
+    if matrices.dtype == torch.float32 and not multiplies_from_shared_memory(rows.device):
+        # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
+        fewest = 16 if rows.dtype == torch.float32 else 32
+        tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
+    programs = batch * heads * blocks * triton.cdiv(columns, columns_tile)
+    splits, share = split_slots(table.shape[-1], tokens_tile, programs)
+    options = {
+        **table_arguments(table, rows),
+        "splits": splits,
+        "split_slots": share,
+        "HEADS": groups,
+        "REPEATS": heads // groups,
+        "WIDTH": width,
+        "BLOCK_WIDTH": padded(width),
+        "BLOCK_TOKENS": tokens_tile,
+        "num_warps": warps(width, columns_tile),
+        "num_stages": 2,
+        **product_options(rows.dtype, matrices.dtype, rows.device),
+    }
+    return programs * splits, columns_tile, options
 
 
 def attend(
@@ -190,7 +81,7 @@ def attend(
     Args:
         query: `[B, T, H, K]`.
         summary: `[B, G, M, K, V]`, dense.
-        table: As in [`outer`].
+        table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
         factor: A number.
         eps: Added to the denominator.
         key_sum: float32 `[B, G, M, P]`, dense; without it and without `denominator` nothing is divided.
@@ -202,21 +93,17 @@ def attend(
     """
     query = dense_rows(query)
     rows = query if plain is None else dense_rows(plain)
-    batch, num_tokens, heads, width = query.shape
-    groups, blocks, value = summary.shape[1], summary.shape[2], summary.shape[-1]
-    slots = table.shape[-1]
-    value_tile, tile = column_tile(width, value), token_tile(slots, width)
-    tiles = blocks * triton.cdiv(value, value_tile)
-    splits, share = split_slots(slots, tile, tiles * batch * heads)
-    output = token_tensor(query, table, value, None)
-    computed = query.new_empty((batch, num_tokens, heads) if key_sum is not None else (0,), dtype=torch.float32)
+    value = summary.shape[-1]
+    programs, value_tile, options = _options(query, summary, table, value)
+    output = token_tensor(query, table, value)
+    computed = query.new_empty(query.shape[:3] if key_sum is not None else (0,), dtype=torch.float32)
     normalizer = 0
     if denominator is not None:
         normalizer = 3
     elif key_sum is not None:
         normalizer = 1 if plain is None else 2
     with on_device(query):
-        attend_kernel[(batch * heads * tiles * splits,)](
+        attend_kernel[(programs,)](
             query,
             rows,
             summary,
@@ -224,29 +111,15 @@ def attend(
             table,
             output,
             computed if denominator is None else denominator,
-            num_tokens,
-            table_stride(table),
-            *row_strides(query),
-            *row_strides(rows),
+            *row_strides(query, rows),
             factor,
             eps,
-            num_blocks=blocks,
-            slots=slots,
-            splits=splits,
-            split_slots=share,
-            HEADS=groups,
-            REPEATS=heads // groups,
-            WIDTH=width,
             VALUE=value,
             PLAIN=rows.shape[-1],
-            BLOCK_WIDTH=padded(width),
             BLOCK_VALUE=value_tile,
             BLOCK_PLAIN=padded(rows.shape[-1]),
-            BLOCK_TOKENS=tile,
             NORMALIZER=normalizer,
-            num_warps=warps(width, value_tile),
-            num_stages=2,
-            **product_options(query.dtype, summary.dtype, query.device),
+            **options,
         )
     return output, computed
 
@@ -269,7 +142,7 @@ def apply(
     Args:
         rows: `[B, T, H, D]`.
         matrices: `[B, G, M, D, E]`, dense; with `transpose`, `[B, G, M, E, D]`.
-        table: As in [`outer`].
+        table: As in [`attend`].
         transpose: Multiply with the transposed matrices.
         factor: A number.
         scale: float32 `[B, T, H]`; 1 if not given.
@@ -285,24 +158,19 @@ def apply(
         `[B, T, H]`, each empty where it is not asked for.
     """
     rows = dense_rows(rows)
-    batch, num_tokens, heads, width = rows.shape
-    groups, blocks = matrices.shape[1:3]
     columns = matrices.shape[-2 if transpose else -1]
     vector_width = columns if vectors is None else vectors.shape[-1]
-    slots = table.shape[-1]
-    tile_columns, tile = column_tile(width, columns), token_tile(slots, width)
-    tiles = blocks * triton.cdiv(columns, tile_columns)
-    splits, share = split_slots(slots, tile, tiles * batch * heads)
-    weight_mode = 0 if outputs is None else 2 if queries is not None and tiles == blocks else 1
+    programs, columns_tile, options = _options(rows, matrices, table, columns)
+    weight_mode = 0 if outputs is None else 2 if queries is not None and columns <= columns_tile else 1
     others = (rows, outputs, queries)[weight_mode]
     assert others is not None
     others = dense_rows(others)
-    result = token_tensor(rows, table, columns, None)
+    result = token_tensor(rows, table, columns)
     apart = vectors is not None and vectors_dtype is not None
     second = token_tensor(rows, table, vector_width, vectors_dtype) if apart else rows.new_empty(0)
-    weight = rows.new_empty((batch, num_tokens, heads) if outputs is not None else (0,), dtype=torch.float32)
+    weight = rows.new_empty(rows.shape[:3] if outputs is not None else (0,), dtype=torch.float32)
     with on_device(rows):
-        apply_kernel[(batch * heads * tiles * splits,)](
+        apply_kernel[(programs,)](
             rows,
             others,
             matrices,
@@ -312,31 +180,17 @@ def apply(
             result,
             second,
             weight,
-            num_tokens,
-            table_stride(table),
-            *row_strides(rows),
-            *row_strides(others),
+            *row_strides(rows, others),
             1 if transpose else columns,
-            width if transpose else 1,
+            rows.shape[-1] if transpose else 1,
             factor,
-            num_blocks=blocks,
-            slots=slots,
-            splits=splits,
-            split_slots=share,
-            HEADS=groups,
-            REPEATS=heads // groups,
-            WIDTH=width,
             COLUMNS=columns,
             VECTOR=vector_width,
-            BLOCK_WIDTH=padded(width),
-            BLOCK_COLUMNS=tile_columns,
+            BLOCK_COLUMNS=columns_tile,
             BLOCK_VECTOR=padded(vector_width),
-            BLOCK_TOKENS=tile,
             HAS_SCALE=scale is not None,
             WEIGHT=weight_mode,
             VECTORS=0 if vectors is None else 2 if apart else 1,
-            num_warps=warps(width, tile_columns),
-            num_stages=2,
-            **product_options(rows.dtype, matrices.dtype, rows.device),
+            **options,
         )
     return result, second, weight

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import block_launch
+from . import block_launch, outer_launch
 from .launching import summary_dtype
 
 
@@ -35,7 +35,7 @@ def block_summary(
         `[B, G, M, K, V]` in [`summary_dtype`], and float32 `[B, G, M, P]`, empty unless `total`.
     """
     dtype = summary_dtype(key.dtype, half)
-    return block_launch.outer(key, value, table, key.shape[2], factor=factor, total=total, plain=plain, dtype=dtype)
+    return outer_launch.outer(key, value, table, key.shape[2], factor=factor, total=total, plain=plain, dtype=dtype)
 
 
 @block_summary.register_fake
@@ -175,7 +175,7 @@ def block_attend_backward(
         outputs=output if divides else None,
         queries=query,
     )
-    grad_summary, grad_key_sum = block_launch.outer(
+    grad_summary, grad_key_sum = outer_launch.outer(
         query,
         grad_output,
         table,

@@ -7,10 +7,10 @@ the gradients that the own chunk contributes is, with m = m_ii and sums over the
     dq_t = m Σ_{j≤t} (g'_t · v_j) k_j      dk_j = m Σ_{t≥j} (g'_t · v_j) q_t      dv_j = m Σ_{t≥j} (q_t · k_j) g'_t
     dp_t = m δ_t Σ_{j≤t} p_j               dp_j = m Σ_{t≥j} δ_t p_t
 
-for the normaliser's pair p. One kernel computes dq, one dk and dv (with the roles of the tensors exchanged), one both
-sides of p where it is a pair of its own; otherwise its gradients are added to those of query and key. The prefix adds
-products with its gradients, as in the block kernels. Rows of queries from the `limit` of a chunk on are left out, keys
-and values that are not finite count as zero. Programs are as in the forward pass.
+for the normaliser's pair p. One kernel computes dq, one dk and dv (with the roles of the tensors exchanged); dp is
+added to them, or computed by `causal_pair_kernels` where p is a pair of its own. The prefix adds products with its
+gradients, as in the block kernels. Rows of queries from the `limit` of a chunk on are left out, keys and values that
+are not finite count as zero. Programs are as in the forward pass.
 """
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
@@ -37,9 +37,6 @@ def query_gradient_kernel(
     result,
     weight,
     share,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
     gradient_stride_batch,
     gradient_stride_token,
     gradient_stride_head,
@@ -57,6 +54,9 @@ def query_gradient_kernel(
     mixing_stride_diagonal,
     share_stride_part,
     factor,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
     slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -158,9 +158,6 @@ def key_gradient_kernel(
     scale,
     weight,
     result,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
     rows_stride_batch,
     rows_stride_token,
     rows_stride_head,
@@ -176,6 +173,9 @@ def key_gradient_kernel(
     mixing_stride_head,
     mixing_stride_diagonal,
     factor,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
     slots,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
@@ -236,95 +236,3 @@ def key_gradient_kernel(
         total += tl.load(vectors + matrix * COLUMNS + column, mask=column < COLUMNS, other=0.0)[None, :]
     start = result + (batch * num_tokens * HEADS + head) * COLUMNS
     store_rows(start, tokens, present, HEADS * COLUMNS, column, total, COLUMNS, INTERPRETED)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def plain_gradient_kernel(
-    rows,
-    other,
-    vectors,
-    mixing,
-    limit,
-    table,
-    weight,
-    result,
-    share,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
-    rows_stride_batch,
-    rows_stride_token,
-    rows_stride_head,
-    other_stride_batch,
-    other_stride_token,
-    other_stride_head,
-    mixing_stride_batch,
-    mixing_stride_head,
-    mixing_stride_diagonal,
-    share_stride_part,
-    slots,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    VECTOR_REPEATS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    OF_QUERY: tl.constexpr,
-    DOT_TYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Gradients of one side of the normaliser's pair.
-
-    OF_QUERY: result_t = weight_t (vector_i + m_ii Σ_{j ≤ t in i} other_j), with queries in `rows` and keys in `other`,
-    and the gradient of m_ii in `share`, to be summed over its parts; HEADS query heads of which REPEATS share a key
-    head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
-    queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
-    """
-    batch, head, block, row_tile, _ = tile_of_program(num_blocks, slots, HEADS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
-    column = tl.arange(0, BLOCK_PLAIN)
-    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    tokens, present = slot_tokens(table, batch, block, slot, slots, num_tokens, table_stride_batch, slots)
-    key_head = head // REPEATS if OF_QUERY else head
-    key_heads = HEADS // REPEATS if OF_QUERY else HEADS
-    stop = tl.minimum(tl.load(limit + (batch * key_heads + key_head) * num_blocks + block), slots)
-    last_tile = row_tile + 1 if OF_QUERY else (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    total = tl.zeros((BLOCK_TOKENS, BLOCK_PLAIN), tl.float32)
-    own_weight = 1.0
-    for repeat in range(1 if OF_QUERY else REPEATS):
-        query_head = head if OF_QUERY else head * REPEATS + repeat
-        other_start = other + batch * other_stride_batch
-        other_start += (key_head if OF_QUERY else query_head) * other_stride_head
-        own_weight = tl.load(
-            mixing + batch * mixing_stride_batch + query_head * mixing_stride_head + block * mixing_stride_diagonal
-        )
-        for tile in range(0 if OF_QUERY else row_tile, last_tile):
-            other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-            until = slots if OF_QUERY else stop
-            others, there = slot_tokens(table, batch, block, other_slot, until, num_tokens, table_stride_batch, slots)
-            other_rows = load_rows(other_start, others, there, other_stride_token, column, PLAIN)
-            if OF_QUERY:
-                counted = (other_slot[None, :] <= slot[:, None]).to(tl.float32)
-                other_rows = finite_or_zero(other_rows)
-            else:
-                per_token = (batch * num_tokens + others) * (HEADS * REPEATS) + query_head
-                weights = tl.load(weight + per_token, mask=there, other=0.0) * own_weight
-                counted = tl.where(other_slot[None, :] >= slot[:, None], weights[None, :], 0.0)
-            total += product(counted, other_rows, DOT_TYPE, PRECISION, INTERPRETED)
-    vector_head = head // VECTOR_REPEATS if OF_QUERY else head
-    vector_heads = HEADS // VECTOR_REPEATS if OF_QUERY else HEADS
-    vector_start = vectors + ((batch * vector_heads + vector_head) * num_blocks + block) * PLAIN
-    vector = tl.load(vector_start + column, mask=column < PLAIN, other=0.0)
-    if OF_QUERY:
-        used = present & (slot < stop)
-        row_weight = tl.load(weight + (batch * num_tokens + tokens) * HEADS + head, mask=used, other=0.0)
-        rows_start = rows + batch * rows_stride_batch + head * rows_stride_head
-        queries = load_rows(rows_start, tokens, used, rows_stride_token, column, PLAIN).to(tl.float32)
-        shares = row_weight * tl.sum(queries * total, axis=1)
-        total = row_weight[:, None] * (vector[None, :] + own_weight * total)
-        share_start = share + row_tile * share_stride_part + (batch * HEADS + head) * num_blocks
-        tl.store(share_start + block, tl.sum(shares, axis=0))
-    else:
-        total += vector[None, :]
-    start = result + (batch * num_tokens * HEADS + head) * PLAIN
-    store_rows(start, tokens, present, HEADS * PLAIN, column, total, PLAIN, INTERPRETED)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import block_launch, causal_launch
-from .launching import summary_dtype
+from . import causal_gradient_launch, causal_launch, outer_launch
+from .launching import multiplies_exactly, summary_dtype
 from .mixing import mix_blocks, mix_blocks_backward
 
 
@@ -88,8 +88,8 @@ def causal_stages(
         None for the prefix of z unless `divides`.
     """
     slots = table.shape[-1]
-    exact = value.dtype == torch.float32
-    summary, key_sum, first_bad = block_launch.finite_outer(
+    exact = multiplies_exactly(value.dtype)
+    summary, key_sum, first_bad = outer_launch.finite_outer(
         key, value, table, factor=1 / slots, total=total, plain=plain_key, dtype=summary_dtype(key.dtype, half)
     )
     limit = causal_launch.limits(first_bad, starts, slots)
@@ -153,16 +153,16 @@ def causal_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, the normaliser's pair (empty without one of its own) and mixing."""
     slots = table.shape[-1]
-    exact = value.dtype == torch.float32
+    exact = multiplies_exactly(value.dtype)
     divides = denominator.numel() > 0
     pair = _pair(plain_query, plain_key)
     scale = denominator.reciprocal() if divides else None
     shared = {"mixing": mixing, "limit": limit, "table": table}
-    grad_query, weight, share = causal_launch.query_gradient(
+    grad_query, weight, share = causal_gradient_launch.query_gradient(
         gradient, output, query, key, value, prefix,
         factor=float(slots), scale=scale, prefix_sum=prefix_sum if divides and pair is None else None, **shared,
     )  # fmt: skip
-    grad_prefix, grad_prefix_sum = block_launch.outer(
+    grad_prefix, grad_prefix_sum = outer_launch.outer(
         query, gradient, table, prefix.shape[1],
         factor=float(slots), scale=scale, total=divides, plain=None if pair is None else pair[0],
         weight=weight if divides else None, dtype=prefix.dtype, limit=limit,
@@ -174,21 +174,21 @@ def causal_attention_backward(
             grad_prefix_sum.unsqueeze(-1), mixing, key_sum.unsqueeze(-1), prefix.shape[1], True, True
         )
         grad_mixing, grad_sum = grad_mixing + more, grad_sum.squeeze(-1)
-    grad_key = causal_launch.key_gradient(
+    grad_key = causal_gradient_launch.key_gradient(
         value, gradient, query, grad_summary, transpose=True, factor=1 / slots, scale=scale,
         weight=weight if divides and pair is None else None, vectors=grad_sum if pair is None else None, **shared,
     )  # fmt: skip
-    grad_value = causal_launch.key_gradient(
+    grad_value = causal_gradient_launch.key_gradient(
         key, query, gradient, grad_summary, transpose=False, factor=1 / slots, scale=scale, **shared
     )
     grad_plain_query, grad_plain_key = query.new_empty(0), query.new_empty(0)
     if pair is not None:
         assert grad_sum is not None
         query_side, key_side = pair
-        grad_plain_query, more = causal_launch.plain_gradient(
+        grad_plain_query, more = causal_gradient_launch.plain_gradient(
             query_side, key_side, prefix_sum, weight=weight, of_query=True, **shared
         )
-        grad_plain_key, _ = causal_launch.plain_gradient(
+        grad_plain_key, _ = causal_gradient_launch.plain_gradient(
             key_side, query_side, grad_sum, weight=weight, of_query=False, **shared
         )
         share = share + more

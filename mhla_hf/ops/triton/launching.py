@@ -59,14 +59,30 @@ def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
 def product_options(tokens: torch.dtype, summaries: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Type and precision of matrix products between token rows and summaries.
 
-    bfloat16 where both are. Otherwise float32: through TF32, which holds half precision exactly, for tokens of half
-    precision, and for float32 tokens where torch itself may, see [`tf32_is_allowed`].
+    bfloat16 where both are. Otherwise float32, see [`multiplies_exactly`].
     """
     interpreted = device.type != "cuda"
     if tokens == summaries == torch.bfloat16:
         return {"DOT_TYPE": tl.bfloat16, "PRECISION": "tf32", "INTERPRETED": interpreted}
-    exact = tokens == torch.float32 and not tf32_is_allowed()
-    return {"DOT_TYPE": tl.float32, "PRECISION": "tf32x3" if exact else "tf32", "INTERPRETED": interpreted}
+    precision = "tf32x3" if multiplies_exactly(tokens) else "tf32"
+    return {"DOT_TYPE": tl.float32, "PRECISION": precision, "INTERPRETED": interpreted}
+
+
+def multiplies_exactly(tokens: torch.dtype) -> bool:
+    """Whether float32 factors beside tokens of this type keep their 24 bits, by three products through TF32.
+
+    The 11 bits that TF32 keeps are enough beside bfloat16, which has 8. float16 has 11 itself. For float32 tokens it is
+    as torch has it, see [`tf32_is_allowed`].
+    """
+    return tokens == torch.float16 or (tokens == torch.float32 and not tf32_is_allowed())
+
+
+def as_matrices(sums: torch.Tensor, tokens: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """float32 sums over rows of some type, as the kernels themselves would write them: see `rows.to_matrix`."""
+    if dtype != torch.float32 or multiplies_exactly(tokens):
+        return sums.to(dtype)
+    bits = (sums.view(torch.int32) + 0x1000) & -0x2000
+    return torch.where(sums.isnan(), sums, bits.view(torch.float32))
 
 
 def summary_dtype(tokens: torch.dtype, half: bool) -> torch.dtype:
@@ -86,14 +102,32 @@ def multiplies_from_shared_memory(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of batch, token and head of `[B, T, H, D]`, whose last axis must be dense."""
-    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+def is_padded(width: int) -> bool:
+    """Whether kernels pad rows of this width, and rows are so wide that registers for their masks are short."""
+    return 64 < width != padded(width)
 
 
-def table_stride(table: torch.Tensor) -> int:
-    """Stride of the batch of a table of slots, `[B, M, N]`, or 0 of one that all entries share, `[M, N]`."""
-    return table.stride(0) if table.dim() == 3 else 0
+def row_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Strides of batch, token and head of each of some `[B, T, H, D]`, whose last axis must be dense."""
+    return tuple(tensor.stride(axis) for tensor in tensors for axis in range(3))
+
+
+def table_arguments(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, int]:
+    """What a kernel is told of a table of slots, `[B, M, N]` or `[M, N]` for all batch entries, of `[B, T, H, D]`."""
+    return {
+        "num_tokens": tokens.shape[1],
+        "num_blocks": table.shape[-2],
+        "table_stride_batch": table.stride(0) if table.dim() == 3 else 0,
+        "slots": table.shape[-1],
+    }
+
+
+def token_tensor(
+    tokens: torch.Tensor, table: torch.Tensor, width: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A tensor `[B, T, H, width]` to write; zeros where the layout may leave tokens out (padding)."""
+    shape = (*tokens.shape[:-1], width)
+    return tokens.new_zeros(shape, dtype=dtype) if table.dim() == 3 else tokens.new_empty(shape, dtype=dtype)
 
 
 def dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,14 +17,14 @@ from torch.utils.flop_counter import register_flop_formula
 from ...layout import BlockLayout
 from ...sequence_layout import SequenceLayout
 from ..recurrent import MHLAState, current_block
-from . import block_launch
+from . import outer_launch
 from .causal_operators import causal_flops, causal_stages
 from .launching import on_device
 from .prompt_kernels import file_kernel
 
 
 # Elements of a summary that a program files, and blocks that it reads at a time.
-FILED_ELEMENTS = 256
+FILED_ELEMENTS = 128
 FILED_BLOCKS = 16
 
 
@@ -131,7 +131,7 @@ def extend_state(
     local = current_block(after, slots) - current_block(before, slots)
     entries = table.expand(query.shape[0], -1, -1)
     slot_tokens = entries.gather(1, local[:, None, None].expand(-1, 1, slots))
-    products, sums, bad = block_launch.finite_outer(
+    products, sums, bad = outer_launch.finite_outer(
         key, value, slot_tokens, factor=1.0, total=True, plain=plain_key, dtype=torch.float32
     )
     current = torch.cat([products, sums.unsqueeze(-1)], dim=-1).squeeze(2)
