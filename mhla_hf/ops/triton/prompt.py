@@ -24,8 +24,8 @@ from .prompt_kernels import file_kernel
 
 
 # Elements of a summary that a program files, and blocks that it reads at a time.
-FILED_ELEMENTS = 128
-FILED_BLOCKS = 16
+FILED_ELEMENTS = 256
+FILED_BLOCKS = 8
 
 
 def attend_prompt(

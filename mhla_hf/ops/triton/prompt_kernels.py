@@ -77,20 +77,20 @@ def file_kernel(
             new = finished & (local >= 0)
             matrix = state_row * num_blocks + local
             bad = tl.load(first_bad + matrix, mask=new, other=BLOCK_SIZE) < BLOCK_SIZE
-            pointers = summary + matrix[:, None] * (WIDTH * VALUE) + (row * VALUE + column)[None, :]
-            chosen = tl.load(pointers, mask=new[:, None] & in_products[None, :], other=0.0).to(tl.float32) * BLOCK_SIZE
-            pointers = key_sum + matrix[:, None] * WIDTH + row[None, :]
-            chosen += tl.load(pointers, mask=new[:, None] & in_sums[None, :], other=0.0)
+            products = summary + matrix[:, None] * (WIDTH * VALUE) + (row * VALUE + column)[None, :]
+            chosen = tl.load(products, mask=new[:, None] & in_products[None, :], other=0.0).to(tl.float32) * BLOCK_SIZE
+            sums = key_sum + matrix[:, None] * WIDTH + row[None, :]
+            chosen += tl.load(sums, mask=new[:, None] & in_sums[None, :], other=0.0)
             if HAS_PAST:
-                pointers = old_summaries + (state_row * old_room + index)[:, None] * (WIDTH * COLUMNS)
-                old = (finished & (local < 0))[:, None] & within[None, :]
-                chosen += tl.load(pointers + element[None, :], mask=old, other=0.0).to(tl.float32)
+                old = old_summaries + (state_row * old_room + index)[:, None] * (WIDTH * COLUMNS) + element[None, :]
+                is_old = (finished & (local < 0))[:, None] & within[None, :]
+                chosen += tl.load(old, mask=is_old, other=0.0).to(tl.float32)
                 chosen += tl.where((new & (local == 0))[:, None], begun[None, :], 0.0)
             chosen = tl.where(bad[:, None], float("nan"), chosen)
             if repeat == 0:
-                pointers = summaries + (state_row * room + index)[:, None] * (WIDTH * COLUMNS) + element[None, :]
-                filed = to_type(chosen, summaries.dtype.element_ty, INTERPRETED)
-                tl.store(pointers, filed, mask=(index < room)[:, None] & within[None, :])
+                filed = summaries + (state_row * room + index)[:, None] * (WIDTH * COLUMNS) + element[None, :]
+                kept = to_type(chosen, summaries.dtype.element_ty, INTERPRETED)
+                tl.store(filed, kept, mask=(index < room)[:, None] & within[None, :])
             known = tl.where(finished, index, 0)
             weight = weight_at(weights, block, known, last, mixing_stride_row, mixing_stride_column)
             mixed += tl.sum(tl.where(finished, weight, 0.0)[:, None] * chosen, axis=0)
