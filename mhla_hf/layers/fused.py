@@ -146,6 +146,7 @@ def fused_attention(
         `[B, T, H, V]` in the dtype of `value`, normed and gated.
     """
     from ..ops.triton.fused_operators import fused_attend, fused_summary
+    from ..ops.triton.launching import multiplies_exactly
     from ..ops.triton.mixing import mix_summaries_and_sums
 
     dtype = value.dtype
@@ -166,7 +167,7 @@ def fused_attention(
             key.to(dtype), value, weights[1], *tables, table, *shared, 1 / slots, divides, half
         )
         summary, sums = mix_summaries_and_sums(
-            mixing, summary, key_sum if divides else None, query.shape[2], exact=dtype == torch.float32
+            mixing, summary, key_sum if divides else None, query.shape[2], exact=multiplies_exactly(dtype)
         )
         output, _ = fused_attend(
             query.to(dtype),

@@ -9,6 +9,7 @@ from ...layout import BlockLayout
 from ...sequence_layout import SequenceLayout
 from ..numerics import check_normalizer, normalizer_pair, records_gradients, repeat_heads
 from .block_operators import block_attend, block_summary
+from .launching import multiplies_exactly
 from .mixing import mix_summaries_and_sums
 
 
@@ -47,7 +48,8 @@ def triton_block_mhla_attention(
         plain_key = normalizer_key if divides else None
         summary, key_sum = block_summary(key, value, plain_key, table, 1 / slots, divides, half)
         to_mix = key_sum if normalizer == "query" else None
-        summary, mixed_sum = mix_summaries_and_sums(mixing, summary, to_mix, num_heads, exact=dtype == torch.float32)
+        exact = multiplies_exactly(dtype)
+        summary, mixed_sum = mix_summaries_and_sums(mixing, summary, to_mix, num_heads, exact=exact)
         divisor = None
         if normalizer == "block_query":
             plain_query = query if normalizer_query is None else normalizer_query

@@ -81,7 +81,7 @@ def gradient(
             HEADS=groups,
             REPEATS=heads // groups,
             VECTORS=0 if vectors is None else 2 if divides else 1,
-            **features.options(width, columns, padded(columns), most_tokens),
+            **{**features.options(width, columns, padded(columns), most_tokens), "num_warps": 8},
             **product_options(outputs.dtype, matrices.dtype, rows.device),
         )
     return result, scale, weight

@@ -16,7 +16,7 @@ those that run at the same time read the same rows of the rotary tables, and nei
 import triton
 import triton.language as tl
 
-from .rows import COUNTS, load_rows, product, slot_tokens, store_rows, to_type
+from .rows import COUNTS, load_rows, product, slot_tokens, store_rows, to_matrix, to_tf32
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -175,6 +175,8 @@ def fused_outer_kernel(
             if HAS_SCALE:
                 token_scale = tl.load(scale + per_token, mask=present, other=0.0)
                 values = values.to(tl.float32) * token_scale[:, None]
+                if PRECISION == "tf32":
+                    values = to_tf32(values)
             if HAS_ROTARY:
                 cosines = rotary_rows(cosine, tokens, present, HALF, BLOCK_HALF)
                 sines = rotary_rows(sine, tokens, present, HALF, BLOCK_HALF)
@@ -189,12 +191,12 @@ def fused_outer_kernel(
     if HAS_ROTARY:
         mask = (pair < HALF)[:, None] & in_value
         pointers = start + pair[:, None] * VALUE + value_column[None, :]
-        tl.store(pointers, to_type(even_sum * factor, products.dtype.element_ty, INTERPRETED), mask=mask)
-        odd = to_type(odd_sum * factor, products.dtype.element_ty, INTERPRETED)
+        tl.store(pointers, to_matrix(even_sum * factor, products.dtype.element_ty, PRECISION, INTERPRETED), mask=mask)
+        odd = to_matrix(odd_sum * factor, products.dtype.element_ty, PRECISION, INTERPRETED)
         tl.store(pointers + HALF * VALUE, odd, mask=mask)
     else:
         pointers = start + column[:, None] * VALUE + value_column[None, :]
-        whole = to_type(whole_sum * factor, products.dtype.element_ty, INTERPRETED)
+        whole = to_matrix(whole_sum * factor, products.dtype.element_ty, PRECISION, INTERPRETED)
         tl.store(pointers, whole, mask=(column < WIDTH)[:, None] & in_value)
     if HAS_SUM:
         if column_tile == 0:

@@ -71,7 +71,8 @@ class Features:
             "slots": slots,
             "WIDTH": width,
             "VALUE": value,
-            "BLOCK_WIDTH": padded(width),
+            # Even and odd channels are multiplied apart, 16 of each at least.
+            "BLOCK_WIDTH": padded(width) if self.cosine is None else max(32, padded(width)),
             "BLOCK_VALUE": value_tile,
             "BLOCK_TOKENS": min(token_tile(slots, width), most_tokens),
             "HAS_NORM": self.norm_weight is not None,

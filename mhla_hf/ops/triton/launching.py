@@ -71,8 +71,8 @@ def product_options(tokens: torch.dtype, summaries: torch.dtype, device: torch.d
 def multiplies_exactly(tokens: torch.dtype) -> bool:
     """Whether float32 factors beside tokens of this type keep their 24 bits, by three products through TF32.
 
-    The 11 bits that TF32 keeps are enough beside bfloat16, which has 8. float16 has 11 itself. For float32 tokens it is
-    as torch has it, see [`tf32_is_allowed`].
+    The 11 bits that TF32 keeps are enough beside bfloat16, which has 8. float16 has 11 itself. float32 tokens follow
+    torch's setting, see [`tf32_is_allowed`].
     """
     return tokens == torch.float16 or (tokens == torch.float32 and not tf32_is_allowed())
 

@@ -31,7 +31,7 @@ def mixing_strides(mixing: Tensor) -> tuple[int, int, int, int]:
 
 
 def _product_options(summaries: Tensor, exact: bool) -> dict[str, Any]:
-    tokens = torch.float32 if exact else torch.bfloat16
+    tokens = torch.float16 if exact else torch.bfloat16
     return product_options(tokens, summaries.dtype, summaries.device)
 
 
@@ -86,8 +86,7 @@ def mix_blocks(mixing: Tensor, summaries: Tensor, heads: int, lower: bool, exact
         summaries: `[B, G, M, K, V]`, dense.
         heads: Heads of the result: H, or G where all heads share the weights.
         lower: Take what lies on and above the diagonal of `mixing` for zero.
-        exact: Multiply float32 summaries exactly; otherwise through TF32, which is enough for summaries of half
-            precision.
+        exact: Multiply float32 summaries exactly, see [`multiplies_exactly`]; otherwise through TF32.
 
     Returns:
         `[B, heads, M, K, V]` in the dtype of `summaries`.

@@ -9,7 +9,7 @@ bfloat16 numbers, which costs one more product and keeps 16 bits of them; cuBLAS
 import triton
 import triton.language as tl
 
-from .rows import COUNTS, product, to_type
+from .rows import COUNTS, product, to_matrix, to_type
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def mix_kernel(
     start = mixed + (batch * HEADS + head) * blocks * columns
     pointers = start + row.to(tl.int64)[:, None] * columns + column[None, :]
     inside = (row < blocks)[:, None] & (column < columns)[None, :]
-    tl.store(pointers, to_type(accumulator, mixed.dtype.element_ty, INTERPRETED), mask=inside)
+    tl.store(pointers, to_matrix(accumulator, mixed.dtype.element_ty, PRECISION, INTERPRETED), mask=inside)
 
 
 @triton.jit(do_not_specialize=COUNTS)

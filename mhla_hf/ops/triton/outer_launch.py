@@ -11,6 +11,7 @@ import torch
 import triton
 
 from .launching import (
+    as_matrices,
     column_tile,
     dense_rows,
     is_padded,

@@ -62,8 +62,33 @@ def to_type(values, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def to_tf32(values):
+    """float32 rounded to the nearest number of TF32. Tensor cores would cut the last 13 bits off, towards zero."""
+    bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+
+
+@triton.jit
+def to_matrix(values, TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Converts what other kernels will multiply rows with: to the nearest value that their products can use."""
+    if TYPE == tl.float32 and PRECISION == "tf32":
+        values = to_tf32(values)
+    return to_type(values, TYPE, INTERPRETED)
+
+
+@triton.jit
 def product(left, right, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """left @ right in float32, of factors rounded to DOT_TYPE."""
+    """left @ right in float32, of factors in DOT_TYPE, or in TF32 if PRECISION says so.
+
+    `left` is rounded to it. So should a float32 `right` be that was computed here; one that [`to_matrix`] made comes
+    rounded, and goes past the registers.
+    """
+    if DOT_TYPE == tl.float32 and PRECISION == "tf32":
+        # Half precision is exact in TF32.
+        if left.dtype == tl.float32:
+            left = to_tf32(left)
+        if INTERPRETED and right.dtype == tl.float32:
+            right = (right.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
     left, right = to_type(left, DOT_TYPE, INTERPRETED), to_type(right, DOT_TYPE, INTERPRETED)
     if INTERPRETED:
         # It multiplies no bfloat16.
