@@ -91,10 +91,8 @@ class Compilations:
 
 def run_operators(width: int) -> None:
     """Launches every kernel: forward without gradients in bfloat16, and forward and backward in bfloat16 and TF32."""
-    from mhla_hf.ops.recurrent import empty_state
     from mhla_hf.ops.triton.block import triton_block_mhla_attention
     from mhla_hf.ops.triton.causal import triton_causal_mhla_attention
-    from mhla_hf.ops.triton.decode import decode_token
 
     torch.backends.cuda.matmul.allow_tf32 = True
     chunked, blocks = BlockLayout((384,), block_size=(128,)), BlockLayout((384,), blocks=(3,))
@@ -108,11 +106,26 @@ def run_operators(width: int) -> None:
                 if trains:
                     output.sum().backward()
         run_fused(width, dtype, blocks, trains)
-        with torch.no_grad():
-            state = empty_state(1, 2, width, width, 128, num_blocks=2, summary_dtype=dtype)
-            token = torch.ones(1, 1, 2, width, dtype=dtype)
-            tensors = state.summaries, state.current, state.prefix, state.upcoming, state.position
-            decode_token(token, token, token, None, None, None, torch.ones(2, 2), *tensors, 128, True, 1e-6)
+        run_recurrent(width, dtype)
+
+
+def run_recurrent(width: int, dtype: torch.dtype) -> None:
+    """Launches what decodes: one token, and prompts for a new state and for one that has seen tokens."""
+    from mhla_hf.ops.recurrent import empty_state
+    from mhla_hf.ops.triton.decode import decode_token
+    from mhla_hf.ops.triton.prompt import extend_state
+
+    state = empty_state(1, 2, width, width, 128, num_blocks=3, summary_dtype=dtype)
+    tensors = state.summaries, state.current, state.prefix, state.upcoming, state.position
+    mixing = torch.ones(3, 3)
+    token, prompt = (torch.ones(1, length, 2, width, dtype=dtype) for length in (1, 384))
+    decode_token(token, token, token, None, None, None, mixing, *tensors, 128, True, 1e-6)
+    table, past = torch.arange(384, dtype=torch.int32).reshape(3, 128), torch.ones(1, 2, 3, width, width + 1)
+    for before in ((None, None, None), (past, state.summaries, state.current)):
+        extend_state(
+            prompt, prompt, prompt, None, None, mixing, mixing, table, *before, state.position, state.position + 384,
+            3, dtype, True, 1e-6,
+        )  # fmt: skip
 
 
 def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout, trains: bool) -> None:
