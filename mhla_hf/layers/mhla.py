@@ -156,12 +156,13 @@ class MHLA(nn.Module):
         Returns:
             `[M, M]` or `[H, M, M]`, float32 (float64 for float64 parameters).
         """
-        weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
-        if layout is None or self.config.causal:
-            return weights
-        if self.config.is_sequence:
-            return extend_mixing(weights, layout.num_blocks, causal=False)
-        return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
+        with torch.autocast(self.mixing.device.type, enabled=False):
+            weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
+            if layout is None or self.config.causal:
+                return weights
+            if self.config.is_sequence:
+                return extend_mixing(weights, layout.num_blocks, causal=False)
+            return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
     def forward(
         self,

@@ -73,6 +73,8 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
         return f"the kernels run on GPUs, and the tensors are on {device.type}"
     if device.type == "cuda" and _is_too_old(device):
         return f"the GPU is older than compute capability {'.'.join(map(str, MIN_CAPABILITY))}"
+    if device.type == "cuda" and (failure := triton_failure()):
+        return f"Triton does not work here: {failure}"
     for tensor in tokens:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"the kernels take no {tensor.dtype}"
@@ -100,6 +102,28 @@ def tf32_is_allowed() -> bool:
     # Reading the older setting raises an error once somebody has used the newer one, which old releases lack.
     precision = getattr(settings, "fp32_precision", None)
     return settings.allow_tf32 if precision is None else precision == "tf32"
+
+
+@torch.compiler.assume_constant_result
+def triton_failure() -> str:
+    """Why Triton cannot launch kernels on this machine; empty if it can. Tried once in a process.
+
+    Triton compiles its own launchers when they are first needed, for which it may want a C compiler and the headers of
+    Python: images for running models have neither.
+    """
+    return _triton_failure()
+
+
+@cache
+def _triton_failure() -> str:
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    # Whatever goes wrong here, and its type depends on the release of Triton, torch can do without.
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ""
 
 
 @torch.compiler.assume_constant_result

@@ -251,3 +251,14 @@ def test_half_precision_tokens_lose_nothing_against_float32(options, grid, dtype
         results[name] = [output, *torch.autograd.grad(output.float().square().sum(), tokens)]
         monkeypatch.setattr("mhla_hf.layers.mhla.token_dtype", lambda *args, **kwargs: torch.float32)
     assert all(torch.equal(*pair) for pair in zip(*results.values(), strict=True))
+
+
+def test_autocast_leaves_resampled_mixing_weights_as_they_are():
+    layer = make_layer(torch.float32, resize="blocks")
+    with torch.no_grad():
+        layer.mixing.copy_(torch.rand(layer.mixing.shape, generator=torch.Generator().manual_seed(0)))
+    layout = BlockLayout((6, 4, 5), blocks=(4, 2, 3))
+    expected = layer.mixing_matrix(layout)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = layer.mixing_matrix(layout)
+    assert actual.dtype == torch.float32 and torch.equal(actual, expected)

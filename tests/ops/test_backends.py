@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mhla_hf.ops import choose_backend
-from mhla_hf.ops.backends import _log_once, tf32_is_allowed
+from mhla_hf.ops.backends import _log_once, tf32_is_allowed, triton_failure
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -32,6 +32,12 @@ def test_either_setting_of_tf32_is_understood(setting, on, off):
     finally:
         setattr(settings, setting, off)
     assert not tf32_is_allowed()
+
+
+def test_it_is_known_whether_triton_can_launch():
+    """Without a GPU it cannot, and says so in place of raising an error."""
+    pytest.importorskip("triton")
+    assert (triton_failure() == "") == torch.cuda.is_available()
 
 
 def test_the_environment_variable_wins(monkeypatch):
