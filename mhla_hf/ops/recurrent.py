@@ -127,10 +127,12 @@ def rewind_state(
         The state before them, up to rounding.
     """
     dtype, size = state.current.dtype, state.block_size
-    summaries = with_current_block(state)
+    state = state.with_room(state.num_blocks + 1)
+    index = torch.arange(state.num_blocks, device=valid.device)
+    here = index == current_block(state.position, size)[:, None]
+    summaries = torch.where(here[:, None, :, None, None], state.current.unsqueeze(2), state.summaries.to(dtype))
     position = state.position - valid.sum(dim=1)
     token_block = (position[:, None] + valid.long().cumsum(dim=1) - 1).clamp(min=0) // size
-    index = torch.arange(summaries.shape[2], device=valid.device)
     member = (token_block[..., None] == index) & valid[..., None]
     columns = torch.cat([value.to(dtype), torch.ones_like(value[..., :1], dtype=dtype)], dim=-1)
     removed = torch.einsum("btn,bthk,bthv->bhnkv", member.to(dtype), key.to(dtype), columns[..., :-1])
@@ -168,14 +170,6 @@ def goes_by_kernels(
 def current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:
     """Index of the block that the last token went to, `[B]`."""
     return (position - 1).clamp(min=0) // block_size
-
-
-def with_current_block(state: MHLAState) -> torch.Tensor:
-    """Summaries of all blocks, the current one too, in the accumulation dtype: `[B, H_kv, n + 1, K, V + 1]`."""
-    index = torch.arange(state.num_blocks + 1, device=state.position.device)
-    here = index == current_block(state.position, state.block_size)[:, None]
-    finished = F.pad(state.summaries.to(state.current.dtype), (0, 0, 0, 0, 0, 1))
-    return torch.where(here[:, None, :, None, None], state.current.unsqueeze(2), finished)
 
 
 def block_summary_at(summaries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

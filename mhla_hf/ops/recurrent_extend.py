@@ -20,7 +20,6 @@ from .recurrent import (
     current_block,
     goes_by_kernels,
     settled_state,
-    with_current_block,
 )
 
 
@@ -135,11 +134,13 @@ def _mixed_past(mixing: torch.Tensor, blocks: torch.Tensor, state: MHLAState) ->
     Returns:
         `[B, H_m, I, K, V + 1]`.
     """
-    index = torch.arange(state.num_blocks + 1, device=blocks.device)
+    index, heads = torch.arange(state.num_blocks, device=blocks.device), state.prefix.shape[1]
     weights = mixing_at(mixing, blocks[:, :, None], index[None, None])
-    # Slots after the current block are zero, but a weight there may be anything.
-    weights = torch.where((index <= blocks[:, :1])[:, None, None], weights, 0)
-    return mix_summaries(weights, with_current_block(state), state.prefix.shape[1])
+    # Slots after the finished blocks are zero, but a weight there may be anything.
+    weights = torch.where((index < blocks[:, :1])[:, None, None], weights, 0)
+    finished = mix_summaries(weights, state.summaries.to(state.current.dtype), heads)
+    weights = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :1])
+    return finished + mix_summaries(weights, state.current.unsqueeze(2), heads)
 
 
 def _advance(
