@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from mhla_hf.benchmarks import paths
 from mhla_hf.benchmarks.contestants import CONTESTANTS, EPS, Contestant, make_inputs
 from mhla_hf.benchmarks.machine import choose_device, last_cache_bytes, machine_facts
 from mhla_hf.benchmarks.memory import held_bytes, peak_memory
@@ -134,6 +136,29 @@ def test_kernels_compute_it_too_but_are_not_timed_on_a_cpu():
     assert "run on GPUs" in (CONTESTANTS["mhla-triton"].obstacle(FLAT, torch.float32, CPU) or "")
 
 
+@pytest.mark.parametrize("normalizer", ["none", "query"])
+def test_whole_paths_compute_the_same(normalizer):
+    inputs = inputs_of(FLAT, torch.float32)
+    expected = paths.mhla_path(inputs, FLAT, normalizer, "torch", fused=False)
+    for fused in (False, True):
+        got = paths.mhla_path(inputs, FLAT, normalizer, "triton", fused=fused)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert paths.fits(FLAT, torch.float32) and not paths.fits(replace(FLAT, width=256), torch.bfloat16)
+
+
+def test_whole_path_of_softmax_norms_and_rotates():
+    inputs = inputs_of(FLAT)
+    query, key = (F.rms_norm(x.flatten(2), (24,), eps=paths.EPS).unflatten(2, (3, 8)) for x in inputs.tokens[:2])
+    angles = torch.arange(24)[:, None] * torch.linspace(1, 0, 4)
+    turns = torch.polar(torch.ones(24, 4), angles)[:, None].to(torch.complex128)
+    query, key = (
+        torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * turns).flatten(-2) for x in (query, key)
+    )
+    expected = CONTESTANTS["softmax"].attend(replace(inputs, query=query, key=key), FLAT, None, "eager")
+    got = CONTESTANTS["softmax-path"].attend(inputs, FLAT, None, "eager")
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_features_are_positive_and_mixing_looks_back():
     inputs = inputs_of(CAUSAL)
     assert inputs.query.min() > 0 and inputs.key.min() > 0
@@ -162,15 +187,17 @@ def test_rows(report):
         assert row["gigabytes_per_second"] == pytest.approx(moved / seconds / 1e9)
         assert row["share_of_floor"] == pytest.approx(moved / report["copy_bandwidth"] / seconds)
         assert row["peak_memory_bytes"] >= 0
+        path = CONTESTANTS[row["contestant"]].whole_path
         best = min(
             other["milliseconds"]
             for other in report["results"]
-            if other["contestant"] == "softmax"
+            if other["contestant"] == ("softmax-path" if path else "softmax")
+            and other["reason"] is None
             and (other["shape"], other["direction"]) == (row["shape"], row["direction"])
         )
         assert row["speedup_over_softmax"] == pytest.approx(best / row["milliseconds"])
     measured = {row["contestant"] for row in report["results"] if row["reason"] is None}
-    assert measured == {"mhla-torch", "softmax", "linear"}
+    assert measured == {"mhla-torch", "softmax", "linear", "mhla-path-torch", "softmax-path"}
 
 
 def test_absent_contestants_say_why(report):
@@ -178,6 +205,8 @@ def test_absent_contestants_say_why(report):
     assert "run on GPUs" in reasons["mhla-triton", "flat"]
     assert "runs on GPUs only" in reasons["softmax-cudnn", "causal"]
     assert reasons["fla-linear", "flat"] == "causal attention only"
+    assert reasons["mhla-path-torch", "causal"] == "attention in both directions only"
+    assert "run on GPUs" in reasons["mhla-path-fused", "flat"]
     assert reasons["fla-simple-gla", "causal"] is not None
 
 
@@ -260,7 +289,7 @@ def test_backward_is_left_out_on_demand():
 
 @pytest.mark.gpu
 def test_kernels_are_measured_on_a_gpu():
-    contestants = ("mhla-torch", "mhla-triton", "softmax-flash", "linear")
+    contestants = ("mhla-torch", "mhla-triton", "softmax-flash", "linear", "mhla-path-fused", "softmax-path")
     options = OperatorOptions(device="cuda", contestants=contestants, seconds=0.1, quick=True)
     wide = [replace(shape, width=64, batch=4) for shape in (FLAT, CAUSAL)]
     rows = measure_operator(options, shapes=wide)["results"]

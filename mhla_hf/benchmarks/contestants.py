@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 from ..config import MHLAConfig
 from ..layers.mixing import initial_mixing
 from ..ops import mhla_attention, triton_obstacle
-from . import peers
+from . import paths, peers
 from .shapes import OperatorShape
 
 
@@ -35,6 +35,7 @@ class Inputs:
         mixing: float32 `[M, M]`.
         decay: float32 `[B, T, H]`, logarithms.
         gradient: Of the output, `[B, T, H, V]`.
+        gate: What a gate's projection puts out: the numbers of `gradient` again.
     """
 
     query: torch.Tensor
@@ -43,6 +44,7 @@ class Inputs:
     mixing: torch.Tensor
     decay: torch.Tensor
     gradient: torch.Tensor
+    gate: torch.Tensor
 
     @property
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,8 +53,9 @@ class Inputs:
 
     def differentiable(self) -> Inputs:
         """The same tensors, whose gradients are wanted."""
-        query, key, value, mixing = (part.detach().requires_grad_() for part in (*self.tokens, self.mixing))
-        return replace(self, query=query, key=key, value=value, mixing=mixing)
+        parts = (*self.tokens, self.mixing, self.gate)
+        query, key, value, mixing, gate = (part.detach().requires_grad_() for part in parts)
+        return replace(self, query=query, key=key, value=value, mixing=mixing, gate=gate)
 
 
 def make_inputs(shape: OperatorShape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
@@ -65,7 +68,7 @@ def make_inputs(shape: OperatorShape, dtype: torch.dtype, device: torch.device, 
     layout = shape.layout()
     mixing = initial_mixing(MHLAConfig(causal=shape.causal, **_block_options(shape)), layout.blocks).to(device)
     decay = torch.full(size[:3], _LOG_DECAY, device=device)
-    return Inputs(F.elu(query) + 1, F.elu(key) + 1, value, mixing, decay, gradient)
+    return Inputs(F.elu(query) + 1, F.elu(key) + 1, value, mixing, decay, gradient, gradient)
 
 
 def _block_options(shape: OperatorShape) -> dict[str, Any]:
@@ -84,6 +87,7 @@ class Contestant:
         normalizers: Those it is measured with; `None` stands for its own.
         usual: Whether it is measured when no contestants are named.
         compiled: Whether torch.compile makes it.
+        whole_path: Whether it takes projections, and does what a layer does before and after the operator too.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Contestant:
     normalizers: tuple[str | None, ...] = ("none", "query")
     usual: bool = True
     compiled: bool = False
+    whole_path: bool = False
 
 
 def _mhla(backend: str, compiled: bool = False) -> Callable[..., torch.Tensor]:
@@ -128,6 +133,33 @@ def _softmax(backend: SDPBackend | None) -> Callable[..., torch.Tensor]:
         return peers.softmax_attention(*inputs.tokens, shape.causal, backend)
 
     return attend
+
+
+def _mhla_path(backend: str, fused: bool) -> Callable[..., torch.Tensor]:
+    def attend(inputs: Inputs, shape: OperatorShape, normalizer: str | None, _: str) -> torch.Tensor:
+        return paths.mhla_path(inputs, shape, normalizer or "query", backend, fused)
+
+    return attend
+
+
+def _softmax_path(backend: SDPBackend | None) -> Callable[..., torch.Tensor]:
+    def attend(inputs: Inputs, shape: OperatorShape, *_: object) -> torch.Tensor:
+        return paths.softmax_path(inputs, shape, backend)
+
+    return attend
+
+
+def _path_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    return "attention in both directions only" if shape.causal else None
+
+
+def _triton_path_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    return _path_obstacle(shape, dtype, device) or _triton_obstacle(shape, dtype, device)
+
+
+def _fused_path_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    obstacle = _triton_path_obstacle(shape, dtype, device)
+    return obstacle or (None if paths.fits(shape, dtype) else "heads are too wide for the fused kernels in this type")
 
 
 def _needs_gpu(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -166,6 +198,10 @@ CONTESTANTS: dict[str, Contestant] = {
         Contestant("softmax-math", "softmax", _softmax(SDPBackend.MATH), normalizers=(None,), usual=False),
         Contestant("linear", "linear", _linear),
         Contestant("fla-linear", "linear", _fla("chunk_linear_attn"), _fla_obstacle),
+        Contestant("mhla-path-torch", "mhla", _mhla_path("torch", False), _path_obstacle, whole_path=True),
+        Contestant("mhla-path-triton", "mhla", _mhla_path("triton", False), _triton_path_obstacle, whole_path=True),
+        Contestant("mhla-path-fused", "mhla", _mhla_path("triton", True), _fused_path_obstacle, whole_path=True),
+        Contestant("softmax-path", "softmax", _softmax_path(None), _path_obstacle, (None,), whole_path=True),
         Contestant("fla-simple-gla", "linear", _fla("chunk_simple_gla"), _fla_obstacle, (None,)),
     )
 }

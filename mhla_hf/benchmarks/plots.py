@@ -25,6 +25,10 @@ _STYLES = {
     "linear": ("#d95f02", "o"),
     "fla-linear": ("#e6a23c", "s"),
     "fla-simple-gla": ("#b04a3f", "^"),
+    "mhla-path-torch": ("#1f77b4", "D"),
+    "mhla-path-triton": ("#7fb3e0", "D"),
+    "mhla-path-fused": ("#0b3d91", "D"),
+    "softmax-path": ("#444444", "D"),
     "ordinary": ("#444444", "o"),
 }
 _FLOOR = {"color": "#2ca02c", "linestyle": ":", "linewidth": 1.5, "label": "floor (copy)"}
@@ -49,10 +53,14 @@ def plot_report(report: Mapping[str, Any], path: Path) -> None:
 
 
 def _operator(report: Mapping[str, Any]) -> Any:
-    """A column for each group of shapes; rows are time and memory, forward and with backward, for one head."""
+    """A column for each group of shapes; rows are time and memory, forward and with backward, for one head.
+
+    Whole paths, which do more, are left out unless there is nothing else.
+    """
     shapes = report["shapes"]
     groups = list(dict.fromkeys(shape["group"] for shape in shapes.values()))
     measured = [row for row in report["results"] if row["reason"] is None]
+    measured = [row for row in measured if not CONTESTANTS[row["contestant"]].whole_path] or measured
     directions = list(dict.fromkeys(row["direction"] for row in measured))
     figure = new_figure(4.4 * max(2, len(groups)), 3.3 * 2 * len(directions))
     panels = figure.subplots(2 * len(directions), len(groups), squeeze=False)
