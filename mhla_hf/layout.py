@@ -40,7 +40,7 @@ class BlockLayout:
         tensor([0, 0, 1, 1, 2, 2, 2])
     """
 
-    __slots__ = ("grid", "blocks", "num_prefix_tokens", "tile_lengths")
+    __slots__ = ("grid", "blocks", "num_prefix_tokens", "tile_lengths", "_sizes")
 
     def __init__(
         self,
@@ -60,9 +60,11 @@ class BlockLayout:
             if any(count > length for count, length in zip(counts, self.grid)):
                 raise ValueError(f"blocks={counts} has more blocks than grid={self.grid} has tokens on an axis.")
             self.tile_lengths = tuple(_balanced_tiles(n, count) for n, count in zip(self.grid, counts))
+            self._sizes: tuple[int, ...] | None = None
         else:
             sizes = _positive_axes("block_size", block_size, len(self.grid))
             self.tile_lengths = tuple(_full_tiles(n, size) for n, size in zip(self.grid, sizes))
+            self._sizes = sizes
         self.blocks = tuple(len(lengths) for lengths in self.tile_lengths)
 
     def _key(self) -> tuple[Any, ...]:
@@ -109,8 +111,10 @@ class BlockLayout:
     @property
     def block_of_token(self) -> torch.Tensor:
         """The block of each token, LongTensor `[T]`; blocks are numbered in row-major order of the block grid."""
-        block = _row_major([_tiles(lengths)[0] for lengths in self.tile_lengths], self.blocks) + self.num_prefix_blocks
-        return torch.cat([torch.zeros(self.num_prefix_tokens, dtype=torch.long, device="cpu"), block])
+        device = torch.device("cpu")
+        tiles = [_tiles(self, axis, device)[0] for axis in range(len(self.grid))]
+        block = _row_major(tiles, self.blocks) + self.num_prefix_blocks
+        return torch.cat([torch.zeros(self.num_prefix_tokens, dtype=torch.long, device=device), block])
 
     @property
     def block_tokens(self) -> torch.Tensor:
@@ -244,7 +248,9 @@ def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
             return tuple(counts)
 
 
-def interpolation_matrix(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> torch.Tensor:
+def interpolation_matrix(
+    source_blocks: Sequence[int], target_blocks: Sequence[int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Linear interpolation between two block grids over relative block coordinates.
 
     Block c of n on an axis sits at (c + 0.5) / n. Coordinates outside the outermost source centres take the value
@@ -253,14 +259,15 @@ def interpolation_matrix(source_blocks: Sequence[int], target_blocks: Sequence[i
     Args:
         source_blocks: Number of blocks along each axis that weights exist for.
         target_blocks: Number of blocks along each axis wanted.
+        device: Where the matrix is made.
 
     Returns:
         float32 `[M_target, M_source]`; rows sum to one.
     """
-    result = torch.ones(1, 1, device="cpu")
+    result = torch.ones(1, 1, device=device)
     for source, target in zip(source_blocks, target_blocks, strict=True):
-        position = ((torch.arange(target, device="cpu") + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
-        distance = (position[:, None] - torch.arange(source, device="cpu")[None, :]).abs()
+        position = ((torch.arange(target, device=device) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
+        distance = (position[:, None] - torch.arange(source, device=device)[None, :]).abs()
         weight = (1 - distance / max(1.0, source / target)).clamp(min=0)
         result = torch.kron(result, weight / weight.sum(dim=1, keepdim=True))
     return result
@@ -312,10 +319,10 @@ def _interpolation_on(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    matrix = interpolation_matrix(source_blocks, target_blocks)
+    matrix = interpolation_matrix(source_blocks, target_blocks, device)
     if num_prefix_blocks:
-        matrix = torch.block_diag(torch.eye(num_prefix_blocks, device="cpu"), matrix)
-    return matrix.to(device, dtype)
+        matrix = torch.block_diag(torch.eye(num_prefix_blocks, device=device), matrix)
+    return matrix.to(dtype)
 
 
 @lru_cache(maxsize=256)
@@ -327,7 +334,7 @@ def _cached(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Ten
     """`function(*arguments)`, remembered: index tables are made once per layout and device, not once per layer.
 
     Tensors made in inference mode cannot take part in training later, so the mode is part of the key. torch.compile
-    traces the function itself and folds the table into its graph.
+    traces the function itself.
     """
     if torch.compiler.is_compiling():
         return function(*arguments)
@@ -351,19 +358,28 @@ def _balanced_tiles(length: int, count: int) -> tuple[int, ...]:
 
 
 def _full_tiles(length: int, size: int) -> tuple[int, ...]:
-    full, rest = divmod(length, size)
+    # Not divmod, which torch.compile cannot trace.
+    full, rest = length // size, length % size
     return (size,) * full + ((rest,) if rest else ())
 
 
-def _tiles(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each position on an axis: its tile, its offset inside the tile, and the tile's length. LongTensors.
+def _edges(layout: BlockLayout, axis: int, device: torch.device) -> torch.Tensor:
+    """Where the tiles of an axis start, and its length, LongTensor `[tiles + 1]`."""
+    index, length = torch.arange(layout.blocks[axis] + 1, device=device), layout.grid[axis]
+    if layout._sizes is None:
+        return index * length // layout.blocks[axis]
+    return (index * layout._sizes[axis]).clamp(max=length)
 
-    Made without operators whose output size depends on data: torch.compile has to trace it.
-    """
-    tile = torch.cat([torch.full((length,), index, device="cpu") for index, length in enumerate(lengths)])
-    offset = torch.cat([torch.arange(length, device="cpu") for length in lengths])
-    own_length = torch.cat([torch.full((length,), length, device="cpu") for length in lengths])
-    return tile, offset, own_length
+
+def _tiles(layout: BlockLayout, axis: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each position on an axis: its tile, its offset inside the tile, and the tile's length. LongTensors."""
+    length, edges = layout.grid[axis], _edges(layout, axis, device)
+    position = torch.arange(length, device=device)
+    if layout._sizes is None:
+        tile = ((position + 1) * layout.blocks[axis] - 1) // length
+    else:
+        tile = position // layout._sizes[axis]
+    return tile, position - edges[tile], edges[tile + 1] - edges[tile]
 
 
 def _row_major(per_axis: Sequence[torch.Tensor], counts: Sequence[Any]) -> torch.Tensor:
@@ -371,10 +387,14 @@ def _row_major(per_axis: Sequence[torch.Tensor], counts: Sequence[Any]) -> torch
 
     `counts` holds the size of each axis, an int or one for each position.
     """
-    combined = torch.zeros(1, dtype=torch.long, device="cpu")
+    combined = per_axis[0].new_zeros(1)
     for index, count in zip(per_axis, counts):
         combined = (combined[:, None] * count + index).reshape(-1)
     return combined
+
+
+# Index tables are computed on the device, element by element: torch.compile, which remembers none, makes a small
+# kernel or two of each, and has nothing to copy from the CPU in every call.
 
 
 def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
@@ -382,18 +402,29 @@ def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
 
     Positions count in the block's own shape: a ragged block fills its first N_b slots.
     """
-    tiles, offsets, own_lengths = zip(*(_tiles(lengths) for lengths in layout.tile_lengths))
+    tiles, offsets, own_lengths = zip(*[_tiles(layout, axis, device) for axis in range(len(layout.grid))])
     position = _row_major(offsets, own_lengths)
     block = _row_major(tiles, layout.blocks) + layout.num_prefix_blocks
-    prefix = torch.arange(layout.num_prefix_tokens, device="cpu")
-    return torch.cat([prefix, block * layout.max_block_tokens + position]).to(device)
+    prefix = torch.arange(layout.num_prefix_tokens, device=device)
+    return torch.cat([prefix, block * layout.max_block_tokens + position])
 
 
 def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     """Token of each slot, LongTensor `[M·N]`; T (one past the last token) where a slot is empty."""
-    tokens = torch.full((layout.num_blocks * layout.max_block_tokens,), layout.num_tokens, device="cpu")
-    tokens[_token_slots(layout, torch.device("cpu"))] = torch.arange(layout.num_tokens, device="cpu")
-    return tokens.to(device)
+    slot = torch.arange(layout.max_block_tokens, device=device)
+    block = torch.arange(math.prod(layout.blocks), device=device)[:, None]
+    # What is left of block and slot once each axis, from the last one on, has taken its part.
+    rest, token, stride = slot, torch.zeros_like(slot), 1
+    for axis in reversed(range(len(layout.grid))):
+        edges, tile = _edges(layout, axis, device), block % layout.blocks[axis]
+        lengths = edges[tile + 1] - edges[tile]
+        token = token + (edges[tile] + rest % lengths) * stride
+        block, rest, stride = block // layout.blocks[axis], rest // lengths, stride * layout.grid[axis]
+    token = torch.where(rest == 0, token, stride) + layout.num_prefix_tokens
+    if layout.num_prefix_tokens:
+        prefix = torch.where(slot < layout.num_prefix_tokens, slot, layout.num_tokens)
+        token = torch.cat([prefix[None], token])
+    return token.flatten()
 
 
 def _token_table(layout: BlockLayout, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,6 +30,38 @@ def test_every_token_is_in_one_block_and_comes_back(axes, by_size):
     counts = (grouped[0, ..., 0] != 0).sum(-1)
     assert torch.equal(counts, layout.block_tokens)
     assert int(layout.block_tokens.min()) >= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(axes=AXES, by_size=st.booleans(), prefix=st.sampled_from([0, 0, 1, 12]))
+def test_slots_of_blocks_hold_their_tokens_in_row_major_order(axes, by_size, prefix):
+    """Counted out token by token from the lengths of the tiles."""
+    grid, tiles = [max(axis) for axis in axes], [min(axis) for axis in axes]
+    option = {"block_size": tiles} if by_size else {"blocks": tiles}
+    layout = BlockLayout(grid, num_prefix_tokens=prefix, **option)
+    slots: list[list[int]] = [list(range(prefix))] if prefix else []
+    slots += [[] for _ in range(layout.num_blocks - len(slots))]
+    tile_of = [[tile for tile, length in enumerate(lengths) for _ in range(length)] for lengths in layout.tile_lengths]
+    for token, place in enumerate(itertools.product(*map(range, grid))):
+        block = 0
+        for axis, position in enumerate(place):
+            block = block * layout.blocks[axis] + tile_of[axis][position]
+        slots[block + layout.num_prefix_blocks].append(prefix + token)
+    empty = [layout.num_tokens] * layout.max_block_tokens
+    expected = [(tokens + empty)[: layout.max_block_tokens] for tokens in slots]
+    assert layout.token_table(torch.device("cpu")).tolist() == expected
+
+
+@pytest.mark.parametrize("option", [{"blocks": (3,)}, {"block_size": (8,)}])
+def test_grids_of_any_length_compile(option):
+    """In one graph, with lengths that the compiler takes for variable from the second one on."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda tokens: BlockLayout(tokens.shape[1:2], **option).to_blocks(tokens), backend="eager", fullgraph=True
+    )
+    for length in (20, 23, 24, 22):
+        tokens = torch.rand(1, length, 2)
+        assert torch.equal(compiled(tokens), BlockLayout((length,), **option).to_blocks(tokens))
 
 
 def test_block_of_token_is_row_major():
