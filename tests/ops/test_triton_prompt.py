@@ -13,7 +13,7 @@ from .recurrent_cases import assert_same_state, kernels_counted, make_inputs, pa
 from .triton_checks import DEVICES, buffers_full_of_nan, on
 
 
-pytest.importorskip("triton")
+pytest.importorskip("mhla_hf.ops.triton.prompt")
 
 BLOCK_SIZE = 16
 
