@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -30,22 +31,24 @@ OPTIONS = [
 ]
 
 
-def make_layer(device, *, seed=2, head_dim=8, heads=2, kv_heads=2, **options):
+def make_layer(device, *, seed=2, grid=GRID, blocks=(2, 2), head_dim=8, heads=2, kv_heads=2, **options):
     """A layer with random weights everywhere, norms across heads, and inputs: (layer, arguments of forward)."""
     generator = torch.Generator().manual_seed(seed)
-    config = MHLAConfig(blocks=(2, 2), backend="triton", **options)
+    config = MHLAConfig(blocks=blocks, backend="triton", **options)
     layer = MHLA(
-        config, hidden_size=6, num_heads=heads, head_dim=head_dim, num_key_value_heads=kv_heads, default_grid=GRID
+        config, hidden_size=6, num_heads=heads, head_dim=head_dim, num_key_value_heads=kv_heads, default_grid=grid
     )
     norms = nn.RMSNorm(heads * head_dim, eps=1e-5), nn.RMSNorm(kv_heads * head_dim, eps=1e-5)
     with torch.no_grad():
         for parameter in [*layer.parameters(), *norms[0].parameters(), *norms[1].parameters()]:
             parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.2)
-    angles = torch.rand(1, 15, 1, head_dim // 2, generator=generator)
-    tokens = [torch.randn(2, 15, count, head_dim, generator=generator) for count in (heads, kv_heads, kv_heads)]
+    angles = torch.rand(1, math.prod(grid), 1, head_dim // 2, generator=generator)
+    tokens = [
+        torch.randn(2, math.prod(grid), count, head_dim, generator=generator) for count in (heads, kv_heads, kv_heads)
+    ]
     arguments = {
-        "grid": GRID,
-        "hidden_states": torch.randn(2, 15, 6, generator=generator).to(device),
+        "grid": grid,
+        "hidden_states": torch.randn(2, math.prod(grid), 6, generator=generator).to(device),
         "rotary": PairwiseRotary(angles.cos().to(device), angles.sin().to(device)),
         "norms": HeadNorms(*(norm.to(device) for norm in norms)),
     }
@@ -153,6 +156,40 @@ def test_gradients_match_torch(options, seed, device, fused_calls):
     for name, reference in expected.items():
         size = reference.abs().max().item()
         torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5 * max(1.0, size))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2)])
+def test_gradients_of_blocks_and_shares_of_several_tiles(heads, kv_heads, device, monkeypatch, fused_calls):
+    """207 tokens in blocks of 115 and 92, worked off by as few programs as there can be."""
+    from mhla_hf.ops.triton import fused_gradient_launch
+
+    monkeypatch.setattr(fused_gradient_launch, "FEW_PROGRAMS", 1)
+    layer, tokens, arguments = make_layer(
+        device, grid=(9, 23), blocks=(2, 1), heads=heads, kv_heads=kv_heads, output_norm=True, output_gate=True
+    )
+    expected = exact_results(layer, tokens, arguments)
+    with buffers_full_of_nan():
+        actual = outputs_and_gradients(layer, tokens, arguments)
+    assert len(fused_calls) == 1
+    for name, reference in expected.items():
+        size = max(1.0, reference.abs().max().item())
+        torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inputs_and_gradients_may_lie_anyhow(device, fused_calls):
+    """Queries, keys and values cut out of one projection, and an output that is summed up: a gradient of stride 0."""
+    layer, tokens, arguments = make_layer(device, output_gate=True)
+    together = torch.stack([token.transpose(1, 2) for token in tokens], dim=-1)
+    results = []
+    for backend in ("triton", "torch"):
+        layer.config = layer.config.replace(backend=backend)
+        leaf = together.clone().requires_grad_()
+        layer(*(part.transpose(1, 2) for part in leaf.unbind(-1)), **arguments).sum().backward()
+        results.append(leaf.grad)
+    assert len(fused_calls) == 1
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
