@@ -90,13 +90,14 @@ class Compilations:
 
 
 def run_operators(width: int) -> None:
-    """Launches every kernel: forward without gradients in bfloat16, and forward and backward in bfloat16 and TF32."""
+    """Launches every kernel: forward without gradients in bfloat16, then forward and backward in all types."""
     from mhla_hf.ops.triton.block import triton_block_mhla_attention
     from mhla_hf.ops.triton.causal import triton_causal_mhla_attention
 
     torch.backends.cuda.matmul.allow_tf32 = True
     chunked, blocks = BlockLayout((384,), block_size=(128,)), BlockLayout((384,), blocks=(3,))
-    for dtype, trains in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+    half, full = torch.bfloat16, torch.float32
+    for dtype, trains in ((half, False), (half, True), (torch.float16, True), (full, True)):
         for attend, layout in ((triton_block_mhla_attention, blocks), (triton_causal_mhla_attention, chunked)):
             for normalizer, rotated in (("query", False), ("query", True), ("none", False)):
                 tokens = [torch.ones(1, 384, 2, width, dtype=dtype, requires_grad=trains) for _ in range(5)]

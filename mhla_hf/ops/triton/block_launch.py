@@ -14,8 +14,10 @@ import triton
 
 from .block_kernels import apply_kernel, attend_kernel
 from .launching import (
+    MAX_TILE,
     column_tile,
     dense_rows,
+    multiplies_exactly,
     multiplies_from_shared_memory,
     on_device,
     padded,
@@ -43,7 +45,12 @@ def _options(
     batch, _, heads, width = rows.shape
     groups, blocks = matrices.shape[1:3]
     columns_tile, tokens_tile = column_tile(width, columns), token_tile(table.shape[-1], width)
-    if matrices.dtype == torch.float32 and not multiplies_from_shared_memory(rows.device):
+    roomy = multiplies_from_shared_memory(rows.device)
+    if multiplies_exactly(rows.dtype):
+        # Both halves of the factors have to find room.
+        columns_tile = columns_tile if roomy else min(columns_tile, MAX_TILE // 2 // padded(width))
+        tokens_tile = min(tokens_tile, max(16, 2048 // padded(width)))
+    elif matrices.dtype == torch.float32 and not roomy:
         # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
         fewest = 16 if rows.dtype == torch.float32 else 32
         tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))

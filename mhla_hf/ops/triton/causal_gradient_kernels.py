@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .causal_kernels import load_matrix, tile_of_program
-from .rows import COUNTS, finite_or_zero, load_rows, product, slot_tokens, store_rows
+from .rows import COUNTS, finite_or_zero, load_rows, product, raw_product, slot_tokens, store_rows
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -99,14 +99,14 @@ def query_gradient_kernel(
         seen = other_slot[None, :] <= slot[:, None]
         values = finite_or_zero(load_rows(value_start, others, there, value_stride_token, value_column, VALUE))
         keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
-        scores = tl.where(seen, product(rows, tl.trans(values), TOKEN_TYPE, PRECISION, INTERPRETED), 0.0)
+        scores = tl.where(seen, raw_product(rows, tl.trans(values), TOKEN_TYPE, PRECISION, INTERPRETED), 0.0)
         own += product(scores, keys, DOT_TYPE, PRECISION, INTERPRETED)
     own_weight = tl.load(
         mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
     )
     matrix = (batch * (HEADS // PREFIX_REPEATS) + prefix_head) * num_blocks + block
     columns = load_matrix(prefix + matrix * (WIDTH * VALUE), value_column, column, 1, VALUE, VALUE, WIDTH)
-    total = own * own_weight + product(rows, columns, DOT_TYPE, PRECISION, INTERPRETED) * factor
+    total = own * own_weight + raw_product(rows, columns, DOT_TYPE, PRECISION, INTERPRETED) * factor
     query_start = query + batch * query_stride_batch + head * query_stride_head
     queries = load_rows(query_start, tokens, used, query_stride_token, column, WIDTH).to(tl.float32)
     if NORMALIZER == 0:
@@ -134,7 +134,7 @@ def query_gradient_kernel(
                 )
                 keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
                 seen = (other_slot[None, :] <= slot[:, None]).to(tl.float32)
-                key_sums += product(seen, keys, TOKEN_TYPE, PRECISION, INTERPRETED)
+                key_sums += raw_product(seen, keys, TOKEN_TYPE, PRECISION, INTERPRETED)
             sums = tl.load(prefix_sum + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
             total += row_weight[:, None] * (sums[None, :] + own_weight * key_sums)
             shares += row_weight * tl.sum(queries * key_sums, axis=1)
@@ -222,7 +222,7 @@ def key_gradient_kernel(
             per_token = (batch * num_tokens + later) * (HEADS * REPEATS) + row_head
             inner_rows = load_rows(inner_start, later, there, inner_stride_token, row_column, WIDTH)
             other_rows = load_rows(other_start, later, there, other_stride_token, column, COLUMNS)
-            scores = product(own, tl.trans(inner_rows), TOKEN_TYPE, PRECISION, INTERPRETED)
+            scores = raw_product(own, tl.trans(inner_rows), TOKEN_TYPE, PRECISION, INTERPRETED)
             if HAS_SCALE:
                 scores *= tl.load(scale + per_token, mask=there, other=0.0)[None, :]
             if HAS_WEIGHT:
@@ -231,7 +231,7 @@ def key_gradient_kernel(
             total += product(scores, other_rows, DOT_TYPE, PRECISION, INTERPRETED)
     start = matrices + matrix * (WIDTH * COLUMNS)
     columns = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
-    total += product(own, columns, DOT_TYPE, PRECISION, INTERPRETED) * factor
+    total += raw_product(own, columns, DOT_TYPE, PRECISION, INTERPRETED) * factor
     if HAS_WEIGHT:
         total += tl.load(vectors + matrix * COLUMNS + column, mask=column < COLUMNS, other=0.0)[None, :]
     start = result + (batch * num_tokens * HEADS + head) * COLUMNS

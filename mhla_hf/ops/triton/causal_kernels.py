@@ -11,7 +11,7 @@ exactly; they meet the values in DOT_TYPE.
 import triton
 import triton.language as tl
 
-from .rows import COUNTS, finite_or_zero, load_rows, place_of_program, product, slot_tokens, store_rows
+from .rows import COUNTS, finite_or_zero, load_rows, place_of_program, product, raw_product, slot_tokens, store_rows
 
 
 @triton.jit
@@ -161,17 +161,17 @@ def causal_attend_kernel(
         seen = other_slot[None, :] <= slot[:, None]
         keys = finite_or_zero(load_rows(key_start, others, there, key_stride_token, column, WIDTH))
         values = finite_or_zero(load_rows(value_start, others, there, value_stride_token, value_column, VALUE))
-        scores = tl.where(seen, product(rows, tl.trans(keys), TOKEN_TYPE, PRECISION, INTERPRETED), 0.0)
+        scores = tl.where(seen, raw_product(rows, tl.trans(keys), TOKEN_TYPE, PRECISION, INTERPRETED), 0.0)
         result += product(scores, values, DOT_TYPE, PRECISION, INTERPRETED)
         if NORMALIZER == 2:
             keys = finite_or_zero(load_rows(plain_start, others, there, plain_key_stride_token, plain_column, PLAIN))
-            scores = tl.where(seen, product(plain_rows, tl.trans(keys), PLAIN_TYPE, PRECISION, INTERPRETED), 0.0)
+            scores = tl.where(seen, raw_product(plain_rows, tl.trans(keys), PLAIN_TYPE, PRECISION, INTERPRETED), 0.0)
         if NORMALIZER != 0:
             divisor += tl.sum(scores, axis=1)
     weight = tl.load(mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal)
     matrix = (batch * (HEADS // PREFIX_REPEATS) + prefix_head) * num_blocks + block
     matrix_rows = load_matrix(prefix + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
-    result = result * weight + product(rows, matrix_rows, DOT_TYPE, PRECISION, INTERPRETED) * factor
+    result = result * weight + raw_product(rows, matrix_rows, DOT_TYPE, PRECISION, INTERPRETED) * factor
     if NORMALIZER != 0:
         sums = tl.load(prefix_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
         divisor = divisor * weight + tl.sum(plain_rows.to(tl.float32) * sums[None, :], axis=1) + eps

@@ -18,6 +18,7 @@ from .launching import (
     MAX_TILE,
     dense_rows,
     is_padded,
+    multiplies_exactly,
     multiplies_from_shared_memory,
     on_device,
     padded,
@@ -67,11 +68,12 @@ def causal_options(
     wide = padded(width) > 128
     # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
     tight = matrices.dtype == torch.float32
-    halved = tight and (tokens.dtype == torch.float32 or not (roomy or wide))
+    exact = multiplies_exactly(tokens.dtype)
+    halved = tight and (exact or tokens.dtype == torch.float32 or not (roomy or wide))
     quartered = tokens.dtype == torch.float32 and is_padded(width)
     largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
     column_tile = min(padded(columns), largest // padded(width))
-    if (tight and wide) or (is_padded(width) and not roomy):
+    if (tight and wide) or (is_padded(width) and not roomy) or (exact and padded(width) == 128):
         most_tokens = 16
     elif quartered or not (roomy or (row_bytes <= 128 and not tight)):
         most_tokens = 32

@@ -15,6 +15,7 @@ from .launching import (
     column_tile,
     dense_rows,
     is_padded,
+    multiplies_exactly,
     multiplies_from_shared_memory,
     on_device,
     padded,
@@ -107,9 +108,10 @@ def _outer(
     rows = left if plain is None else dense_rows(plain)
     plain_width = rows.shape[-1]
     value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
-    few_registers = left.dtype == torch.float32 and not multiplies_from_shared_memory(left.device)
-    if few_registers or is_padded(width):
-        tile = min(tile, 16 if few_registers and is_padded(width) else 32)
+    roomy, exact = multiplies_from_shared_memory(left.device), multiplies_exactly(left.dtype)
+    few_registers = not roomy and (exact or left.dtype == torch.float32)
+    if few_registers or exact or is_padded(width):
+        tile = min(tile, 16 if few_registers and (exact or is_padded(width)) else 32)
     tiles = blocks * triton.cdiv(value, value_tile)
     splits, share = split_slots(slots, tile, tiles * batch * num_heads)
     product = left.new_empty(

@@ -83,17 +83,33 @@ def product(left, right, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERP
     `left` is rounded to it. So should a float32 `right` be that was computed here; one that [`to_matrix`] made comes
     rounded, and goes past the registers.
     """
-    if DOT_TYPE == tl.float32 and PRECISION == "tf32":
-        # Half precision is exact in TF32.
-        if left.dtype == tl.float32:
-            left = to_tf32(left)
-        if INTERPRETED and right.dtype == tl.float32:
-            right = (right.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+    # Half precision is exact in TF32.
+    if DOT_TYPE == tl.float32 and PRECISION == "tf32" and left.dtype == tl.float32:
+        left = to_tf32(left)
+    return raw_product(left, right, DOT_TYPE, PRECISION, INTERPRETED)
+
+
+@triton.jit
+def raw_product(left, right, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """[`product`], but a float32 `left` is cut off if PRECISION says TF32.
+
+    For rows of float32 tokens, which go past the registers then: where they meet many others, these would be too few.
+    """
+    if INTERPRETED and DOT_TYPE == tl.float32 and PRECISION == "tf32":
+        left, right = _cut_to_tf32(left), _cut_to_tf32(right)
     left, right = to_type(left, DOT_TYPE, INTERPRETED), to_type(right, DOT_TYPE, INTERPRETED)
     if INTERPRETED:
         # It multiplies no bfloat16.
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision=PRECISION)
+
+
+@triton.jit
+def _cut_to_tf32(values):
+    """What a tensor core does to float32 factors."""
+    if values.dtype == tl.float32:
+        values = (values.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
