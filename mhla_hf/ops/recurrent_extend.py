@@ -86,30 +86,49 @@ def mhla_extend(
             )  # fmt: skip
             summaries, current, prefix, upcoming = tensors
             return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
-        plain_query, plain_key = (x if y is None else y for x, y in zip((query, key), pair))
-        key, plain_key, clean_value, bad = finite_tokens(key, plain_key, value)
-        if lead:
-            bad = F.pad(bad, (0, 0, lead, 0))
-        query, plain_query, key, plain_key, clean_value = (
-            head_blocks(F.pad(x, (0, 0, 0, 0, lead, 0)) if lead else x, layout, mixing.dtype)
-            for x in (query, plain_query, key, plain_key, clean_value)
-        )
-        output, products = prefix_and_own(query, key, clean_value, own, None if past is None else past[..., :-1])
-        output = from_head_blocks(output, layout)
-        if normalizer == "query":
-            denominator, sums = prefix_and_own(
-                plain_query, plain_key, None, own, None if past is None else past[..., -1:]
-            )
-            output = output / (from_head_blocks(denominator, layout) + eps)
-        else:
-            sums = plain_key.sum(dim=-2).unsqueeze(-1)
-        output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))[:, lead:]
+        output, summaries = _attend_chunks(query, key, value, pair, own, past, layout, lead, normalizer, eps)
         if valid is not None:
             output = output.masked_fill(~valid[..., None, None], 0)
-        summaries = torch.cat([products, sums], dim=-1)
-        spoilt_blocks = head_blocks(bad.unsqueeze(-1), layout).any(dim=-2, keepdim=True)
-        state = _advance(state, summaries.masked_fill(spoilt_blocks, float("nan")), blocks, position, mixing)
+        state = _advance(state, summaries, blocks, position, mixing)
     return output.to(value.dtype), state
+
+
+def _attend_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pair: tuple[torch.Tensor | None, torch.Tensor | None],
+    mixing: torch.Tensor,
+    past: torch.Tensor | None,
+    layout: BlockLayout | SequenceLayout,
+    lead: int,
+    normalizer: str,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `[B, T, H, V]`, and what the new tokens add to their blocks, `[B, H_kv, I, K, V + 1]`, in plain torch.
+
+    `mixing` are the weights of the layout's blocks, `past` is what [`_mixed_past`] returns, and `lead` slots of the
+    layout come before the tokens.
+    """
+    plain_query, plain_key = (x if y is None else y for x, y in zip((query, key), pair))
+    key, plain_key, value, bad = finite_tokens(key, plain_key, value)
+    if lead:
+        bad = F.pad(bad, (0, 0, lead, 0))
+    query, plain_query, key, plain_key, value = (
+        head_blocks(F.pad(x, (0, 0, 0, 0, lead, 0)) if lead else x, layout, mixing.dtype)
+        for x in (query, plain_query, key, plain_key, value)
+    )
+    past_products, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
+    output, products = prefix_and_own(query, key, value, mixing, past_products)
+    output = from_head_blocks(output, layout)
+    if normalizer == "query":
+        denominator, sums = prefix_and_own(plain_query, plain_key, None, mixing, past_sums)
+        output = output / (from_head_blocks(denominator, layout) + eps)
+    else:
+        sums = plain_key.sum(dim=-2).unsqueeze(-1)
+    output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))[:, lead:]
+    spoilt_blocks = head_blocks(bad.unsqueeze(-1), layout).any(dim=-2, keepdim=True)
+    return output, torch.cat([products, sums], dim=-1).masked_fill(spoilt_blocks, float("nan"))
 
 
 def _layout_after(
