@@ -54,6 +54,21 @@ def test_rows(case: ModelCase, step: str):
     json.dumps(report)
 
 
+class TooLarge(ModelCase):
+    """Has inputs that no device has room for."""
+
+    def inputs(self, dtype, device, seed):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB.")
+
+
+def test_a_model_too_large_for_the_device_does_not_cost_the_others():
+    too_large = TooLarge(**{**vars(SANA), "name": "too-large"})
+    options = ModelOptions(**FAST, contestants=("ordinary", "mhla-torch"))
+    rows = measure_models(options, cases=[too_large, SANA])["results"]
+    assert {row["reason"] for row in rows[:2]} == {"OutOfMemoryError: CUDA out of memory"}
+    assert [row["reason"] for row in rows[2:]] == [None, None]
+
+
 def test_half_precision_keeps_what_the_class_keeps():
     report = measure_models(ModelOptions(**FAST, dtype="bfloat16", contestants=("mhla-torch",)), cases=[WAN])
     (row,) = report["results"]

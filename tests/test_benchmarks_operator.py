@@ -23,6 +23,7 @@ from mhla_hf.benchmarks.memory import held_bytes, peak_memory
 from mhla_hf.benchmarks.operator import OperatorOptions, measure_operator
 from mhla_hf.benchmarks.plots import plot_report
 from mhla_hf.benchmarks.shapes import SHAPES, OperatorShape, choose_shapes
+from mhla_hf.benchmarks.speed import fill_rows
 from mhla_hf.benchmarks.timing import copy_bandwidth, time_in_turns
 from mhla_hf.cli.main import app
 from mhla_hf.ops import naive_mhla_attention
@@ -255,6 +256,14 @@ def test_rounds_take_other_inputs_and_turns():
     assert order[:4] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert order[4:] == [("a", 2), ("b", 2), ("a", 3), ("b", 3), ("a", 4), ("b", 4)]
     assert all(timing.runs == 3 and timing.low <= timing.median <= timing.high for timing in times.values())
+
+
+def test_a_device_that_fails_leaves_a_reason_in_every_row():
+    """As after a fault in a kernel, when a GPU refuses all further work."""
+    rows: dict[str, dict] = {"a": {"reason": None}, "b": {"reason": "cannot run"}}
+    fill_rows(rows, {"a": lambda turn: torch.ones(1)}, torch.device("cuda:99"), OperatorOptions(device="cpu"))
+    assert rows["a"]["reason"] and "milliseconds" not in rows["a"]
+    assert rows["b"] == {"reason": "cannot run"}
 
 
 def test_peak_memory_is_beyond_what_comes_out():

@@ -44,7 +44,8 @@ class DecodeOptions:
         block_size: Tokens of a block; `None` for the default. Not for a model that is MHLA already.
         feature_map: A feature map of `MHLAConfig`; `None` for the default. Not for a model that is MHLA already.
         contexts: Numbers of tokens in the cache when decoding starts.
-        dtypes: Types that the model is run in, each with its own measurement.
+        dtypes: Types that the model is run in, each with its own measurement; `None` for bfloat16 on a GPU and float32
+            on a CPU.
         cache: `"dynamic"` (what `generate` uses by default; a dynamic KV cache copies itself for every token) or
             `"static"` (allocated at once).
         tokens: Timed tokens; a block or more, so that the mean contains the work that comes once a block.
@@ -64,7 +65,7 @@ class DecodeOptions:
     block_size: int | None = None
     feature_map: str | None = None
     contexts: tuple[int, ...] = (2048, 8192, 32768)
-    dtypes: tuple[str, ...] = ("float32",)
+    dtypes: tuple[str, ...] | None = None
     cache: str = "dynamic"
     tokens: int = 128
     warmup: int = 8
@@ -85,7 +86,7 @@ class DecodeOptions:
             raise ValueError(f"contexts={self.contexts} must be numbers of at least 2.")
         if self.cache not in CACHES:
             raise ValueError(f"cache={self.cache!r} must be one of {', '.join(CACHES)}.")
-        for dtype in self.dtypes:
+        for dtype in self.dtypes or ():
             parse_dtype(dtype)
 
 
@@ -105,9 +106,10 @@ def measure_decoding(options: DecodeOptions, progress: Callable[[str], None] | N
         ValueError: If the model cannot be MHLA, or its position embeddings do not reach the longest context.
     """
     device = choose_device(options.device)
+    dtypes = options.dtypes or ("bfloat16" if device.type == "cuda" else "float32",)
     results = []
     model: Any = None
-    for dtype in options.dtypes:
+    for dtype in dtypes:
         if progress is not None:
             progress(dtype)
         model = _load(options, parse_dtype(dtype), device)
@@ -126,9 +128,9 @@ def measure_decoding(options: DecodeOptions, progress: Callable[[str], None] | N
             "head_dim": layers[0].head_dim,
             "mhla": model.config.mhla,
         },
-        "options": asdict(options),
+        "options": {**asdict(options), "dtypes": dtypes},
         "results": results,
-        "growth": {dtype: _growth(results, dtype) for dtype in options.dtypes},
+        "growth": {dtype: _growth(results, dtype) for dtype in dtypes},
     }
 
 

@@ -101,7 +101,11 @@ def _measure_case(
 ) -> list[dict[str, Any]]:
     if options.compile_backend is not None:
         torch.compiler.reset()
-    inputs = [case.inputs(dtype, device, seed) for seed in range(_SETS)]
+    inputs, failure = [], None
+    try:
+        inputs = [case.inputs(dtype, device, seed) for seed in range(_SETS)]
+    except RuntimeError as error:  # Of memory, which may suffice for the next model.
+        failure = failure_reason(error)
     rows: dict[str, dict[str, Any]] = {}
     runs = {}
     for name in options.contestants:
@@ -109,7 +113,7 @@ def _measure_case(
         row["attention"] = case.attention if name == ORDINARY else "mhla"
         rows[name] = row
         try:
-            row["reason"] = _obstacle(name, dtype, device)
+            row["reason"] = failure or _obstacle(name, dtype, device)
             if row["reason"] is None:
                 model = _make_model(case, name, options, dtype, device)
                 row["parameters"] = sum(parameter.numel() for parameter in model.parameters())

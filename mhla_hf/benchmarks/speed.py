@@ -94,7 +94,11 @@ def fill_rows(
         alone: See [`time_in_turns`].
     """
     seconds = options.seconds / (10 if options.quick else 1)
-    times = time_in_turns(runs, device, seconds=seconds, least=options.least_rounds, alone=alone)
+    times: Mapping[str, Timing | str]
+    try:
+        times = time_in_turns(runs, device, seconds=seconds, least=options.least_rounds, alone=alone)
+    except Exception as error:  # Of the device itself, as after a fault in a kernel: earlier figures are still good.
+        times = dict.fromkeys(runs, failure_reason(error))
     for name, timing in times.items():
         row = rows[name]
         if not isinstance(timing, Timing):

@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -139,7 +140,9 @@ def free_memory(device: torch.device) -> None:
     """Gives back what nobody uses any more."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        # After a fault in a kernel every call of CUDA fails: whatever runs next will say so.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
 
 
 class _Stopwatch:

@@ -43,7 +43,13 @@ def decode_command(
         str | None, typer.Option(help="relu, elu, exp, hedgehog or identity.", rich_help_panel=MHLA)
     ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens in the cache before decoding starts.")] = "2048,8192,32768",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or several: float32,bfloat16.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16, or several: float32,bfloat16. bfloat16 on a GPU and float32 on a CPU if "
+            "left out."
+        ),
+    ] = None,
     cache: Annotated[
         str, typer.Option(help="dynamic (a KV cache then copies itself for every token) or static (made at once).")
     ] = "dynamic",
@@ -63,7 +69,8 @@ def decode_command(
     options: dict[str, Any] = {
         "model": model, "hidden_size": hidden_size, "layers": layers, "heads": heads, "kv_heads": kv_heads,
         "block_size": block_size, "feature_map": feature_map, "contexts": parse_numbers(contexts, "contexts"),
-        "dtypes": tuple(name.strip() for name in dtype.split(",")), "cache": cache, "tokens": tokens,
+        "dtypes": None if dtype is None else tuple(name.strip() for name in dtype.split(",")),
+        "cache": cache, "tokens": tokens,
         "warmup": warmup, "batch_size": batch_size, "device": device,
     }  # fmt: skip
 
