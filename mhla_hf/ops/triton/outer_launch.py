@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
 from .launching import (
     as_matrices,
     column_tile,
     dense_rows,
     is_padded,
-    multiplies_exactly,
     multiplies_from_shared_memory,
     on_device,
     padded,
@@ -108,8 +108,12 @@ def _outer(
     rows = left if plain is None else dense_rows(plain)
     plain_width = rows.shape[-1]
     value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
-    roomy, exact = multiplies_from_shared_memory(left.device), multiplies_exactly(left.dtype)
-    few_registers = not roomy and (exact or left.dtype == torch.float32)
+    # Without a scale the rows enter as they are, whatever the type of the products.
+    types = product_options(left.dtype, left.dtype if scale is None else dtype, left.device)
+    if scale is None and left.dtype == torch.float16:
+        types["DOT_TYPE"] = tl.float16
+    exact = types["PRECISION"] == "tf32x3" and types["DOT_TYPE"] == tl.float32
+    few_registers = (exact or left.dtype == torch.float32) and not multiplies_from_shared_memory(left.device)
     if few_registers or exact or is_padded(width):
         tile = min(tile, 16 if few_registers and (exact or is_padded(width)) else 32)
     tiles = blocks * triton.cdiv(value, value_tile)
@@ -156,8 +160,7 @@ def _outer(
             BAD_REPEATS=1 if limit is None else heads // limit.shape[1],
             num_warps=warps(width, value_tile),
             num_stages=2,
-            # Without a scale the rows enter as they are, whatever the type of the products.
-            **product_options(left.dtype, left.dtype if scale is None else dtype, left.device),
+            **types,
         )
     if finite:
         bad = bad[0] if parts == 1 else bad.amin(0)
