@@ -73,7 +73,7 @@ def causal_options(
     quartered = tokens.dtype == torch.float32 and is_padded(width)
     largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
     column_tile = min(padded(columns), largest // padded(width))
-    if (tight and wide) or (is_padded(width) and not roomy) or (exact and padded(width) == 128):
+    if (tight and wide) or (is_padded(width) and not roomy) or exact:
         most_tokens = 16
     elif quartered or not (roomy or (row_bytes <= 128 and not tight)):
         most_tokens = 32

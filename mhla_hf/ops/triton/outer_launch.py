@@ -114,8 +114,9 @@ def _outer(
         types["DOT_TYPE"] = tl.float16
     exact = types["PRECISION"] == "tf32x3" and types["DOT_TYPE"] == tl.float32
     few_registers = (exact or left.dtype == torch.float32) and not multiplies_from_shared_memory(left.device)
-    if few_registers or exact or is_padded(width):
-        tile = min(tile, 16 if few_registers and (exact or is_padded(width)) else 32)
+    crowded = few_registers, exact, is_padded(width)
+    if any(crowded):
+        tile = min(tile, 16 if sum(crowded) > 1 else 32)
     tiles = blocks * triton.cdiv(value, value_tile)
     splits, share = split_slots(slots, tile, tiles * batch * num_heads)
     product = left.new_empty(
