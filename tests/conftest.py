@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has Triton interpret its kernels where there is no GPU: it decides that when it is first imported.
-
-And what tests of several files share.
+"""Has Triton interpret its kernels where there is no GPU, which it decides when it is first imported, and exact float32
+where there is one. And what tests of several files share.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ import pytest
 import torch
 
 
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    # float32 is what tests compare with: convolutions would round it to TF32, as matrix products do only if asked to.
+    torch.backends.cudnn.allow_tf32 = False
+else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
