@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has Triton interpret its kernels where there is no GPU, which it decides when it is first imported, and exact float32
-where there is one. And what tests of several files share.
+"""Has Triton interpret its kernels where there is no GPU: it decides that when it is first imported.
+
+Where there is one, float32 is exact. And what tests of several files share.
 """
 
 from __future__ import annotations
