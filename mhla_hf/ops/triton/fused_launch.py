@@ -84,8 +84,11 @@ class Features:
 
 
 def fits(width: int, value: int, rotary: bool, dtype: torch.dtype) -> bool:
-    """Whether heads of these widths fit the fused kernels, which hold a whole summary beside the tokens."""
-    room = MAX_TILE // 4 if dtype == torch.float32 else MAX_TILE
+    """Whether heads of these widths fit the fused kernels, which hold a whole summary beside the tokens.
+
+    For float16 it is held twice, to be multiplied exactly: wide ones would find no room in smaller GPUs.
+    """
+    room = MAX_TILE if dtype == torch.bfloat16 else MAX_TILE // 4
     return padded(width) * padded(value) <= room and not (rotary and width % 2)
 
 
