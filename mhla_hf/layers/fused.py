@@ -80,15 +80,17 @@ def can_fuse(
     return (
         config.feature_map in FEATURE_MAPS
         and config.normalizer != "block_query"
-        and (rotary is None or (config.rope == "after_feature_map" and _is_constant(rotary)))
+        and (rotary is None or (config.rope == "after_feature_map" and _is_plain_rotary(rotary, query)))
         and (output_norm is None or is_plain_norm(output_norm, query.device))
         and fits(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
     )
 
 
-def _is_constant(rotary: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether the kernels can rotate as it does, and nobody asks for gradients of its tables."""
-    return isinstance(rotary, PairwiseRotary) and not records_gradients(rotary.cosine, rotary.sine)
+def _is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
+    """Whether the kernels can rotate as it does, by one row of its tables a token, and nobody asks for gradients."""
+    if not isinstance(rotary, PairwiseRotary) or records_gradients(rotary.cosine, rotary.sine):
+        return False
+    return rotary.cosine.shape == rotary.sine.shape == (1, query.shape[1], 1, query.shape[3] // 2)
 
 
 class OutputNorm(nn.RMSNorm):
@@ -102,13 +104,15 @@ class OutputNorm(nn.RMSNorm):
 
 
 def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
-    """Whether it is an RMSNorm whose weight may be read past the module: no hook brings it in or casts it."""
-    # Classes made from RMSNorm may compute something else.
+    """Whether it is an RMSNorm whose weight may be read past the module: no hook brings it in, casts or watches it."""
+    # Classes made from RMSNorm may compute something else. So do releases of torch where there is no eps.
     known = type(norm).forward in (nn.RMSNorm.forward, OutputNorm.forward)
-    if not isinstance(norm, nn.RMSNorm) or not known or norm.weight is None:
+    if not isinstance(norm, nn.RMSNorm) or not known or norm.weight is None or norm.eps is None:
         return False
-    hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm)
-    return not hooked and norm.weight.device == device
+    hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
+    if any(hooks) or "forward" in vars(norm):
+        return False
+    return norm.weight.device == device and norm.weight.is_contiguous()
 
 
 def fused_attention(
@@ -160,11 +164,21 @@ def fused_attention(
             tables = tuple(part.float().flatten(0, 2).contiguous() for part in (rotary.cosine, rotary.sine))
         query_norm, key_norm = (norms.query, norms.key) if norms is not None else (None, None)
         divides = config.normalizer != "none"
-        shared = (config.feature_map, *_norm_eps(query_norm), root, config.feature_map_eps)
         weights = [None if norm is None else norm.weight for norm in (query_norm, key_norm, output_norm)]
         half = not records_gradients(query, key, value, mixing, gate, *weights)
         summary, key_sum, _ = fused_summary(
-            key.to(dtype), value, weights[1], *tables, table, *shared, 1 / slots, divides, half
+            key.to(dtype),
+            value,
+            weights[1],
+            *tables,
+            table,
+            config.feature_map,
+            _eps(key_norm),
+            root,
+            config.feature_map_eps,
+            1 / slots,
+            divides,
+            half,
         )
         summary, sums = mix_summaries_and_sums(
             mixing, summary, key_sum if divides else None, query.shape[2], exact=multiplies_exactly(dtype)
@@ -178,14 +192,16 @@ def fused_attention(
             weights[2],
             *tables,
             table,
-            *shared,
+            config.feature_map,
+            _eps(query_norm),
+            root,
+            config.feature_map_eps,
             slots,
             config.eps,
-            1e-6 if output_norm is None or output_norm.eps is None else output_norm.eps,
+            _eps(output_norm),
         )
         return output
 
 
-def _norm_eps(norm: nn.Module | None) -> tuple[float]:
-    eps = getattr(norm, "eps", None)
-    return (torch.finfo(torch.float32).eps if eps is None else float(eps),)
+def _eps(norm: nn.Module | None) -> float:
+    return 0.0 if norm is None else float(norm.eps)  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def gradient(
             REPEATS=heads // groups,
             VECTORS=0 if vectors is None else 2 if divides else 1,
             **{**features.options(width, columns, padded(columns), most_tokens), "num_warps": 8},
-            **product_options(outputs.dtype, matrices.dtype, rows.device),
+            **product_options(rows.dtype, matrices.dtype, rows.device),
         )
     return result, scale, weight
 
