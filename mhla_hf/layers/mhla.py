@@ -264,14 +264,16 @@ class MHLA(nn.Module):
                 query = rotate_features(query, rotary, self.head_dim)
                 key = rotate_features(key, rotary, self.head_dim)
             options: dict[str, Any] = {"normalizer_query": plain_query, "normalizer_key": plain_key}
-            options.update(normalizer=config.normalizer, eps=config.eps, backend=backend)
+            options.update(normalizer=config.normalizer, eps=config.eps)
             tokens = query, key, value.to(dtype)
             mixing = self.mixing_matrix(layout).to(accumulation_dtype(dtype))
             if sequence is not None:
+                # Which kernels pay depends on whether it is one token or a prompt.
+                options["backend"] = config.backend
                 output = sequence_attention(*tokens, mixing, self._sequence_block_size(), sequence, **options)
             else:
                 assert layout is not None
-                output = mhla_attention(*tokens, mixing, layout, causal=config.causal, **options)
+                output = mhla_attention(*tokens, mixing, layout, causal=config.causal, backend=backend, **options)
             if self.output_norm is not None:
                 output = self.output_norm(output)
         return output.to(value.dtype)

@@ -27,7 +27,12 @@ MIN_CAPABILITY = (8, 0)
 
 
 def choose_backend(
-    requested: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None
+    requested: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *others: torch.Tensor | None,
+    products: bool = True,
 ) -> str:
     """Chooses between `"torch"` and `"triton"` for some token tensors, `[B, T, H, D]` each.
 
@@ -41,6 +46,7 @@ def choose_backend(
         key: Keys.
         value: Values; their dtype is the one that the kernels work in.
         *others: Queries or keys of the normaliser, or None.
+        products: Whether the kernels multiply matrices. Those that do not serve exact float32 as well as any type.
 
     Returns:
         `"torch"` or `"triton"`.
@@ -56,7 +62,7 @@ def choose_backend(
         return wanted
     obstacle = triton_obstacle(query, key, value, *(tensor for tensor in others if tensor is not None))
     if obstacle is None and wanted == "auto":
-        obstacle = _not_worth_it(value)
+        obstacle = _not_worth_it(value, products)
     if obstacle is None:
         return "triton"
     if not torch.compiler.is_compiling():
@@ -85,12 +91,12 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
     return None
 
 
-def _not_worth_it(value: torch.Tensor) -> str | None:
+def _not_worth_it(value: torch.Tensor, products: bool) -> str | None:
     if value.device.type != "cuda":
         return "Triton interprets its kernels on a CPU"
     if torch.version.hip is not None:
         return "the kernels are written for NVIDIA GPUs and untested on others"
-    if value.dtype == torch.float32 and not tf32_is_allowed():
+    if products and value.dtype == torch.float32 and not tf32_is_allowed():
         return "float32 without TF32 (torch.backends.cuda.matmul.allow_tf32)"
     return None
 

@@ -155,6 +155,8 @@ def goes_by_kernels(
     key: torch.Tensor,
     value: torch.Tensor,
     pair: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    products: bool,
 ) -> bool:
     """Whether Triton kernels move this state on: they keep no gradients and no float64; see [`choose_backend`]."""
     per_head = mixing.dim() > 2 and mixing.shape[0] != 1
@@ -164,7 +166,7 @@ def goes_by_kernels(
     held = state.summaries, state.current, state.prefix, state.upcoming
     if records_gradients(query, key, value, mixing, *pair, *held):
         return False
-    return choose_backend(backend, query, key, value, *pair) == "triton"
+    return choose_backend(backend, query, key, value, *pair, products=products) == "triton"
 
 
 def current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:

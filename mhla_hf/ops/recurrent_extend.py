@@ -76,7 +76,7 @@ def mhla_extend(
         else:
             own = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :]).tril()
             past = _mixed_past(mixing, blocks, state)
-        if goes_by_kernels(backend, state, mixing, query, key, value, pair):
+        if goes_by_kernels(backend, state, mixing, query, key, value, pair, products=True):
             # Imported here alone: Triton need not be installed.
             from .triton.prompt import attend_prompt
 

@@ -56,7 +56,7 @@ def mhla_step(
     mixing = mixing.to(dtype)
     pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     # The kernel files every block that is full.
-    if state.num_blocks > 0 and goes_by_kernels(backend, state, mixing, query, key, value, pair):
+    if state.num_blocks > 0 and goes_by_kernels(backend, state, mixing, query, key, value, pair, products=False):
         return _step_by_kernel(query, key, value, pair, mixing, state, valid, normalizer == "query", eps)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size

@@ -59,3 +59,11 @@ def test_falling_back_is_said_once(caplog):
         for _ in range(2):
             assert choose_backend("triton", *tokens(1, 4, 2, 8, dtype=torch.float64)) == "torch"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.gpu
+def test_float32_takes_the_kernels_where_nothing_is_multiplied():
+    query, key, value = (tensor.cuda() for tensor in tokens(1, 4, 2, 8))
+    assert choose_backend("auto", query, key, value) == "torch"
+    assert choose_backend("auto", query, key, value, products=False) == "triton"
+    assert choose_backend("auto", query.half(), key.half(), value.half()) == "triton"

@@ -11,7 +11,7 @@ import triton.language as tl
 COUNTS = (
     "num_tokens", "num_blocks", "blocks", "slots", "splits", "split_slots", "lines", "count", "share", "column_share",
     "column_shares", "table_stride_batch", "total_stride_split", "bad_stride_part", "share_stride_part",
-    "starts_stride_batch", "mixing_stride_batch", "mixing_stride_head", "mixing_stride_diagonal",
+    "valid_stride_batch", "starts_stride_batch", "mixing_stride_batch", "mixing_stride_head", "mixing_stride_diagonal",
 )  # fmt: skip
 
 
