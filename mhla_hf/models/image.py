@@ -15,10 +15,9 @@ import torch
 import torch.nn as nn
 from diffusers.models.attention_processor import Attention
 
-from ..layers import HeadNorms
+from ..layers import HeadNorms, PairwiseRotary
 from .base import MHLAModelMixin
 from .processors import KeepsMHLAProcessor
-from .rotary import pairwise_rotary
 
 
 class MHLAImageAttnProcessor:
@@ -35,6 +34,8 @@ class MHLAImageAttnProcessor:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attends over `hidden_states` `[B, T, hidden]`, the T tokens of `grid`, row-major.
+
+        `rotary_emb` is cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels.
 
         Raises:
             ValueError: For cross-attention, an attention mask, a missing grid or other arguments: none of them can
@@ -53,7 +54,7 @@ class MHLAImageAttnProcessor:
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
-        rotary = None if rotary_emb is None else pairwise_rotary(rotary_emb)
+        rotary = None if rotary_emb is None else PairwiseRotary(*rotary_emb)
         # Where there are such norms, they go across heads.
         norms = None if attn.norm_q is None else HeadNorms(attn.norm_q, attn.norm_k)
         output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)

@@ -13,15 +13,15 @@ from diffusers.models.transformers.transformer_sana_video import SanaVideoTransf
 
 from .image import MHLAImageAttention, MHLAImageModelMixin
 from .processors import KeepsMHLAProcessors
+from .rotary import tables_of_layer, tables_with_grid
 
 
 class MHLASanaVideoRotaryPosEmbed(WanRotaryPosEmbed):
-    """Rotary tables with upstream's values in the shape `(1, frames, height, width, 1, width of a head)`."""
+    """Rotary tables with upstream's values that carry the grid: see [`tables_with_grid`]."""
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size))
-        cosine, sine = super().forward(hidden_states)
-        return cosine.unflatten(1, grid), sine.unflatten(1, grid)
+        return tables_with_grid(super().forward(hidden_states), grid)
 
 
 class MHLASanaVideoAttention(MHLAImageAttention):
@@ -33,12 +33,12 @@ class MHLASanaVideoAttention(MHLAImageAttention):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         grid: tuple[int, ...] | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary_emb: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if rotary_emb is not None and rotary_emb[0].ndim == 6:
-            grid = tuple(rotary_emb[0].shape[1:4])
-            rotary_emb = (rotary_emb[0].flatten(1, 3), rotary_emb[1].flatten(1, 3))
+        if rotary_emb is not None:
+            rotary_emb, carried = tables_of_layer(rotary_emb, hasattr(self, "mhla"))
+            grid = grid if carried is None else carried
         return super().forward(
             hidden_states, encoder_hidden_states, attention_mask, grid=grid, rotary_emb=rotary_emb, **kwargs
         )

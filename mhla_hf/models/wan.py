@@ -4,7 +4,7 @@
 Wan's attention sees a flat token sequence. Its rotary tables are the one thing that every layer is handed and that
 depends on the grid, so here they keep the grid in their shape, `(1, frames, height, width, 1, width of a head)`, and
 the attention modules flatten them again. That is purely functional: checkpointing, compilation and two forwards at
-different grids before one backward cannot go wrong.
+different grids before one backward cannot go wrong. What MHLA layers read of the tables travels with them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from diffusers.models.transformers.transformer_wan import (
     _get_qkv_projections,
 )
 
-from ..layers import HeadNorms
+from ..layers import HeadNorms, PairwiseRotary
 from .processors import KeepsMHLAProcessor, KeepsMHLAProcessors
-from .rotary import pairwise_rotary
+from .rotary import tables_of_layer, tables_with_grid
 
 
 class MHLAWanAttnProcessor:
@@ -37,6 +37,8 @@ class MHLAWanAttnProcessor:
     ) -> torch.Tensor:
         """Attends over `hidden_states` `[B, T, hidden]`, T = frames · height · width of `grid`, row-major.
 
+        `rotary_emb` is cosines and sines `[1, T, 1, K / 2]`, see [`tables_of_layer`].
+
         Raises:
             ValueError: For cross-attention, an attention mask, or a missing grid: none of them can be served.
         """
@@ -48,7 +50,7 @@ class MHLAWanAttnProcessor:
             raise ValueError("MHLA layers of Wan need the rotary embeddings of their own model, which carry the grid.")
         query, key, value = _get_qkv_projections(attn, hidden_states, None)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
-        rotary = pairwise_rotary(rotary_emb)
+        rotary = PairwiseRotary(*rotary_emb)
         norms = HeadNorms(attn.norm_q, attn.norm_k)
         output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
         output = output.flatten(2, 3).type_as(hidden_states)
@@ -56,12 +58,11 @@ class MHLAWanAttnProcessor:
 
 
 class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
-    """Rotary tables with upstream's values in the shape `(1, frames, height, width, 1, width of a head)`."""
+    """Rotary tables with upstream's values that carry the grid: see [`tables_with_grid`]."""
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size))
-        cosine, sine = super().forward(hidden_states)
-        return cosine.unflatten(1, grid), sine.unflatten(1, grid)
+        return tables_with_grid(super().forward(hidden_states), grid)
 
 
 class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
@@ -76,13 +77,14 @@ class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary_emb: tuple[torch.Tensor, ...] | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        if rotary_emb is not None and rotary_emb[0].ndim == 6:
-            if hasattr(self, "mhla"):
-                kwargs["grid"] = tuple(rotary_emb[0].shape[1:4])
-            rotary_emb = (rotary_emb[0].flatten(1, 3), rotary_emb[1].flatten(1, 3))
+        if rotary_emb is not None:
+            is_mhla = hasattr(self, "mhla")
+            rotary_emb, grid = tables_of_layer(rotary_emb, is_mhla)
+            if is_mhla and grid is not None:
+                kwargs["grid"] = grid
         return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
 
 
