@@ -35,7 +35,7 @@ class Inputs:
         mixing: float32 `[M, M]`.
         decay: float32 `[B, T, H]`, logarithms.
         gradient: Of the output, `[B, T, H, V]`.
-        gate: What a gate's projection puts out: the numbers of `gradient` again.
+        gate: What a gate's projection puts out: the numbers of `value` again, which nothing reads together with it.
     """
 
     query: torch.Tensor
@@ -68,7 +68,7 @@ def make_inputs(shape: OperatorShape, dtype: torch.dtype, device: torch.device, 
     layout = shape.layout()
     mixing = initial_mixing(MHLAConfig(causal=shape.causal, **_block_options(shape)), layout.blocks).to(device)
     decay = torch.full(size[:3], _LOG_DECAY, device=device)
-    return Inputs(F.elu(query) + 1, F.elu(key) + 1, value, mixing, decay, gradient, gradient)
+    return Inputs(F.elu(query) + 1, F.elu(key) + 1, value, mixing, decay, gradient, value)
 
 
 def _block_options(shape: OperatorShape) -> dict[str, Any]:
