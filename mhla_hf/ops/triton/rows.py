@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all Triton kernels share: rows of tokens through a table of slots, types, products, and what is not finite."""
 
-# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves. Its release 3.2 wants `and`
-# between two conditions at a time.
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 import triton
 import triton.language as tl
 
@@ -55,7 +54,7 @@ def store_rows(start, tokens, present, stride_token, column, rows, WIDTH: tl.con
 @triton.jit
 def to_type(values, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Converts, to the nearest value. The interpreter would cut float32 off to bfloat16: there it is rounded first."""
-    if (INTERPRETED and TYPE == tl.bfloat16) and values.dtype == tl.float32:
+    if INTERPRETED and TYPE == tl.bfloat16 and values.dtype == tl.float32:
         bits = values.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
@@ -85,7 +84,7 @@ def product(left, right, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, INTERP
     rounded, and goes past the registers.
     """
     # Half precision is exact in TF32.
-    if (DOT_TYPE == tl.float32 and PRECISION == "tf32") and left.dtype == tl.float32:
+    if DOT_TYPE == tl.float32 and PRECISION == "tf32" and left.dtype == tl.float32:
         left = to_tf32(left)
     return raw_product(left, right, DOT_TYPE, PRECISION, INTERPRETED)
 
@@ -96,7 +95,7 @@ def raw_product(left, right, DOT_TYPE: tl.constexpr, PRECISION: tl.constexpr, IN
 
     For rows of float32 tokens, which go past the registers then: where they meet many others, these would be too few.
     """
-    if (INTERPRETED and DOT_TYPE == tl.float32) and PRECISION == "tf32":
+    if INTERPRETED and DOT_TYPE == tl.float32 and PRECISION == "tf32":
         left, right = _cut_to_tf32(left), _cut_to_tf32(right)
     left, right = to_type(left, DOT_TYPE, INTERPRETED), to_type(right, DOT_TYPE, INTERPRETED)
     if INTERPRETED:
