@@ -22,6 +22,8 @@ TRITON_INSTALLED = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 # The widest head that the kernels take.
 MAX_WIDTH = 256
+# The compiler of 3.2 ends the process over some of the kernels.
+MIN_TRITON = (3, 4)
 # Of GPUs with bfloat16 and TF32 matrix products.
 MIN_CAPABILITY = (8, 0)
 
@@ -112,7 +114,7 @@ def tf32_is_allowed() -> bool:
 
 @torch.compiler.assume_constant_result
 def triton_failure() -> str:
-    """Why Triton cannot launch kernels on this machine; empty if it can. Tried once in a process.
+    """Why Triton cannot compile and launch the kernels on this machine; empty if it can. Tried once in a process.
 
     Triton compiles its own launchers when they are first needed, for which it may want a C compiler and the headers of
     Python: images for running models have neither.
@@ -123,8 +125,11 @@ def triton_failure() -> str:
 @cache
 def _triton_failure() -> str:
     try:
+        import triton
         from triton.runtime import driver
 
+        if tuple(map(int, triton.__version__.split(".")[:2])) < MIN_TRITON:
+            return f"it is {triton.__version__}, and the kernels need {'.'.join(map(str, MIN_TRITON))} (torch 2.8 brings it)"
         driver.active.get_current_target()
     # Whatever goes wrong here, and its type depends on the release of Triton, torch can do without.
     except Exception as error:
