@@ -129,7 +129,8 @@ def _triton_failure() -> str:
         from triton.runtime import driver
 
         if tuple(map(int, triton.__version__.split(".")[:2])) < MIN_TRITON:
-            return f"it is {triton.__version__}, and the kernels need {'.'.join(map(str, MIN_TRITON))} (torch 2.8 brings it)"
+            needed = ".".join(map(str, MIN_TRITON))
+            return f"it is {triton.__version__}, and the kernels need {needed}, which torch 2.8 brings"
         driver.active.get_current_target()
     # Whatever goes wrong here, and its type depends on the release of Triton, torch can do without.
     except Exception as error:
