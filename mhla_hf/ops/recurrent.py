@@ -126,11 +126,12 @@ def rewind_state(
     Returns:
         The state before them, up to rounding.
     """
-    dtype, size = state.current.dtype, state.block_size
-    state = state.with_room(state.num_blocks + 1)
-    index = torch.arange(state.num_blocks, device=valid.device)
+    dtype, size, room = state.current.dtype, state.block_size, state.num_blocks
+    # A slot for the current block, which there need not be room for yet.
+    index = torch.arange(room + 1, device=valid.device)
     here = index == current_block(state.position, size)[:, None]
-    summaries = torch.where(here[:, None, :, None, None], state.current.unsqueeze(2), state.summaries.to(dtype))
+    summaries = state.with_room(room + 1).summaries.to(dtype)
+    summaries = torch.where(here[:, None, :, None, None], state.current.unsqueeze(2), summaries)
     position = state.position - valid.sum(dim=1)
     token_block = (position[:, None] + valid.long().cumsum(dim=1) - 1).clamp(min=0) // size
     member = (token_block[..., None] == index) & valid[..., None]
@@ -139,7 +140,7 @@ def rewind_state(
     removed_keys = torch.einsum("btn,bthk->bhnk", member.to(dtype), normalizer_key.to(dtype))
     summaries = summaries - torch.cat([removed, removed_keys.unsqueeze(-1)], dim=-1)
     current = block_summary_at(summaries, current_block(position, size))
-    return settled_state(state, summaries, current, position, mixing.to(dtype))
+    return settled_state(state, summaries[:, :, :room], current, position, mixing.to(dtype))
 
 
 def check_recurrent_normalizer(normalizer: str) -> None:

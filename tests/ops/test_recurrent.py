@@ -117,6 +117,7 @@ def test_rewinding_takes_tokens_back(removed, per_head):
     last = part(inputs, 17 - removed, 17)
     names = ("key", "normalizer_key", "value")
     state = rewind_state(state, mixing, *(last[name] for name in names), valid[:, 17 - removed :])
+    assert state.num_blocks == 5, "a state that is rewound again and again must not grow"
     for position in range(17 - removed, 24):
         output, state = mhla_step(**part(inputs, position, position + 1), mixing=mixing, state=state.with_room(8))
         torch.testing.assert_close(output, expected[:, position : position + 1], rtol=1e-9, atol=1e-9)
