@@ -95,14 +95,13 @@ def _step_by_kernel(
     # Imported here alone: Triton need not be installed.
     from .triton.decode import decode_token
 
+    # The kernel writes where a dense tensor would have the block.
+    summaries = state.summaries.contiguous()
     output, current, prefix, upcoming, position = decode_token(
-        query, key, value, *pair, valid, mixing, state.summaries, state.current, state.prefix, state.upcoming,
+        query, key, value, *pair, valid, mixing, summaries, state.current, state.prefix, state.upcoming,
         state.position, state.block_size, divides, eps,
     )  # fmt: skip
-    state = dataclasses.replace(
-        state, current=current, prefix=prefix, upcoming=upcoming, position=position, is_empty=False
-    )
-    return output, state
+    return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
 
 
 def _weights(mixing: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,18 @@ def test_rows_at_different_positions_padding_and_bad_tokens(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_summaries_that_are_not_dense(device):
+    inputs, mixing = make_inputs(device, 4, heads=2, key_heads=2)
+    state = start(inputs, mixing, 1)
+    strided = state.summaries.transpose(1, 2).contiguous().transpose(1, 2)
+    runs = [
+        decode(inputs, mixing, dataclasses.replace(state, summaries=strided.clone()), backend)
+        for backend in ("triton", "torch")
+    ]
+    assert_same_decoding(*runs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_tokens_and_summaries(device):
     inputs, mixing = make_inputs(device, 5, heads=1)
     inputs = {name: tensor.bfloat16() for name, tensor in inputs.items()}
