@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom operators of block-parallel MHLA: what torch.compile, autograd, FSDP and the FLOP counter see of the kernels.
 
-`block_summary` and `block_attend` are the two halves of the operator; the mixing between them is a matrix product of
-torch's. Shape letters: B batch, T tokens, H heads, G heads of the summaries, K and V widths, P width of the
-normaliser's pair, M blocks, N slots of a block.
+`block_summary` and `block_attend` are the two halves of the operator; `mix_blocks` comes between them. Shape letters:
+B batch, T tokens, H heads, G heads of the summaries, K and V widths, P width of the normaliser's pair, M blocks, N
+slots of a block.
 """
 
 # No postponed annotations here: torch.library reads schemas from them.
