@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 # A frame of a few registers on the stack is no spilling to speak of.
-FRAME = 32
+FRAME = 16
 # What a program may take of a multiprocessor's shared memory, in bytes (CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability"). What is compiled for 8.0 has to fit GPUs of 8.6, 8.9 and 12.0 too, which
 # multiply in the same way and have less.
@@ -45,12 +45,9 @@ def test_kernels_fit_without_spilling(capability, width):
         "decode_kernel", "file_kernel",
     }  # fmt: skip
     for result in results:
-        kernel, bfloat16, float16 = result["kernel"], "bf16" in result["types"], "fp16" in result["types"]
-        # The fused kernels are made for bfloat16; in other types they hold more than there is room for. So do the
-        # causal ones for float16, which they multiply exactly, and the widest heads.
-        fused = kernel.startswith("fused") and not bfloat16
-        causal = kernel in ("causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel")
-        if not fused and not (causal and float16 and width == 256):
+        # The causal ones multiply float16 exactly, for which the widest heads leave too little room.
+        causal = result["kernel"] in ("causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel")
+        if not (causal and "fp16" in result["types"] and width == 256):
             assert result["stack"] <= FRAME and result["local"] == 0, f"spills: {result}"
         assert result["shared"] <= SHARED_MEMORY[capability], f"too much shared memory: {result}"
 

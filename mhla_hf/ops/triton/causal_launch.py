@@ -69,8 +69,8 @@ def causal_options(
     # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
     tight = matrices.dtype == torch.float32
     exact = multiplies_exactly(tokens.dtype)
-    halved = tight and (exact or tokens.dtype == torch.float32 or not (roomy or wide))
-    quartered = tokens.dtype == torch.float32 and is_padded(width)
+    halved = tight and (exact or tokens.dtype == torch.float32 or wide or not roomy)
+    quartered = is_padded(width) and (exact or tokens.dtype == torch.float32)
     largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
     column_tile = min(padded(columns), largest // padded(width))
     if (tight and wide) or (is_padded(width) and not roomy) or exact:
@@ -84,7 +84,7 @@ def causal_options(
         **table_arguments(table, tokens),
         "HEADS": tokens.shape[2],
         "BLOCK_TOKENS": token_block,
-        "num_warps": 4 if row_bytes * column_tile <= 128 * 64 else 8,
+        "num_warps": 4 if row_bytes * column_tile <= 128 * 64 and not exact else 8,
         "num_stages": 2,
         **product_options(tokens.dtype, matrices.dtype, tokens.device),
     }

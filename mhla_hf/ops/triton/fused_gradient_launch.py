@@ -53,9 +53,10 @@ def gradient(
     batch, num_tokens, heads, width = rows.shape
     groups, columns, blocks = matrices.shape[1], matrices.shape[-1], matrices.shape[2]
     divides = vectors is not None and eps is not None
-    # With both the features and their gradient at hand, or factors that are multiplied exactly, there are no registers
-    # for more.
-    few = divides or rows.dtype == torch.float16 or not multiplies_from_shared_memory(rows.device)
+    # With both the features and their gradient at hand, or factors of more than bfloat16, there are no registers for
+    # more.
+    few_registers = divides or not multiplies_from_shared_memory(rows.device)
+    most_tokens = 16 if rows.dtype != torch.bfloat16 else 32 if few_registers else 64
     result = torch.empty_like(rows, memory_format=torch.contiguous_format)
     per_token = (batch, num_tokens, heads) if divides else (0,)
     scale, weight = (rows.new_empty(per_token, dtype=torch.float32) for _ in range(2))
@@ -82,7 +83,7 @@ def gradient(
             HEADS=groups,
             REPEATS=heads // groups,
             VECTORS=0 if vectors is None else 2 if divides else 1,
-            **{**features.options(width, columns, padded(columns), 32 if few else 64), "num_warps": 8},
+            **{**features.options(width, columns, padded(columns), most_tokens), "num_warps": 8},
             **product_options(rows.dtype, matrices.dtype, rows.device),
         )
     return result, scale, weight

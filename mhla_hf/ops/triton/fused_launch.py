@@ -92,8 +92,10 @@ def fits(width: int, value: int, rotary: bool, dtype: torch.dtype) -> bool:
     return padded(width) * padded(value) <= room and not (rotary and width % 2)
 
 
-def _most_tokens(summaries: torch.Tensor) -> int:
-    """Tokens at a time that find room in shared memory beside a summary `[..., K, V]`."""
+def _most_tokens(rows: torch.Tensor, summaries: torch.Tensor) -> int:
+    """Tokens at a time that find room in registers, and in shared memory beside a summary `[..., K, V]`."""
+    if rows.dtype != torch.bfloat16:
+        return 32
     small = padded(summaries.shape[-2]) * padded(summaries.shape[-1]) * summaries.element_size() <= 32 * 1024
     return 64 if small or multiplies_from_shared_memory(summaries.device) else 16
 
@@ -162,10 +164,10 @@ def outer(
     batch, num_tokens, heads, width = rows.shape
     columns, blocks = value.shape[-1], features.table.shape[0]
     tile = column_tile(width, columns)
-    # Scales take registers, and so do the masks of padded widths.
+    # Scales take registers, and so do the masks of padded widths, and products of more than bfloat16.
     padding = 64 < width < 128
-    few_registers = padding and not multiplies_from_shared_memory(rows.device)
-    most_tokens = 16 if few_registers else 32 if padding or scale is not None else 64
+    few_registers = rows.dtype == torch.float32 or (padding and not multiplies_from_shared_memory(rows.device))
+    most_tokens = 16 if few_registers else 32 if padding or scale is not None or rows.dtype != torch.bfloat16 else 64
     products = rows.new_empty(batch, groups, blocks, width, columns, dtype=dtype)
     sums = rows.new_empty((batch, groups, blocks, width) if total else (0,), dtype=torch.float32)
     with on_device(rows):
@@ -257,7 +259,7 @@ def attend(
             NORMALIZE=key_sums is not None,
             OUTPUT_NORM=output_weight is not None,
             HAS_GATE=gate is not None,
-            **features.options(width, columns, padded(columns), _most_tokens(summaries)),
+            **features.options(width, columns, padded(columns), _most_tokens(query, summaries)),
             **product_options(query.dtype, summaries.dtype, query.device),
         )
     return output
