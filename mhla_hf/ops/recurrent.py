@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from ..sequence_layout import mixing_at
 from .backends import choose_backend
-from .numerics import check_normalizer, mix_summaries, records_gradients
+from .numerics import check_normalizer, mix_summaries, normalizer_pair, records_gradients
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,26 @@ def rewind_state(
 def check_recurrent_normalizer(normalizer: str) -> None:
     """Raises `ValueError` for `"block_query"`, whose state would grow with every token, and for unknown names."""
     check_normalizer(normalizer, ("query", "none"), " for decoding token by token")
+
+
+def recurrent_pair(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    normalizer_query: torch.Tensor | None,
+    normalizer_key: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """[`normalizer_pair`], whose sums a state has room for.
+
+    Raises:
+        ValueError: If the pair is wider or narrower than `query`: summaries carry z as a column.
+    """
+    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
+    for name, tensor in zip(("normalizer_query", "normalizer_key"), pair):
+        if tensor is not None and tensor.shape[-1] != query.shape[-1]:
+            raise ValueError(
+                f"{name} has width {tensor.shape[-1]}, but a state keeps sums of {query.shape[-1]} wide keys."
+            )
+    return pair
 
 
 def goes_by_kernels(

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from ..layout import BlockLayout
 from ..sequence_layout import SequenceLayout, extend_mixing, mixing_at
 from .causal import finite_tokens, prefix_and_own, spoilt_tokens
-from .numerics import accumulation_dtype, from_head_blocks, head_blocks, mix_summaries, normalizer_pair
+from .numerics import accumulation_dtype, from_head_blocks, head_blocks, mix_summaries
 from .recurrent import (
     MHLAState,
     block_summary_at,
     check_recurrent_normalizer,
     current_block,
     goes_by_kernels,
+    recurrent_pair,
     settled_state,
 )
 
@@ -59,13 +60,14 @@ def mhla_extend(
         The output `[B, T, H, V]` in the dtype of `value`, and the [`MHLAState`] after these tokens.
 
     Raises:
-        ValueError: If `normalizer` is `"block_query"`, whose state would grow with every token, or there is no token.
+        ValueError: If `normalizer` is `"block_query"`, whose state would grow with every token, there is no token, or
+            the normaliser's pair has another width than `query`.
     """
     check_recurrent_normalizer(normalizer)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens.")
     mixing = mixing.to(accumulation_dtype(value.dtype))
-    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
+    pair = recurrent_pair(query, key, normalizer_query, normalizer_key)
     layout, lead = _layout_after(state, valid, query)
     first = current_block(state.position, state.block_size)
     blocks = first[:, None] + torch.arange(layout.num_blocks, device=query.device)

@@ -155,3 +155,12 @@ def test_a_bad_token_of_a_prompt_spoils_its_head_from_there_on():
     assert torch.equal(spoilt, expected)
     output, _ = mhla_step(**part(inputs, 14, 15), mixing=mixing, state=state)
     assert torch.equal(output.isnan().any(dim=-1)[:, 0], expected[:, -1])
+
+
+def test_a_pair_of_another_width_is_refused():
+    """Its sums would be a column of summaries that have fewer rows."""
+    inputs, mixing = make_inputs(False)
+    inputs["normalizer_key"] = inputs["key"][..., :-1]
+    for run, tokens in ((mhla_extend, 5), (mhla_step, 1)):
+        with pytest.raises(ValueError, match="normalizer_key has width"):
+            run(**part(inputs, 0, tokens), mixing=mixing, state=start(False))
