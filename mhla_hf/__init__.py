@@ -35,7 +35,7 @@ _PUBLIC_NAMES = {
     "import_official": "conversion",
     "load_pipeline": "pipelines",
     "mhla_attention": "ops",
-    "resample_mixing": "layout",
+    "resample_mixing": "resampling",
     "supported_models": "models.registry",
 }
 

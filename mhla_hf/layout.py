@@ -7,12 +7,13 @@ Shape letters: B batch, T tokens, M blocks, N tokens of the largest block; `...`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from .caching import cached
 
 
 class BlockLayout:
@@ -153,7 +154,7 @@ class BlockLayout:
         # Row T is a row of zeros for the empty slots. Zeros are gathered, not multiplied in, so that a NaN or Inf
         # elsewhere stays where it is.
         padded = F.pad(tokens, [0, 0] * (tokens.dim() - 2) + [0, 1])
-        index = _cached(_slot_tokens, self, tokens.device)
+        index = cached(_slot_tokens, self, tokens.device)
         return padded.index_select(1, index).unflatten(1, (self.num_blocks, self.max_block_tokens))
 
     def to_head_blocks(self, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -177,7 +178,7 @@ class BlockLayout:
             if dtype != tokens.dtype:
                 grouped = grouped.to(dtype, memory_format=torch.contiguous_format)
             return grouped.reshape(*by_head.shape[:2], self.num_blocks, self.max_block_tokens, by_head.shape[3])
-        slots = _cached(_slot_tokens, self, tokens.device)
+        slots = cached(_slot_tokens, self, tokens.device)
         gathered = by_head.index_select(2, slots.clamp(max=self.num_tokens - 1))
         grouped = gathered.masked_fill_((slots == self.num_tokens)[:, None], 0)
         return grouped.to(dtype).unflatten(2, (self.num_blocks, self.max_block_tokens))
@@ -206,11 +207,11 @@ class BlockLayout:
             order += range(2 * axes + 1, 2 * axes + 1 + len(tail))
             spread = grouped.reshape(grouped.shape[0], *self.blocks, *lengths, *tail).permute(order)
             return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
-        return grouped.flatten(1, 2).index_select(1, _cached(_token_slots, self, grouped.device))
+        return grouped.flatten(1, 2).index_select(1, cached(_token_slots, self, grouped.device))
 
     def token_table(self, device: torch.device) -> torch.Tensor:
         """Token of each slot of each block, int32 `[M, N]`; T (one past the last token) where a slot is empty."""
-        return _cached(_token_table, self, device)
+        return cached(_token_table, self, device)
 
     def check_length(self, length: int, name: str) -> None:
         """Raises `ValueError` unless `length` is the number of tokens of the grid; `name` names the tensor."""
@@ -246,105 +247,6 @@ def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
                 break
         else:
             return tuple(counts)
-
-
-def interpolation_matrix(
-    source_blocks: Sequence[int], target_blocks: Sequence[int], device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Linear interpolation between two block grids over relative block coordinates.
-
-    Block c of n on an axis sits at (c + 0.5) / n. Coordinates outside the outermost source centres take the value
-    there; going to fewer blocks, the triangle filter is widened so that every source block keeps its say.
-
-    Args:
-        source_blocks: Number of blocks along each axis that weights exist for.
-        target_blocks: Number of blocks along each axis wanted.
-        device: Where the matrix is made.
-
-    Returns:
-        float32 `[M_target, M_source]`; rows sum to one.
-    """
-    result = torch.ones(1, 1, device=device)
-    for source, target in zip(source_blocks, target_blocks, strict=True):
-        position = ((torch.arange(target, device=device) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
-        distance = (position[:, None] - torch.arange(source, device=device)[None, :]).abs()
-        weight = (1 - distance / max(1.0, source / target)).clamp(min=0)
-        result = torch.kron(result, weight / weight.sum(dim=1, keepdim=True))
-    return result
-
-
-def resample_mixing(
-    mixing: torch.Tensor,
-    source_blocks: Sequence[int],
-    target_blocks: Sequence[int],
-    num_prefix_blocks: int = 0,
-) -> torch.Tensor:
-    """Carries a mixing matrix over to another grid of blocks.
-
-    m' = (M / M') R m Rᵀ with R of [`interpolation_matrix`]: both the mixing and the mixed block are interpolated at
-    their relative coordinates. The factor turns equal weights 1/M into equal weights 1/M' and keeps other row sums
-    to within a few per cent.
-
-    Args:
-        mixing: `[M, M]` or `[H, M, M]`.
-        source_blocks: Number of blocks along each axis of `mixing`.
-        target_blocks: Number of blocks along each axis wanted.
-        num_prefix_blocks: 1 where the first row and column are those of the tokens before the grid, whose block stays.
-
-    Returns:
-        `[M', M']` or `[H, M', M']`, the dtype of `mixing`.
-
-    Raises:
-        ValueError: If `mixing` is not for `source_blocks`, or the two have another number of axes.
-    """
-    count = num_prefix_blocks + math.prod(source_blocks)
-    if mixing.dim() not in (2, 3) or mixing.shape[-1] != count or mixing.shape[-2] != count:
-        raise ValueError(
-            f"mixing has shape {tuple(mixing.shape)}, but source_blocks={tuple(source_blocks)} are {count}."
-        )
-    if len(target_blocks) != len(source_blocks):
-        raise ValueError(f"target_blocks={tuple(target_blocks)} has other axes than {tuple(source_blocks)}.")
-    if tuple(source_blocks) == tuple(target_blocks):
-        return mixing
-    matrix = _cached(
-        _interpolation_on, tuple(source_blocks), tuple(target_blocks), num_prefix_blocks, mixing.device, mixing.dtype
-    )
-    return (matrix @ mixing @ matrix.transpose(0, 1)) * (matrix.shape[1] / matrix.shape[0])
-
-
-def _interpolation_on(
-    source_blocks: tuple[int, ...],
-    target_blocks: tuple[int, ...],
-    num_prefix_blocks: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    matrix = interpolation_matrix(source_blocks, target_blocks, device)
-    if num_prefix_blocks:
-        matrix = torch.block_diag(torch.eye(num_prefix_blocks, device=device), matrix)
-    return matrix.to(dtype)
-
-
-@lru_cache(maxsize=256)
-def _remembered(function: Callable[..., torch.Tensor], in_inference_mode: bool, *arguments: Any) -> torch.Tensor:
-    result = function(*arguments)
-    if result.is_cuda:
-        # Whoever asks for it next may do so on another stream.
-        torch.cuda.current_stream(result.device).synchronize()
-    return result
-
-
-def _cached(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """`function(*arguments)`, remembered: index tables are made once per layout and device, not once per layer.
-
-    Tensors made in inference mode cannot take part in training later, so the mode is part of the key. torch.compile
-    traces the function itself, and a CUDA graph that is being captured keeps what it makes to itself.
-    """
-    if torch.compiler.is_compiling():
-        return function(*arguments)
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return function(*arguments)
-    return _remembered(function, torch.is_inference_mode_enabled(), *arguments)
 
 
 def _positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_hf import BlockLayout, resample_mixing
-from mhla_hf.layout import choose_blocks, interpolation_matrix
+from mhla_hf.layout import choose_blocks
+from mhla_hf.resampling import interpolation_matrix
 
 
 AXES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3)

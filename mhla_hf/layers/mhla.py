@@ -15,9 +15,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..layout import BlockLayout, resample_mixing
+from ..layout import BlockLayout
 from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, repeat_heads
+from ..resampling import resample_mixing
 from .blocks import layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
 from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
