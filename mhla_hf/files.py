@@ -9,7 +9,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 
@@ -70,6 +70,28 @@ def write_json(destination: Path, value: Any) -> None:
     """Writes a JSON file atomically."""
     with atomic_file(destination) as temporary:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def path_inside(root: Path, name: Any, where: str) -> Path:
+    """The path of a file or folder that a file of others names, which must lie below a folder.
+
+    Links inside are not followed here: the Hub's cache consists of links to files elsewhere.
+
+    Args:
+        root: The folder.
+        name: The name as read: relative, without `..`, with `/` between its parts.
+        where: Name of the file and field that it was read from, for errors.
+
+    Raises:
+        ValueError: If it is not such a name.
+    """
+    if isinstance(name, str) and name and "\0" not in name and "\\" not in name:
+        parts = PurePosixPath(name).parts
+        # A drive (C:) would make the path absolute on Windows.
+        if parts and not name.startswith("/") and ".." not in parts and not PureWindowsPath(name).drive:
+            return root.joinpath(*parts)
+    shown = repr(name) if len(repr(name)) <= 100 else f"{repr(name)[:100]}..."
+    raise ValueError(f"{where} names {shown}, which is no path inside {root}.")
 
 
 def remove_directory(directory: Path) -> None:

@@ -177,7 +177,7 @@ def _advice(destination: Path, fresh: "dict[str, ComponentReport]") -> str:
 
 def _training_command(destination: Path, name: str, part: "ComponentReport") -> str | None:
     """The command that trains a component; None if there is none for it."""
-    from ..conversion.tensors import read_json
+    from ..json_files import read_json
     from ..training.objectives import objective_class
 
     # A model alone has no folder of its own.

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
+from ..json_files import read_json
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from .engine import write_result
 from .official_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
@@ -32,7 +33,7 @@ from .planning import (
 from .provenance import ConversionReport
 from .source import Source, download_or_find, read_source
 from .staging import check_destination
-from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry, read_json, split_into_shards
+from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry, split_into_shards
 
 
 UPSTREAM = "WanTransformer3DModel"

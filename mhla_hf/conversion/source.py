@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..json_files import read_json
 from ..models.registry import LEGACY_CLASS, current_class, is_mhla_class
 from ..sources import PIPELINE_INDEX, local_directory
-from .tensors import read_json
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet
 
 

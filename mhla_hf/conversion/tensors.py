@@ -219,24 +219,3 @@ def write_shards(
 def write_json(path: Path, content: Mapping[str, object], sort_keys: bool = False) -> None:
     """Writes indented JSON with a final newline."""
     path.write_text(json.dumps(content, indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path, what: str) -> dict:
-    """Reads a JSON object.
-
-    Args:
-        path: The file.
-        what: What it is, for the error.
-
-    Raises:
-        ValueError: If the file is missing or not a JSON object.
-    """
-    if not path.is_file():
-        raise ValueError(f"{what} {path} is missing.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{what} {path} is not valid JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{what} {path} is not a JSON object.")
-    return content

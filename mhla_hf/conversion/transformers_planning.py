@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..config import MHLAConfig
 from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
+from ..json_files import read_json
 from ..layers.mhla import MHLA
 from .options import parse_layers
 from .planning import (
@@ -27,7 +28,7 @@ from .planning import (
 )
 from .provenance import ComponentReport
 from .source import Component
-from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry, read_json
+from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry
 from .transformers_names import StoredNames
 from .weight_files import TRANSFORMERS_FILES, WeightSet
 
