@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..json_files import read_json
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
+from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
 from .engine import write_result
-from .official_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
 from .options import parse_dtype, parse_size
 from .planning import (
     ComponentPlan,
