@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from mhla_hf.files import atomic_directory, atomic_file, remove_leftovers
+from mhla_hf.locks import lock_output
 from mhla_hf.training import LatentDataset
 from mhla_hf.training.cache_building import (
     build_cache,
@@ -31,7 +32,6 @@ from mhla_hf.training.checkpoints import (
 )
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.encoding import WanEncoder, encode_videos
-from mhla_hf.training.lock import lock_output
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 from mhla_hf.training.samples import DataSample, UnusableSampleError
 from mhla_hf.training.sizes import PipelineSizes

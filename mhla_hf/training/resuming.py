@@ -10,10 +10,10 @@ from typing import IO, Any
 from accelerate import Accelerator
 from torch import nn
 
+from ..locks import lock_output
 from . import checkpoints
 from .checkpoints import Position
 from .config import UNCONVERTED, TrainingConfig
-from .lock import lock_output
 from .objectives import Objective
 
 
