@@ -16,7 +16,6 @@ from mhla_hf.training import LatentDataset
 from mhla_hf.training.cache_building import (
     build_cache,
     cache_settings,
-    component_fingerprint,
     finish_cache,
     start_cache,
 )
@@ -32,6 +31,7 @@ from mhla_hf.training.checkpoints import (
 )
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.encoding import WanEncoder, encode_videos
+from mhla_hf.training.fingerprints import folder_fingerprint
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 from mhla_hf.training.samples import DataSample, UnusableSampleError
 from mhla_hf.training.sizes import PipelineSizes
@@ -234,10 +234,10 @@ class TestCache:
 
     def test_fingerprints_notice_changed_weights(self, tmp_path):
         save_file({"weight": torch.zeros(400000)}, tmp_path / "model.safetensors")
-        before = component_fingerprint(tmp_path)
-        assert component_fingerprint(tmp_path) == before
+        before = folder_fingerprint(tmp_path)
+        assert folder_fingerprint(tmp_path) == before
         save_file({"weight": torch.cat([torch.zeros(399999), torch.ones(1)])}, tmp_path / "model.safetensors")
-        assert component_fingerprint(tmp_path) != before
+        assert folder_fingerprint(tmp_path) != before
 
 
 class TestCheckpoints:

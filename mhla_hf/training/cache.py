@@ -8,22 +8,29 @@ temporary name and moved, and `cache.json` is marked complete last, so the step 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from ..files import atomic_file
+from ..files import atomic_file, path_inside
+from ..json_files import check_fields, read_json
+from .fingerprints import file_fingerprint, spread
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+# Longest text that is padded. The encoders of text-to-image and text-to-video models take a few hundred tokens.
+MAX_SEQUENCE_LENGTH = 8192
 MANIFEST = "cache.json"
 NULL_CONDITION = "null_condition.safetensors"
 # Stored without their padding.
 _PADDED = ("prompt_embeds", "prompt_attention_mask")
+# Settings that are fingerprints of parts of the pipeline.
+_ENCODERS = ("vae", "text_encoder", "tokenizer")
 
 
 class LatentDataset:
@@ -47,19 +54,27 @@ class LatentDataset:
         self.manifest = read_manifest(self.directory)
         if not self.manifest.get("complete"):
             raise ValueError(f"cache {directory} is unfinished: run the cache step again")
-        self.files = [self.directory / "samples" / name for name in self.manifest["samples"]]
+        where = f"cache file {self.directory / MANIFEST}: 'samples'"
+        self.files = [path_inside(self.directory / "samples", name, where) for name in self.manifest["samples"]]
         if not self.files:
             raise ValueError(f"cache {directory} has no samples")
         missing = [path.name for path in self.files if not path.is_file()]
         if missing:
             raise ValueError(f"cache {directory} lacks {len(missing)} samples, for instance {missing[0]}")
-        self.null_condition = self._padded(read_tensors(self.directory / NULL_CONDITION))
+        self.null_condition = self._read(self.directory / NULL_CONDITION)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._padded(read_tensors(self.files[index]))
+        tensors = self._read(self.files[index])
+        shape = tuple(tensors["latents"].shape) if "latents" in tensors else None
+        if shape != self.latent_shape:
+            raise ValueError(
+                f"cache file {self.files[index]} has latents of shape {shape}, {MANIFEST} says {self.latent_shape}; "
+                "remove it and run the cache step again"
+            )
+        return tensors
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -71,30 +86,79 @@ class LatentDataset:
         """`[C, F, H, W]` of videos, `[C, H, W]` of pictures."""
         return tuple(self.manifest["latent_shape"])
 
-    def _padded(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._pad(tensor) if name in _PADDED else tensor for name, tensor in tensors.items()}
+    def fingerprint(self) -> str:
+        """A hash that tells the samples from those of other caches.
 
-    def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
-        padding = self.settings["max_sequence_length"] - tensor.shape[0]
-        return torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
+        It covers the settings and the identities of all samples, and of some of the files what they hold. The content
+        of a sample counts only if it does not say where it comes from: encoding the same data again gives the same
+        fingerprint, also on a GPU that rounds otherwise.
+        """
+        settings = {name: value for name, value in self.settings.items() if name not in _ENCODERS}
+        digest = hashlib.sha256(json.dumps([settings, self.manifest.get("samples_digest")], sort_keys=True).encode())
+        digest.update(" ".join(path.name for path in self.files).encode())
+        for path in spread(self.files, 64):
+            digest.update((saved_key(path) or file_fingerprint(path)).encode())
+        return digest.hexdigest()[:16]
+
+    def _read(self, path: Path) -> dict[str, torch.Tensor]:
+        tensors = read_tensors(path)
+        length = self.settings.get("max_sequence_length")
+        for name in _PADDED:
+            if name in tensors:
+                tensor = tensors[name]
+                if length is None or tensor.ndim == 0 or len(tensor) > length:
+                    raise ValueError(
+                        f"cache file {path} has {name} of shape {tuple(tensor.shape)}, which does not fit "
+                        f"max_sequence_length {length} of {MANIFEST}; remove it and run the cache step again"
+                    )
+                tensors[name] = torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
+        return tensors
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Reads `cache.json`.
 
     Raises:
-        ValueError: If there is none, or its format is another one.
+        ValueError: If there is none, its format is another one, or a field is of the wrong type or out of bounds.
     """
     path = directory / MANIFEST
     if not path.is_file():
         raise ValueError(f"cache {directory} does not exist: run the cache step first, or pass data")
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    if manifest.get("format_version") != FORMAT_VERSION:
+    manifest = read_json(path, "cache file", required={"format_version": int})
+    if manifest["format_version"] != FORMAT_VERSION:
         raise ValueError(
-            f"cache {directory} has format {manifest.get('format_version')}, this version reads {FORMAT_VERSION}; "
+            f"cache {directory} has format {manifest['format_version']}, this version reads {FORMAT_VERSION}; "
             "remove it and run the cache step again"
         )
+    where = f"cache file {path}"
+    check_fields(
+        manifest,
+        where,
+        required={"settings": dict, "complete": bool},
+        optional={"samples_digest": str, "skipped": list, "classes": dict},
+    )
+    if manifest["complete"]:
+        check_fields(manifest, where, required={"samples": list, "latent_shape": list})
+        if not all(type(length) is int and length > 0 for length in manifest["latent_shape"]):
+            raise ValueError(f"{where}: 'latent_shape' must be a list of positive integers.")
+    sizes = ("height", "width", "num_frames", "max_sequence_length")
+    check_fields(manifest["settings"], f"{where}: 'settings'", optional=dict.fromkeys(sizes, (int, type(None))))
+    length = manifest["settings"].get("max_sequence_length")
+    if length is not None and not 1 <= length <= MAX_SEQUENCE_LENGTH:
+        shown = str(length)[:20]
+        raise ValueError(f"{where}: 'max_sequence_length' must be from 1 to {MAX_SEQUENCE_LENGTH}, and is {shown}.")
     return manifest
+
+
+def saved_key(path: Path) -> str | None:
+    """What identifies the source of a sample in its file; None if the file is missing, damaged or does not say."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("key")
+    except SafetensorError:
+        return None
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

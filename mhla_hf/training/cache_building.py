@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..files import remove_leftovers, write_json
-from .cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, read_manifest, read_tensors, write_tensors
+from .cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, read_manifest, read_tensors, saved_key, write_tensors
 from .config import DIGITS, CacheConfig
 from .encoding import Encoder
+from .fingerprints import folder_fingerprint
 from .samples import DataSample, UnusableSampleError
 
 
@@ -36,25 +36,7 @@ def cache_settings(
     settings = config.to_dict()
     settings["data"] = settings["data"] if config.data in (None, DIGITS) else str(Path(str(config.data)).resolve())
     settings["num_classes"] = num_classes
-    return {**settings, **{folder: component_fingerprint(pipeline_directory / folder) for folder in folders}}
-
-
-def component_fingerprint(folder: Path) -> str:
-    """A hash over the small files of a component and over the headers of its weights.
-
-    Headers hold names, shapes and offsets; the first and last mebibyte of the tensors stand for the rest, so that
-    eleven gigabytes of text encoder need not be read.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder).as_posix()}:{size};".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            if size > 1 << 20:
-                file.seek(-(1 << 20), 2)
-                digest.update(file.read())
-    return digest.hexdigest()[:16]
+    return {**settings, **{folder: folder_fingerprint(pipeline_directory / folder) for folder in folders}}
 
 
 def start_cache(
@@ -122,7 +104,7 @@ def build_cache(
     numbers = range(rank, len(samples), world_size)
     for number in tqdm(numbers, desc="caching", unit="sample", disable=not progress):
         sample, path = samples[number], directory / "samples" / f"{number:06d}.safetensors"
-        if _saved_key(path) == _identity(sample):
+        if saved_key(path) == _identity(sample):
             continue
         try:
             media = sample.load()
@@ -172,13 +154,3 @@ def samples_digest(samples: Sequence[DataSample]) -> str:
 
 def _identity(sample: DataSample) -> str:
     return hashlib.sha256(f"{sample.key}\n{sample.condition}".encode()).hexdigest()
-
-
-def _saved_key(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("key")
-    except SafetensorError:
-        return None

@@ -3,7 +3,8 @@
 
 A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the parameters that train),
 `optimizer.safetensors` (AdamW's moments by parameter name) and `state.json`. Everything else follows from the base
-model, the seed and the step. It is written under a temporary name and moved, so a name that exists is complete.
+model, the seed and the step. It is written under a temporary name and moved, so a name that exists is complete; what
+disks and people do to it later is noticed by the fingerprints of its files, which `state.json` holds.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..files import atomic_directory, remove_directory
+from ..json_files import check_fields, read_json
+from .fingerprints import file_fingerprint
 
 
 STAGES = ("transfer", "finetune")
 FORMAT_VERSION = 1
+WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+# What AdamW keeps of a parameter.
+_KINDS = {"exp_avg", "exp_avg_sq", "step"}
 _NAME = re.compile(rf"({'|'.join(STAGES)})-(\d+)")
 
 
@@ -66,17 +72,18 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
-    """The checkpoint to go on from.
+    """The checkpoint to go on from, whose files are as they were written.
 
     Args:
-        resume: None, `latest`, the name of a checkpoint in `directory`, or a path.
+        resume: None, `latest`, `previous`, the name of a checkpoint in `directory`, or a path.
         directory: Where the run keeps its checkpoints.
 
     Returns:
         The checkpoint; None to start anew, also for `latest` where there is none yet.
 
     Raises:
-        ValueError: If the checkpoint does not exist, or `resume` is None where there are checkpoints already.
+        ValueError: If the checkpoint does not exist or is damaged, or `resume` is None where there are checkpoints
+            already.
     """
     available = list_checkpoints(directory)
     if resume is None:
@@ -84,14 +91,40 @@ def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
             raise ValueError(f"output already holds the run {available[-1]}; pass resume='latest' or another output")
         return None
     if resume == "latest":
-        return available[-1] if available else None
+        if not available:
+            return None
+        try:
+            read_state(available[-1])
+        except ValueError as error:
+            older = _newest_whole(available[:-1])
+            way_out = (
+                f"--resume previous goes on from {older.name}" if older is not None else "remove it to start anew"
+            )
+            raise ValueError(f"{error}; {way_out}") from error
+        return available[-1]
+    if resume == "previous":
+        older = _newest_whole(available[:-1])
+        if older is None:
+            raise ValueError(f"resume='previous': {directory} has no whole checkpoint before the newest")
+        return older
     for candidate in (Path(resume), directory / resume):
         if candidate.is_dir():
             if checkpoint_position(candidate) is None:
                 raise ValueError(f"resume={resume!r} is not a checkpoint: its name must be like transfer-00000100")
+            read_state(candidate)
             return candidate
-    names = ", ".join(path.name for path in available) or "none"
-    raise ValueError(f"resume={resume!r} does not exist; 'latest' or one of: {names}")
+    names = ", ".join(path.name for path in available[-10:]) or "none"
+    raise ValueError(f"resume={resume!r} does not exist; 'latest', 'previous' or one of: {names}")
+
+
+def _newest_whole(available: Sequence[Path]) -> Path | None:
+    for path in reversed(available):
+        try:
+            read_state(path)
+        except ValueError:
+            continue
+        return path
+    return None
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,37 +162,72 @@ def save_checkpoint(
         weights: See `collect_state`.
         moments: See `collect_state`.
         state: Further plain JSON to keep.
-        total_limit: Keep at most so many; None keeps all.
+        total_limit: Keep at most so many up to this one; None keeps all. Later ones, which a run that went back has
+            not reached again, are left alone.
 
     Returns:
         The checkpoint's path.
     """
     destination = directory / position.name
     with atomic_directory(destination) as temporary:
-        save_file(weights, temporary / "model.safetensors")
-        save_file(moments, temporary / "optimizer.safetensors")
-        record = {"format_version": FORMAT_VERSION, "stage": position.stage, "step": position.step, **state}
-        (temporary / "state.json").write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(weights, temporary / WEIGHTS)
+        save_file(moments, temporary / MOMENTS)
+        record = {
+            **state,
+            "format_version": FORMAT_VERSION,
+            "stage": position.stage,
+            "step": position.step,
+            "files": {name: file_fingerprint(temporary / name) for name in (WEIGHTS, MOMENTS)},
+        }
+        (temporary / STATE).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if total_limit is not None:
-        for old in list_checkpoints(directory)[:-total_limit]:
+        available = list_checkpoints(directory)
+        for old in available[: available.index(destination) + 1][:-total_limit]:
             remove_directory(old)
     return destination
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Reads `state.json` of a checkpoint.
+    """Reads `state.json` of a checkpoint, and checks that its files are those that it was written with.
 
     Raises:
-        ValueError: If it is missing, unreadable or of another format version.
+        ValueError: If it is missing, unreadable or of another format version, the checkpoint was renamed, or one of
+            its files is missing or another one.
     """
-    try:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"checkpoint {checkpoint} has no readable state.json: {error}") from error
-    if state.get("format_version") != FORMAT_VERSION:
+    path = checkpoint / STATE
+    state = read_json(path, "checkpoint file", required={"format_version": int})
+    if state["format_version"] != FORMAT_VERSION:
         raise ValueError(
-            f"checkpoint {checkpoint} has format {state.get('format_version')}, this version reads {FORMAT_VERSION}"
+            f"checkpoint {checkpoint} has format {state['format_version']}, this version reads {FORMAT_VERSION}"
         )
+    check_fields(
+        state,
+        f"checkpoint file {path}",
+        required={"stage": str, "step": int},
+        optional={
+            "config": dict,
+            "dataset_size": int,
+            "files": dict,
+            "inputs": dict,
+            "objective": dict,
+            "scaler": (dict, type(None)),
+            "world_size": int,
+        },
+    )
+    position = checkpoint_position(checkpoint)
+    if position is not None and (position.stage, position.step) != (state["stage"], state["step"]):
+        raise ValueError(
+            f"checkpoint {checkpoint} was renamed: its {STATE} says {str(state['stage'])[:20]}, step {state['step']}; "
+            "give it back its name"
+        )
+    for name in (WEIGHTS, MOMENTS):
+        file = checkpoint / name
+        if not file.is_file():
+            raise ValueError(f"checkpoint {checkpoint} is damaged: it lacks {name}")
+        # Checkpoints of earlier versions hold no fingerprints.
+        written = state.get("files", {}).get(name)
+        if written is not None and written != file_fingerprint(file):
+            raise ValueError(f"checkpoint {checkpoint} is damaged: {name} is not what was written")
     return state
 
 
@@ -169,7 +237,7 @@ def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str]) -> No
     Raises:
         ValueError: If names or shapes are not those of the parameters that train.
     """
-    saved = _read(checkpoint / "model.safetensors")
+    saved = _read(checkpoint / WEIGHTS)
     parameters = dict(model.named_parameters())
     _check_names(checkpoint, saved, names)
     with torch.no_grad():
@@ -182,20 +250,30 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     """Puts a checkpoint's moments into an optimizer over the model's parameters.
 
     Raises:
-        ValueError: If a tensor belongs to no parameter that trains, or has the wrong shape.
+        ValueError: If a tensor belongs to no parameter that trains or has the wrong shape, or moments are missing.
     """
     parameters = dict(model.named_parameters())
     names = set(names)
-    for key, value in _read(checkpoint / "optimizer.safetensors").items():
+    found: dict[str, set[str]] = {}
+    for key, value in _read(checkpoint / MOMENTS).items():
         name, _, kind = key.rpartition("::")
         if name not in names:
             raise ValueError(f"checkpoint {checkpoint} has optimizer state of {name}, which does not train here")
+        found.setdefault(name, set()).add(kind)
         parameter = parameters[name]
-        if value.ndim:
+        # A single number, the step count, stays on the CPU, where AdamW makes it.
+        if kind != "step":
             _check_shape(checkpoint, key, value, parameter)
             value = _like(value, parameter)
-        # A single number, the step count, stays on the CPU, where AdamW makes it.
+        elif value.ndim:
+            raise ValueError(f"checkpoint {checkpoint} has {key} of shape {tuple(value.shape)}, and not one number")
         optimizer.state[parameter][kind] = value
+    position = checkpoint_position(checkpoint)
+    broken = next((name for name, kinds in found.items() if not kinds >= _KINDS), None)
+    if broken is not None or (not found and (position is None or position.step)):
+        raise ValueError(
+            f"checkpoint {checkpoint} is damaged: {MOMENTS} lacks the moments of {broken or 'every parameter'}"
+        )
 
 
 def _like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -190,7 +190,9 @@ class TrainingConfig(_Options):
     device: str = _option("auto", "Where to run; auto takes the GPU if there is one.", choices=DEVICES)
     seed: int = _option(0, "Seed of data order, noise and new parameters.", minimum=0)
 
-    resume: str | None = _option(None, "'latest', or a checkpoint directory, to go on from.")
+    resume: str | None = _option(
+        None, "'latest', 'previous' (the one before), or a checkpoint directory, to go on from."
+    )
     checkpointing_steps: int = _option(500, "Save a checkpoint every so many steps; 0 switches it off.", minimum=0)
     checkpoints_total_limit: int | None = _option(None, "Keep at most so many checkpoints.", minimum=1)
     report_to: str = _option("none", "Tracker to report to.", choices=TRACKERS)

@@ -44,6 +44,7 @@ class Run:
         null_condition: What a sample without caption or class holds, for `condition_dropout`.
         output: Directory of the run; None writes nothing.
         callback: Called with (stage, step, loss) after every step.
+        inputs: See `run_inputs`.
         metrics: The metrics file, in the process that writes it.
         validator: Makes videos or pictures, in the process that does.
     """
@@ -56,12 +57,13 @@ class Run:
     null_condition: Tensors | None
     output: Path | None
     callback: Callback | None
+    inputs: dict[str, str]
     metrics: MetricsFile | None
     validator: Validator | None
 
     def state(self) -> dict[str, Any]:
         """See `run_state`."""
-        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.objective)
+        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.objective, self.inputs)
 
 
 class StageLoop:

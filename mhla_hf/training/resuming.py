@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,9 +13,14 @@ from torch import nn
 
 from ..locks import lock_output
 from . import checkpoints
+from .batches import LatentSamples
+from .cache import LatentDataset
 from .checkpoints import Position
 from .config import UNCONVERTED, TrainingConfig
+from .fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
+from .loading import find_teacher
 from .objectives import Objective
+from .parameters import trainable_names
 
 
 logger = logging.getLogger(__name__)
@@ -29,8 +35,53 @@ TRAJECTORY = (
 )  # fmt: skip
 
 
+def run_inputs(
+    config: TrainingConfig,
+    dataset: LatentSamples,
+    source: Path | None = None,
+    model: nn.Module | None = None,
+    teacher: nn.Module | None = None,
+) -> dict[str, str]:
+    """Fingerprints of what a run is made from, by name; what is not known is left out.
+
+    Args:
+        config: The options.
+        dataset: The samples.
+        source: The pipeline that training starts from.
+        model: The model, if it does not come from there. Parameters that train come from a checkpoint anyway, and do
+            not count.
+        teacher: The teacher, if it was handed in.
+    """
+    inputs = {"data": dataset.fingerprint() if isinstance(dataset, LatentDataset) else samples_fingerprint(dataset)}
+    for name in ("vae", "text_encoder", "tokenizer"):
+        # The latents come from the cache's, the validation samples and the exported pipeline from the source's.
+        parts = [str(dataset.settings.get(name, ""))] if isinstance(dataset, LatentDataset) else []
+        if source is not None and (source / name).is_dir():
+            parts.append(folder_fingerprint(source / name))
+        if any(parts):
+            inputs[name] = " ".join(parts)
+    if model is not None:
+        inputs["base weights"] = model_fingerprint(model, set(trainable_names(model, config.train)))
+    elif source is not None:
+        inputs["base weights"] = folder_fingerprint(source / config.component)
+    if teacher is not None:
+        inputs["teacher"] = model_fingerprint(teacher)
+    elif config.transfer_steps and source is not None:
+        # A run that is past the matching stage goes on without its teacher.
+        with suppress(OSError, ValueError):
+            inputs["teacher"] = folder_fingerprint(
+                find_teacher(source, config.component, config.teacher)[0] / config.component
+            )
+    return inputs
+
+
 def run_state(
-    config: TrainingConfig, model: nn.Module, accelerator: Accelerator, dataset_size: int, objective: Objective
+    config: TrainingConfig,
+    model: nn.Module,
+    accelerator: Accelerator,
+    dataset_size: int,
+    objective: Objective,
+    inputs: dict[str, str],
 ) -> dict[str, Any]:
     """What a checkpoint keeps of the run that made it, as plain JSON."""
     options = config.to_dict()
@@ -43,6 +94,7 @@ def run_state(
         "world_size": accelerator.num_processes,
         "dataset_size": dataset_size,
         "objective": objective.to_dict(),
+        "inputs": inputs,
     }
 
 
@@ -54,7 +106,8 @@ def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
         current: See `run_state`.
 
     Raises:
-        ValueError: If an option differs without which its weights do not fit.
+        ValueError: If an option differs without which its weights do not fit, or the data or weights that the run is
+            made from are others.
     """
     state = checkpoints.read_state(checkpoint)
     saved, now = state.get("config", {}), current["config"]
@@ -62,6 +115,13 @@ def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
     if broken:
         changes = ", ".join(f"{name}={saved.get(name)!r}" for name in broken)
         raise ValueError(f"resume: {checkpoint} was made with {changes}; go on with the same or choose another output")
+    made_from = state.get("inputs", {})
+    others = [name for name, value in current["inputs"].items() if made_from.get(name, value) != value]
+    if others:
+        raise ValueError(
+            f"resume: {checkpoint} was made with other {', '.join(others)} than this run has; go on with the same or "
+            "choose another output"
+        )
     changed = [name for name in TRAJECTORY if saved.get(name) != now[name]]
     changed += [name for name in ("world_size", "dataset_size") if state.get(name) != current[name]]
     saved_objective, objective = state.get("objective", {}), current["objective"]

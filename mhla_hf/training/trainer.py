@@ -22,7 +22,7 @@ from .export import export_pipeline, package_versions, save_adapter, unsharded
 from .loop import Callback, Run, StageLoop
 from .metrics import MetricsFile
 from .objectives import Tensors, objective_for
-from .resuming import find_start, run_state
+from .resuming import find_start, run_inputs, run_state
 from .runtime import check_distribution, make_accelerator, open_trackers
 from .stages import FineTuning, Stage, Transfer
 from .validation import make_validator
@@ -104,10 +104,12 @@ class DiffusionTrainer:
             null_condition if null_condition is not None else getattr(dataset, "null_condition", None)
         )
         check_null_condition(config.condition_dropout, self.null_condition)
+        self.own_model = model is None
         self.model = model if model is not None else self._load_student()
         self.objective = objective_for(self.model, self.source, config)
         self.objective.check_data(self.model, dataset[0], self.null_condition)
         self.teacher = teacher
+        self.inputs: dict[str, str] = {}
         if config.train == "lora" and not hasattr(self.model, "peft_config"):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
 
@@ -122,6 +124,10 @@ class DiffusionTrainer:
         stages = self._stages()
         position, lock = None, None
         if self.output is not None:
+            if self.accelerator.is_main_process:
+                self.inputs = run_inputs(
+                    self.config, self.dataset, self.source, None if self.own_model else self.model, self.teacher
+                )
             result.resumed_from, position, lock = find_start(self.config, self.accelerator, self._state())
         try:
             run = self._prepare(position)
@@ -143,7 +149,7 @@ class DiffusionTrainer:
             return loading.load_student(self.source, self.config.component, self.config.mhla)
 
     def _state(self) -> dict[str, Any]:
-        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.objective)
+        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.objective, self.inputs)
 
     def _stages(self) -> list[Stage]:
         config = self.config
@@ -184,6 +190,7 @@ class DiffusionTrainer:
             null_condition=self.null_condition,
             output=self.output,
             callback=self.callback,
+            inputs=self.inputs,
             metrics=self.metrics,
             validator=validator,
         )
