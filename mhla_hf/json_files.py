@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 
 MAX_BYTES = 256 * 2**20
 """Largest JSON file that is read. The index of a model with a million tensors has about 100 MB."""
+
+MAX_DEPTH = 100
+"""How deep lists and objects may lie in one another; functions that walk them recursively fail near a thousand."""
 
 Types = type | tuple[type, ...]
 
@@ -58,11 +61,17 @@ def parse_json(text: str, where: str) -> Any:
         ValueError: If it is not JSON, nested too deeply, or has an integer of thousands of digits.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"{where} is not valid JSON (nested too deeply).") from None
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON ({error}).") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for parent in level for child in _children(parent) if isinstance(child, (dict, list))]
+        if not level:
+            return value
+    raise ValueError(f"{where} is not valid JSON for this package (nested too deeply).")
 
 
 def check_fields(
@@ -95,6 +104,12 @@ def check_fields(
             allowed = " or ".join(_name(entry) for entry in _tuple(types))
             raise ValueError(f"{where}: {name!r} must be {allowed}, and is {_name(type(content[name]))}.")
     return content
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _read_text(path: Path, what: str) -> str:

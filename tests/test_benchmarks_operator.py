@@ -337,7 +337,9 @@ def test_command(tmp_path):
         (["--contestants", "mamba"], "contestants='mamba' must be one of mhla-torch, "),
         (["--dtype", "int8"], "dtype='int8' must be one of"),
         (["--device", "tpu9"], "device='tpu9' must be cpu"),
-        (["--seconds", "0"], "seconds=0.0 must be positive"),
+        (["--seconds", "0"], "seconds=0.0 must be finite and positive"),
+        (["--seconds", "nan"], "seconds=nan must be finite and positive"),
+        (["--seconds", "inf"], "seconds=inf must be finite and positive"),
         (["--json", "."], "json='.' is a directory"),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_folder_of_videos(wan, tmp_path):
         ),
         (["cache", "--cache", "x", "--data", "digits"], "model must be given"),
         (["dit", "--config", "{folder}/flow.json"], "flow_shift is not an option of dit models, only of wan, sana"),
-        (["wan", "--config", "{folder}/list.json"], "must hold a JSON object"),
+        (["wan", "--config", "{folder}/list.json"], "is not a JSON object but a list"),
         (["wan", "--config", "{folder}/bad.json"], "is not valid JSON"),
         (["wan", "--config", "{folder}/unknown.json"], "unknown options: stepz"),
     ],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -41,8 +42,8 @@ class SpeedOptions:
 
     def __post_init__(self) -> None:
         for name in ("seconds", "least_rounds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and positive.")
         self.place()
 
     def place(self) -> tuple[torch.device, torch.dtype]:

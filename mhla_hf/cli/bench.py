@@ -118,8 +118,8 @@ def parse_numbers(text: str, name: str) -> tuple[int, ...]:
         ValueError: If `text` is anything else; the message calls it `name`.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{name}={text!r} must be numbers separated by commas, such as 2048,8192.")
+    if not all(part.isdecimal() and len(part) < 10 for part in parts):
+        raise ValueError(f"{name}={text!r:.100} must be numbers below 10⁹ separated by commas, such as 2048,8192.")
     return tuple(int(part) for part in parts)
 
 

@@ -9,6 +9,9 @@ import typer
 from .bench import parse_numbers
 
 
+_MOST_THREADS = 1024
+
+
 def quality_command(
     setting: Annotated[
         str, typer.Option(help="small (two CPU cores), large (a GPU) or smoke (seconds; its figures mean nothing).")
@@ -43,8 +46,8 @@ def quality_command(
     if setting not in SETTINGS:
         raise ValueError(f"setting={setting!r} must be one of {', '.join(SETTINGS)}.")
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads={threads} must be at least 1.")
+        if not 1 <= threads <= _MOST_THREADS:
+            raise ValueError(f"threads={threads} must be from 1 to {_MOST_THREADS}.")
         torch.set_num_threads(threads)
     given: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "guidance_scale": guidance}
     given["seeds"] = None if seeds is None else parse_numbers(seeds, "seeds")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..json_files import read_json
 from ..training.config import CacheConfig, TrainingConfig
 from .conversion_options import OPTIONS, mhla_fields, option_parameters
 
@@ -182,15 +183,11 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     path = given.pop("config", None)
     if path is None:
         return given
-    try:
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"config {path} is not valid JSON: {error}") from error
-    if not isinstance(stored, dict):
-        raise ValueError(f"config {path} must hold a JSON object of options")
+    stored = read_json(Path(path), "config")
     unknown = sorted(set(stored) - {item.name for cls in (TrainingConfig, CacheConfig) for item in _fields(cls)})
     if unknown:
-        raise ValueError(f"config {path} has unknown options: {', '.join(unknown)}")
+        names = f"{', '.join(unknown[:10])}{', ...' if len(unknown) > 10 else ''}"
+        raise ValueError(f"config {path} has unknown options: {names:.200}")
     return {**{name: value for name, value in stored.items() if value is not None}, **given}
 
 

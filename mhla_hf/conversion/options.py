@@ -37,9 +37,11 @@ def parse_axes(text: str | None, name: str, axes: int | None = 3) -> tuple[int, 
         return None
     parts = [part.strip() for part in re.split(r"[,x]", text)]
     allowed = (1, 2, 3) if axes is None else (axes,)
-    if len(parts) not in allowed or not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if len(parts) not in allowed or not all(_is_count(part) and int(part) > 0 for part in parts):
         count = "one to three" if axes is None else axes
-        raise ValueError(f"{name}={text!r} must be {count} positive integers separated by commas, such as 3,5,10.")
+        raise ValueError(
+            f"{name}={text!r:.100} must be {count} positive integers separated by commas, such as 3,5,10."
+        )
     return tuple(int(part) for part in parts)
 
 
@@ -60,12 +62,14 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
     if layers is None or layers == "all":
         return None
     if isinstance(layers, str):
-        fraction = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", layers)
+        fraction = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", layers)
         if fraction:
             return _fraction_of_layers(int(fraction[1]), int(fraction[2]), num_layers)
         parts = [part.strip() for part in layers.split(",")]
-        if not all(part.isdecimal() for part in parts):
-            raise ValueError(f"layers={layers!r} must be all, layer indices such as 1,2,4, or a fraction such as 2/3.")
+        if not all(_is_count(part) for part in parts):
+            raise ValueError(
+                f"layers={layers!r:.100} must be all, layer indices such as 1,2,4, or a fraction such as 2/3."
+            )
         layers = [int(part) for part in parts]
     indices = sorted(layers)
     repeated = sorted({index for index in indices if indices.count(index) > 1})
@@ -90,6 +94,11 @@ def _fraction_of_layers(part: int, whole: int, num_layers: int) -> list[int] | N
     return None if len(indices) == num_layers else indices
 
 
+def _is_count(text: str) -> bool:
+    # Python refuses to convert thousands of digits.
+    return text.isdecimal() and len(text) < 10
+
+
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """Reads a floating-point type from its name.
 
@@ -111,10 +120,10 @@ def parse_size(size: int | str | None, name: str = "max_shard_size") -> int | No
     """
     if size is None:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(size))
     unit = _SIZE_UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) <= 0:
-        raise ValueError(f"{name}={size!r} must be a size such as 5GB or 512MiB.")
+        raise ValueError(f"{name}={size!r:.100} must be a size such as 5GB or 512MiB.")
     return int(float(match[1]) * unit)
 
 

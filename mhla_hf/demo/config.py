@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,13 @@ class DemoConfig:
         for name in ("seed", "transfer_steps", "steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.seed >= 2**31:
+            raise ValueError(f"seed must be less than {2**31}, got {self.seed}")
+        for name in ("transfer_learning_rate", "learning_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a finite number greater than 0, got {getattr(self, name)}")
+        if not 0 <= self.guidance < math.inf:
+            raise ValueError(f"guidance must be a finite number of at least 0, got {self.guidance}")
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
             raise ValueError("prompts must hold at least one caption, and none may be empty")
         if self.from_scratch and self.base is not None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from ..files import atomic_file, write_json
+from ..json_files import read_json
 from .config import DemoConfig
 from .digits import MovingDigitsConfig
 from .progress import DemoProgress
@@ -43,7 +43,8 @@ def generate_videos(
                     save_file({"frames": frames}, temporary)
                 write_json(record, {"seconds": took})
             videos[name] = load_file(path)["frames"]
-            seconds[name] = json.loads(record.read_text(encoding="utf-8"))["seconds"]
+            stored = read_json(record, "the demo's record (remove it to repeat):", required={"seconds": float})
+            seconds[name] = stored["seconds"]
             stage.advance(1)
     return videos, seconds
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from ..files import atomic_directory, atomic_file, write_json
+from ..json_files import read_json
 from ..training import EvaluationResult
 from ..training.loading import load_student
 from ..training.videos import write_video
@@ -105,7 +105,7 @@ def build_report(
         "seed": config.seed,
         "seconds": results["seconds"],
         "options": config.identity(),
-        "base_pretraining": json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None,
+        "base_pretraining": read_json(record, "the record") if record.is_file() else None,
         "softmax": {
             "held_out_loss": softmax.loss,
             "parameters": counts["softmax"],

@@ -7,7 +7,6 @@ was killed goes on where it was; the training stages go on from their last check
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -19,8 +18,11 @@ import torch
 
 from ..conversion import convert_pretrained
 from ..files import write_json
+from ..json_files import read_json
 from ..training import DiffusionTrainer, EvaluationResult, TrainingConfig, evaluate, objective_for
 from ..training.loading import load_student, load_teacher
+from ..training.metrics import read_metrics
+from ..training.sizes import PipelineSizes
 from .config import DemoConfig, base_pipeline_directory
 from .data import DigitLatents, encode_digits
 from .progress import DemoProgress, quiet_libraries
@@ -31,6 +33,7 @@ VARIANTS = ("mhla", "linear")
 
 TRANSFER, FINETUNE = "transfer", "finetune"
 _CHECKPOINT_EVERY = 50
+_RECORD = "the demo's record (remove it to repeat this part):"
 
 
 def run_demo(config: DemoConfig) -> dict[str, Any]:
@@ -97,7 +100,7 @@ class Demo:
         record = self.work / "options.json"
         identity = self.config.identity()
         if record.is_file() and self.config.resume:
-            before = json.loads(record.read_text(encoding="utf-8"))
+            before = read_json(record, "the demo's options (--no-resume starts again):")
             changed = sorted(name for name in identity if before.get(name) != identity[name])
             if changed:
                 raise ValueError(
@@ -173,7 +176,7 @@ class Demo:
         folder = self.work / variant / stage
         record = folder / "result.json"
         if record.is_file():
-            return json.loads(record.read_text(encoding="utf-8"))
+            return read_json(record, _RECORD, required={"losses": list, "seconds_per_step": float})
         config = self.config
         source = self.pipeline(variant, "converted" if stage == TRANSFER else TRANSFER)
         training = TrainingConfig(
@@ -232,13 +235,13 @@ class Demo:
                 )
                 values = {"losses": result.losses, "sigmas": result.levels, "parameters": count_parameters(model)}
                 write_json(path, values)
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path, _RECORD, required={"losses": list, "sigmas": list})
         return EvaluationResult(tuple(stored["losses"]), tuple(stored["sigmas"]))
 
     def _total_seconds(self, seconds: float) -> float:
         """Add this run's seconds to those of the runs that it went on from."""
         path = self.work / "seconds.json"
-        before = json.loads(path.read_text(encoding="utf-8"))["seconds"] if path.is_file() else 0.0
+        before = read_json(path, _RECORD, required={"seconds": float})["seconds"] if path.is_file() else 0.0
         # Time lost with a killed run is not known; a run that found everything done adds next to nothing.
         write_json(path, {"seconds": before + seconds})
         return before + seconds
@@ -252,11 +255,14 @@ def token_grid(base: Path) -> tuple[int, int, int]:
     from .digits import MovingDigitsConfig
 
     appearance = MovingDigitsConfig()
-    vae = json.loads((base / "vae" / "config.json").read_text(encoding="utf-8"))
-    patch = json.loads((base / "transformer" / "config.json").read_text(encoding="utf-8"))["patch_size"]
-    frames = (appearance.num_frames - 1) // vae["scale_factor_temporal"] + 1
-    side = appearance.size // vae["scale_factor_spatial"]
-    return frames // patch[0], side // patch[1], side // patch[2]
+    sizes = PipelineSizes.of_pipeline(base)
+    if sizes.family != "wan":
+        raise ValueError(f"base {base} is a {sizes.family} pipeline; the demo takes those of Wan")
+    model = base / "transformer" / "config.json"
+    patch = read_json(model, "the model's configuration", required={"patch_size": list})["patch_size"]
+    frames = (appearance.num_frames - 1) // sizes.temporal_factor + 1
+    side = appearance.size // sizes.spatial_factor
+    return frames // patch[0], side // sizes.patch_size[0], side // sizes.patch_size[1]
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -266,13 +272,13 @@ def count_parameters(model: torch.nn.Module) -> int:
 
 def typical_seconds(metrics: Path) -> float:
     """Median seconds per step in a run's `metrics.jsonl`, which a slow first step or a pause does not move."""
-    seconds = sorted(json.loads(line)["seconds"] for line in metrics.read_text(encoding="utf-8").splitlines())
+    seconds = sorted(row["seconds"] for row in read_metrics(metrics))
     return seconds[len(seconds) // 2] if seconds else math.nan
 
 
 def parameters_of(work: Path, names: Mapping[str, str]) -> dict[str, int]:
     """Parameter counts that the evaluations noted, by the name given to each."""
     return {
-        name: json.loads((work / "evaluations" / f"{file}.json").read_text(encoding="utf-8"))["parameters"]
+        name: read_json(work / "evaluations" / f"{file}.json", _RECORD, required={"parameters": int})["parameters"]
         for name, file in names.items()
     }

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..json_files import read_json
 from .pipeline_files import read_index
 
 
@@ -67,22 +68,25 @@ def find_label(name: str, known: Mapping[str, int], num_classes: int) -> int:
     """
     if name in known:
         return known[name]
-    if name.isdecimal() and int(name) < num_classes:
-        return int(name)
+    number = _number(name)
+    if number is not None and number < num_classes:
+        return number
     names = ", ".join(list(known)[:20]) + (", ..." if len(known) > 20 else "")
     raise ValueError(
         f"validation_prompts must be classes, by number (0 to {num_classes - 1})"
         + (f" or by name ({names})" if known else "")
-        + f", got {name!r}"
+        + f", got {name!r:.100}"
     )
 
 
 def _labels_by_rule(folder: Path, names: list[str], known: Mapping[str, int], num_classes: int) -> dict[str, int]:
     stored = folder / CLASSES_FILE
-    if stored.is_file():
+    # A link that leads nowhere is an error, and no missing file.
+    if os.path.lexists(stored):
         return _stored_labels(stored, names)
-    if all(name.isdecimal() for name in names):
-        return {name: int(name) for name in names}
+    numbers = {name: _number(name) for name in names}
+    if None not in numbers.values():
+        return {name: number for name, number in numbers.items() if number is not None}
     found = {name: known.get(name, known.get(name.replace("_", " "))) for name in names}
     unknown = [name for name, number in found.items() if number is None]
     if len(unknown) == len(names):
@@ -102,13 +106,16 @@ def _labels_by_rule(folder: Path, names: list[str], known: Mapping[str, int], nu
 
 
 def _stored_labels(path: Path, names: list[str]) -> dict[str, int]:
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"data: {path} is not valid JSON: {error}") from error
-    if not isinstance(stored, dict) or not all(type(number) is int for number in stored.values()):
+    stored = read_json(path, "data:")
+    if not all(type(number) is int for number in stored.values()):
         raise ValueError(f"data: {path} must be a JSON object of class names and their numbers")
     missing = [name for name in names if name not in stored]
     if missing:
         raise ValueError(f"data: {path} has no number for {', '.join(missing[:10])}")
     return {name: stored[name] for name in names}
+
+
+def _number(name: str) -> int | None:
+    """The number that a name is, if it is one."""
+    # Python refuses to convert thousands of digits; names of folders are shorter.
+    return int(name) if name.isdecimal() and len(name) < 256 else None

@@ -10,9 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ..json_files import check_fields, parse_json, read_json
 
 
 TRAIN_MODES = ("mhla", "lora", "full")
@@ -29,6 +34,10 @@ FLOW_FAMILIES = ("wan", "sana")
 VIDEO_FAMILIES = ("wan",)
 # What `data` is for the built-in set.
 DIGITS = "digits"
+# Far beyond what models are made for; a typing error above asks for more memory than there is.
+LONGEST_SIDE = 16_384
+MOST_FRAMES = 16_384
+LONGEST_TEXT = 65_536
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -90,24 +99,46 @@ def _check_value(item: dataclasses.Field, value: Any) -> None:
         if "None" not in annotation:
             raise ValueError(f"{item.name} must be given, got None")
         return
-    rules = item.metadata
+    rules, got = item.metadata, f"got {_shown(value)}"
     if "choices" in rules and value not in rules["choices"]:
-        raise ValueError(f"{item.name} must be one of {', '.join(rules['choices'])}, got {value!r}")
+        raise ValueError(f"{item.name} must be one of {', '.join(rules['choices'])}, {got}")
     if annotation.startswith("bool") and not isinstance(value, bool):
-        raise ValueError(f"{item.name} must be true or false, got {value!r}")
+        raise ValueError(f"{item.name} must be true or false, {got}")
+    if annotation.startswith("str") and not isinstance(value, str):
+        raise ValueError(f"{item.name} must be a text, {got}")
     if annotation.startswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ValueError(f"{item.name} must be a whole number, got {value!r}")
-    if annotation.startswith("float"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"{item.name} must be a finite number, got {value!r}")
-    if "minimum" in rules and value < rules["minimum"]:
-        raise ValueError(f"{item.name} must be at least {rules['minimum']}, got {value}")
-    if "maximum" in rules and value > rules["maximum"]:
-        raise ValueError(f"{item.name} must be at most {rules['maximum']}, got {value}")
-    if "above" in rules and value <= rules["above"]:
-        raise ValueError(f"{item.name} must be greater than {rules['above']}, got {value}")
-    if "below" in rules and value >= rules["below"]:
-        raise ValueError(f"{item.name} must be less than {rules['below']}, got {value}")
+        raise ValueError(f"{item.name} must be a whole number{_range(rules)}, {got}")
+    if annotation.startswith("float") and not _is_finite(value):
+        raise ValueError(f"{item.name} must be a finite number{_range(rules)}, {got}")
+    for rule, (words, holds) in _RULES.items():
+        if rule in rules and not holds(value, rules[rule]):
+            raise ValueError(f"{item.name} must be {words} {rules[rule]}, {got}")
+
+
+_RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "minimum": ("at least", operator.ge),
+    "maximum": ("at most", operator.le),
+    "above": ("greater than", operator.gt),
+    "below": ("less than", operator.lt),
+}
+
+
+def _range(rules: Mapping[str, Any]) -> str:
+    """The allowed range of a number, in brackets; empty if there is none."""
+    limits = " and ".join(f"{words} {rules[rule]}" for rule, (words, _) in _RULES.items() if rule in rules)
+    return f" ({limits})" if limits else ""
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # An integer beyond what a float can hold.
+        return False
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +219,7 @@ class TrainingConfig(_Options):
     )
     gradient_checkpointing: bool = _option(False, "Recompute activations in the backward pass to save memory.")
     device: str = _option("auto", "Where to run; auto takes the GPU if there is one.", choices=DEVICES)
-    seed: int = _option(0, "Seed of data order, noise and new parameters.", minimum=0)
+    seed: int = _option(0, "Seed of data order, noise and new parameters.", minimum=0, maximum=2**32 - 1)
 
     resume: str | None = _option(
         None, "'latest', 'previous' (the one before), or a checkpoint directory, to go on from."
@@ -240,19 +271,37 @@ class CacheConfig(_Options):
         "one folder of pictures per class; or 'digits'.",
     )
     height: int | None = _option(
-        None, "Height in pixels. Default: 480 for videos, the model's own for pictures; less for 'digits'.", minimum=8
+        None,
+        "Height in pixels. Default: 480 for videos, the model's own for pictures; less for 'digits'.",
+        minimum=8,
+        maximum=LONGEST_SIDE,
     )
     width: int | None = _option(
-        None, "Width in pixels. Default: 832 for videos, the model's own for pictures; less for 'digits'.", minimum=8
+        None,
+        "Width in pixels. Default: 832 for videos, the model's own for pictures; less for 'digits'.",
+        minimum=8,
+        maximum=LONGEST_SIDE,
     )
     num_frames: int | None = _option(
-        None, "Frames per video. Default: 81; 17 for 'digits'.", minimum=1, families=VIDEO_FAMILIES
+        None,
+        "Frames per video. Default: 81; 17 for 'digits'.",
+        minimum=1,
+        maximum=MOST_FRAMES,
+        families=VIDEO_FAMILIES,
     )
     fps: float | None = _option(
-        None, "Frame rate to sample at. Default: take the frames as they are.", above=0, families=VIDEO_FAMILIES
+        None,
+        "Frame rate to sample at. Default: take the frames as they are.",
+        above=0,
+        maximum=1000,
+        families=VIDEO_FAMILIES,
     )
     max_sequence_length: int | None = _option(
-        None, "Tokens that a caption is padded to. Default: the pipeline's.", minimum=1, families=FLOW_FAMILIES
+        None,
+        "Tokens that a caption is padded to. Default: the pipeline's.",
+        minimum=1,
+        maximum=LONGEST_TEXT,
+        families=FLOW_FAMILIES,
     )
     cache_dtype: str = _option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES)
     num_samples: int | None = _option(
@@ -274,27 +323,21 @@ def _parse_mhla(value: Any) -> Any:
     if hasattr(value, "given_options"):
         return value.given_options()
     if not isinstance(value, str):
-        raise ValueError(f"mhla must be JSON, a JSON file or 'none', got {value!r}")
+        raise ValueError(f"mhla must be JSON, a JSON file or 'none', got {_shown(value)}")
     if value == UNCONVERTED:
         return value
-    text = value
-    if not value.lstrip().startswith("{"):
-        path = Path(value)
-        if not path.is_file():
-            raise ValueError(f"mhla must be a JSON object, an existing JSON file or 'none', got {value!r}")
-        text = path.read_text(encoding="utf-8")
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"mhla is not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"mhla must be a JSON object, got {type(parsed).__name__}")
-    return parsed
+    if value.lstrip().startswith("{"):
+        return check_fields(parse_json(value, "mhla"), "mhla")
+    # Names of files are shorter than any other text that could be meant.
+    if len(value) > 1000 or "\0" in value or not os.path.lexists(value):
+        raise ValueError(f"mhla must be a JSON object, an existing JSON file or 'none', got {_shown(value)}")
+    return read_json(Path(value), "mhla:")
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     """A tuple of strings from one string or a sequence of them."""
-    values = (value,) if isinstance(value, str) else tuple(value or ())
-    if not all(isinstance(entry, str) for entry in values):
-        raise ValueError(f"{name} must be texts, got {value!r}")
+    values = (value,) if isinstance(value, str) else value or ()
+    if not isinstance(values, (list, tuple)) or not all(isinstance(entry, str) for entry in values):
+        raise ValueError(f"{name} must be texts, got {_shown(value)}")
+    values = tuple(values)
     return values

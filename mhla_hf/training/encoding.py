@@ -157,7 +157,11 @@ def load_encoders(directory: Path) -> Any:
 
     index = read_index(directory)
     transformers = {name: None for name in COMPONENTS if name in index}
-    pipeline = getattr(diffusers, index["_class_name"]).from_pretrained(directory, **transformers)
+    pipeline_class: Any = getattr(diffusers, index["_class_name"], None)
+    known = inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)
+    if not known:
+        raise ValueError(f"{directory} is a {index['_class_name']!r:.100}, and diffusers has no such pipeline")
+    pipeline = pipeline_class.from_pretrained(directory, **transformers)
     pipeline.set_progress_bar_config(disable=True)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):

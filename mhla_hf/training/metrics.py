@@ -8,19 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from ..files import atomic_file
+from ..json_files import check_fields, parse_json
 from .checkpoints import STAGES, Position
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a half-written last line, which a kill can leave, is dropped."""
+    """The lines of a metrics file; a half-written last line, which a kill can leave, is dropped.
+
+    Raises:
+        ValueError: If another line is damaged; the message names it.
+    """
     if not path.is_file():
         return []
+    lines = path.read_bytes().split(b"\n")
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(lines[:-1], start=1):
+        where = f"line {number} of {path} (remove the file to start another)"
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = check_fields(parse_json(line.decode(), where), where, required={"stage": str, "step": int})
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
+        if row["stage"] not in STAGES:
+            raise ValueError(f"{where}: 'stage' must be one of {', '.join(STAGES)}.")
+        rows.append(row)
     return rows
 
 

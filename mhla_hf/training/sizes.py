@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..json_files import read_json
 from .config import DIGITS, VIDEO_FAMILIES, CacheConfig
 from .loading import component_config
 from .objectives import objective_class
@@ -19,6 +19,11 @@ _DIGIT_VIDEO_DEFAULTS = {"height": 64, "width": 64, "num_frames": 17}
 _DIGIT_PICTURE_SIZE = 64
 # As the pipelines' own `__call__` pads them.
 _TEXT_LENGTHS = {"wan": 512, "sana": 300}
+
+
+# What a VAE or a patch makes smaller, or the side of a picture in latents, is far below.
+_MOST = 4096
+_MOST_STAGES = 12
 
 
 @dataclass(frozen=True)
@@ -46,20 +51,32 @@ class PipelineSizes:
         """Reads the configurations of a pipeline directory.
 
         Raises:
-            ValueError: If its transformer cannot be trained here.
+            ValueError: If its transformer cannot be trained here, or a configuration is damaged.
         """
         config = component_config(directory, component)
         family = objective_class(config["_class_name"]).family().name
-        vae = json.loads((directory / "vae" / "config.json").read_text(encoding="utf-8"))
-        patch = config["patch_size"]
+        vae_path, model_path = directory / "vae" / "config.json", directory / component / "config.json"
+        vae = read_json(vae_path, "the VAE's configuration")
         if family in VIDEO_FAMILIES:
+            patch = config.get("patch_size")
+            if not isinstance(patch, list) or len(patch) != 3:
+                raise ValueError(f"the model's configuration {model_path}: 'patch_size' must be three integers.")
             # Checkpoints older than these entries have the VAE of Wan 2.1.
-            factors = (vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4))
-            return cls(family, *factors, tuple(patch[1:]), 0, 0)
-        stages = vae.get("encoder_block_out_channels") or vae["block_out_channels"]
+            spatial = _count(vae, "scale_factor_spatial", vae_path, default=8)
+            temporal = _count(vae, "scale_factor_temporal", vae_path, default=4)
+            height, width = (_count({"patch_size": side}, "patch_size", model_path) for side in patch[1:])
+            return cls(family, spatial, temporal, (height, width), 0, 0)
+        stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
+        if not isinstance(stages, list) or not 1 <= len(stages) <= _MOST_STAGES:
+            raise ValueError(
+                f"the VAE's configuration {vae_path}: 'block_out_channels' must be a list of 1 to {_MOST_STAGES} "
+                "numbers."
+            )
         factor = 2 ** (len(stages) - 1)
-        num_classes = config["num_embeds_ada_norm"] if family == "dit" else 0
-        return cls(family, factor, 1, (patch, patch), config["sample_size"] * factor, num_classes)
+        patch = _count(config, "patch_size", model_path)
+        num_classes = _count(config, "num_embeds_ada_norm", model_path, most=10**9) if family == "dit" else 0
+        own_size = _count(config, "sample_size", model_path) * factor
+        return cls(family, factor, 1, (patch, patch), own_size, num_classes)
 
     def complete(self, config: CacheConfig) -> CacheConfig:
         """The options with every size given.
@@ -106,3 +123,13 @@ class PipelineSizes:
             side = min(side, _DIGIT_PICTURE_SIZE)
         side = one_side or side
         return {"height": side, "width": side, **text}
+
+
+def _count(config: dict[str, Any], name: str, path: Path, *, default: int | None = None, most: int = _MOST) -> int:
+    """A positive integer of a configuration."""
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(
+            f"the configuration {path}: {name!r} must be an integer from 1 to {most:,}, got {value!r:.40}."
+        )
+    return value

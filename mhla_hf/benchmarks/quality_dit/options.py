@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +80,14 @@ class QualityOptions:
         if self.blocks > self.tokens_per_side:
             raise ValueError(f"blocks={self.blocks} must be at most {self.tokens_per_side}, the tokens of an axis.")
         for name in ("matrix_learning_rate", "learning_rate"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and above 0.")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be at least 0.")
         if not 0 < self.class_dropout < 1:
             raise ValueError(f"class_dropout={self.class_dropout} must be between 0 and 1.")
-        if self.guidance_scale < 1:
-            raise ValueError(f"guidance_scale={self.guidance_scale} must be at least 1, which is none.")
+        if not 1 <= self.guidance_scale < math.inf:
+            raise ValueError(f"guidance_scale={self.guidance_scale} must be finite and at least 1, which is none.")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds={self.seeds} must be different numbers of at least 0.")
         if self.dtype not in DTYPES:

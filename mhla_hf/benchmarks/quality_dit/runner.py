@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ...demo.progress import DemoProgress
 from ...files import atomic_directory, atomic_file, remove_leftovers, write_json
+from ...json_files import read_json
 from ..machine import choose_device, machine_facts, synchronize
 from .data import NUM_CLASSES, Pictures, load_pictures
 from .fidelity import (
@@ -94,7 +94,8 @@ def measure_quality(
                     if not directory.is_dir():
                         _run(directory, options, variant, seed, reference, target, stage.advance)
     directories = [_directory(work_directory, variant, seed) for seed in options.seeds for variant in VARIANTS]
-    runs = [json.loads((directory / _RESULT).read_text(encoding="utf-8")) for directory in directories]
+    what = "the result of a training (remove its directory to repeat it):"
+    runs = [read_json(directory / _RESULT, what) for directory in directories]
     held_out = reference.held_out
     floor = frechet_distance(feature_statistics(reference.classifier, held_out.images), reference.statistics)
     report = {
@@ -186,7 +187,7 @@ def _claim(work_directory: Path, options: QualityOptions) -> None:
     if not file.is_file():
         write_json(file, wanted)
         return
-    found = json.loads(file.read_text(encoding="utf-8"))
+    found = read_json(file, "the options of the trainings:")
     changed = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
     if changed:
         raise ValueError(
