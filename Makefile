@@ -18,12 +18,13 @@ version_tests := tests/transformers tests/test_conversion.py tests/test_hub.py t
 	tests/test_pipelines.py tests/test_versions.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-lowest test-versions test-these-versions style quality clean
+.PHONY: help demo test test-slow test-upstream test-lowest test-versions test-these-versions style quality clean
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
 	@echo "make test       install into $(VENV) and run the tests with coverage"
 	@echo "make test-slow  the slow tests too"
+	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
 	@echo "make test-versions  the tests of transformers models, with its lowest and newest supported versions"
 	@echo "make style      format the code;  make quality  check format, lint and types"
 	@echo "make clean      remove caches and build products"
@@ -51,6 +52,10 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(bin)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+# Those of diffusers need a checkout: python tests/upstream/run.py diffusers --clone
+test-upstream: $(VENV)/.installed-dev $(VENV)/.installed-upstream
+	$(bin)/python tests/upstream/run.py transformers --workers $(WORKERS)
 
 # constraints.txt with the packages of constraints-lowest.txt as they are there.
 $(LOWEST)/constraints.txt: constraints.txt constraints-lowest.txt
