@@ -219,7 +219,10 @@ def settled_state(
     weights = mixing_at(mixing, rows[:, :, None], index[None, None, :])
     seen = torch.stack([finished, finished & (index % size < offset)], dim=1)
     weights = torch.where(seen[:, None], weights, 0)
-    mixed = mix_summaries(weights, summaries, state.prefix.shape[1])
+    # Strides do not tell how a state was made: compiled decoding would be compiled anew for others.
+    prefix, upcoming = (
+        part.contiguous() for part in mix_summaries(weights, summaries, state.prefix.shape[1]).unbind(2)
+    )
     return MHLAState(
-        summaries.to(state.summaries.dtype), current, mixed[:, :, 0], mixed[:, :, 1], position, state.block_size
+        summaries.to(state.summaries.dtype), current.contiguous(), prefix, upcoming, position, state.block_size
     )

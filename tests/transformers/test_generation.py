@@ -217,7 +217,8 @@ def test_memory_of_the_cache_is_that_of_its_summaries(llama):
     # Hedgehog features are twice as wide as keys; one column more than values for the normaliser.
     assert state.summaries.shape == (3, 2, state.num_blocks, 16, 9)
     assert state.current.shape == (3, 2, 16, 9) and state.prefix.shape == (3, 4, 16, 9)
-    last = 3 * 64 * 2 * (16 + 16 + 8) * 4 + 3 * 64
+    # Features with and without rotation, and what the model gave.
+    last = 3 * 64 * 2 * (16 + 16 + 8 + 8) * 4 + 3 * 64
     summaries = 3 * 2 * state.num_blocks * 16 * 9 * 4
     rest = 3 * (2 + 4 + 4) * 16 * 9 * 4 + 3 * 8
     assert cache.layers[0].num_bytes == last + summaries + rest

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import logging
@@ -138,6 +139,9 @@ def mhla_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
+    if attention_mask is not None and attention_mask.shape[-1] < kv_length:
+        # As long as a static cache from the start, so that compiled decoding is not compiled anew for every token.
+        return F.pad(attention_mask, (0, kv_length - attention_mask.shape[-1]))
     return attention_mask
 
 

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     EncoderDecoderCache,
+    QuantizedCache,
     StaticLayer,
 )
 
@@ -33,6 +34,8 @@ REWINDABLE_TOKENS = 64
 class MHLACacheLayer(CacheLayerMixin):
     """Decoding state of one MHLA layer: constant in size for a block, growing by one summary a block.
 
+    `keys` and `values` are those of the last tokens alone, as in a layer of a sliding window.
+
     Args:
         max_cache_len: For static caches, the number of tokens to make room for at once; otherwise the state grows.
         is_compileable: Whether `generate` may compile decoding with this cache.
@@ -40,9 +43,10 @@ class MHLACacheLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
-    supports_early_init = False
 
     def __init__(self, max_cache_len: int | None = None, is_compileable: bool = False) -> None:
+        # What the last tokens were, each a ring of `REWINDABLE_TOKENS` columns.
+        self._last: dict[str, torch.Tensor] = {}
         super().__init__()
         self.max_cache_len = max_cache_len
         self.is_compileable = is_compileable and max_cache_len is not None
@@ -51,11 +55,38 @@ class MHLACacheLayer(CacheLayerMixin):
         self._before: int | torch.Tensor = 0
         # How many tokens can be taken back just now.
         self._rewindable: int | torch.Tensor = 0
-        self._last: dict[str, torch.Tensor] | None = None
         self._mixing: torch.Tensor | None = None
         self._unusable: str | None = None
 
     # What transformers' caches have.
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Keys of the last tokens as the model gave them, `[B, H_kv, T, K]`; `None` before the first token.
+
+        A copy: attention reads summaries. T is at most 64. A static cache has all its columns from the start, zeros
+        behind its tokens.
+        """
+        return self._recorded("model_key")
+
+    @keys.setter
+    def keys(self, tensor: torch.Tensor | None) -> None:
+        self._refuse_assignment(tensor)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Values of the same tokens, `[B, H_kv, T, V]`."""
+        return self._recorded("model_value")
+
+    @values.setter
+    def values(self, tensor: torch.Tensor | None) -> None:
+        self._refuse_assignment(tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        # There is none before the first token, which callers find out by `hasattr`.
+        if name == "batch_size" and self.__dict__.get("_last"):
+            return next(iter(self._last.values())).shape[0]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Notes dtype and device; the state itself is made by the first attention."""
@@ -69,11 +100,22 @@ class MHLACacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Counts the new tokens and returns their keys and values as they are."""
+        """Counts the new tokens and returns their keys and values as they are.
+
+        Raises:
+            ValueError: If the cache holds another number of sequences.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._before = self._length
-        self._length = self._length + key_states.shape[-2]
+        if self._last and self.batch_size != key_states.shape[0]:
+            raise ValueError(f"The cache has a batch of {self.batch_size}, but the input has {key_states.shape[0]}.")
+        new = key_states.shape[-2]
+        self._before, self._length = self._length, self._length + new
+        more = self._rewindable + min(new, REWINDABLE_TOKENS)
+        self._rewindable = (
+            more.clamp(max=REWINDABLE_TOKENS) if isinstance(more, torch.Tensor) else min(more, REWINDABLE_TOKENS)
+        )
+        self._record(2, model_key=key_states, model_value=value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int | torch.Tensor:
@@ -104,7 +146,8 @@ class MHLACacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.state = self._last = self._mixing = self._unusable = None
+        self.state = self._mixing = self._unusable = None
+        self._last = {}
         self._length = self._before = self._rewindable = 0
         self.is_initialized = False
 
@@ -138,17 +181,18 @@ class MHLACacheLayer(CacheLayerMixin):
         if count >= length:
             self.reset()
             return
-        if count > int(self._rewindable) or self._last is None or self._mixing is None:
+        if count > int(self._rewindable) or self._mixing is None:
             raise ValueError(
                 f"An MHLA cache can take back its last {REWINDABLE_TOKENS} tokens, of which {int(self._rewindable)} "
                 f"are left, not {count}: it keeps summaries. Assisted decoding must draft fewer (num_assistant_tokens "
                 "or prompt_lookup_num_tokens); else start again from the beginning of the text."
             )
         slots = torch.arange(length - count, length, device=self.device) % REWINDABLE_TOKENS
-        last = {name: tensor.index_select(1, slots) for name, tensor in self._last.items()}
-        self.state = rewind_state(
-            self.state, self._mixing, last["key"], last["normalizer_key"], last["value"], last["valid"]
+        value = self._last["model_value"].index_select(2, slots).transpose(1, 2)
+        key, normalizer_key, valid = (
+            self._last[name].index_select(1, slots) for name in ("key", "normalizer_key", "valid")
         )
+        self.state = rewind_state(self.state, self._mixing, key, normalizer_key, value, valid)
         self._length, self._rewindable = self._length - count, self._rewindable - count
 
     # What attention uses.
@@ -157,8 +201,7 @@ class MHLACacheLayer(CacheLayerMixin):
     def num_bytes(self) -> int:
         """Memory of the state, the tokens kept for taking back included."""
         tensors = [] if self.state is None else [getattr(self.state, name) for name in _STATE_TENSORS]
-        tensors += [] if self._last is None else list(self._last.values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *self._last.values()])
 
     def new_tokens(self, mask: torch.Tensor, length: int) -> torch.Tensor:
         """The part of a padding mask `[B, all tokens]` that belongs to the `length` tokens of this call."""
@@ -194,7 +237,9 @@ class MHLACacheLayer(CacheLayerMixin):
             query, key, value, mixing, state, valid=valid, normalizer_query=normalizer_query,
             normalizer_key=normalizer_key, normalizer=normalizer, eps=eps, backend=backend,
         )  # fmt: skip
-        self._keep_last(key, key if normalizer_key is None else normalizer_key, value, valid)
+        if valid is None:
+            valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
+        self._record(1, key=key, normalizer_key=key if normalizer_key is None else normalizer_key, valid=valid)
         self._mixing = mixing.detach()
         self.state = state
         return output
@@ -212,8 +257,6 @@ class MHLACacheLayer(CacheLayerMixin):
                 num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0],
                 num_blocks=room, dtype=dtype, summary_dtype=_summary_dtype(self.dtype, dtype), device=key.device,
             )  # fmt: skip
-        if state.current.shape[0] != key.shape[0]:
-            raise ValueError(f"The cache has a batch of {state.current.shape[0]}, but the input has {key.shape[0]}.")
         # Grown by half as much again, so that growing costs little for each token.
         return state if room <= state.num_blocks else state.with_room(max(room, state.num_blocks * 3 // 2))
 
@@ -221,43 +264,50 @@ class MHLACacheLayer(CacheLayerMixin):
         """Refuses tokens that a static cache was not made for."""
         if not isinstance(self._length, torch.Tensor) or self.max_cache_len is None:
             return
-        message = f"The static cache is full: it was made for {self.max_cache_len} tokens."
         if new_tokens == 1 or torch.compiler.is_compiling():
-            # Nothing is read back while decoding.
-            torch._assert_async(self._length <= self.max_cache_len, message)
+            # Nothing is read back while decoding, and a number in the message would be compiled in.
+            torch._assert_async(self._length <= self.max_cache_len, "The static cache is full.")
         elif int(self._length) > self.max_cache_len:
-            raise ValueError(message)
+            raise ValueError(f"The static cache is full: it was made for {self.max_cache_len} tokens.")
 
-    def _keep_last(
-        self, key: torch.Tensor, normalizer_key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
-    ) -> None:
-        """Writes the last tokens into a ring, in the order of their columns."""
-        length = key.shape[1]
-        if valid is None:
-            valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
-        tokens = {"key": key, "normalizer_key": normalizer_key, "value": value, "valid": valid}
-        if self._last is None:
-            self._last = {
-                name: torch.zeros(
-                    tensor.shape[0], REWINDABLE_TOKENS, *tensor.shape[2:], dtype=tensor.dtype, device=tensor.device
-                )
-                for name, tensor in tokens.items()
-            }
-        kept = min(length, REWINDABLE_TOKENS)
-        more = self._rewindable + kept
-        self._rewindable = (
-            more.clamp(max=REWINDABLE_TOKENS) if isinstance(more, torch.Tensor) else min(more, REWINDABLE_TOKENS)
-        )
-        columns = self._before + torch.arange(length - kept, length, device=key.device)
+    def _record(self, dim: int, **tokens: torch.Tensor) -> None:
+        """Writes the last of these tokens, which lie along `dim`, into their rings, in the order of their columns."""
         for name, tensor in tokens.items():
-            self._last[name].index_copy_(1, columns % REWINDABLE_TOKENS, tensor.detach()[:, length - kept :])
+            length = tensor.shape[dim]
+            kept = min(length, REWINDABLE_TOKENS)
+            if name not in self._last:
+                shape = [*tensor.shape[:dim], REWINDABLE_TOKENS, *tensor.shape[dim + 1 :]]
+                self._last[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+            columns = self._before + torch.arange(length - kept, length, device=tensor.device)
+            new = tensor.detach().narrow(dim, length - kept, kept)
+            self._last[name].index_copy_(dim, columns % REWINDABLE_TOKENS, new)
+
+    def _recorded(self, name: str) -> torch.Tensor | None:
+        """The last tokens in the order of their columns."""
+        if name not in self._last:
+            return None
+        count = self._rewindable
+        size = (
+            min(self.max_cache_len or REWINDABLE_TOKENS, REWINDABLE_TOKENS)
+            if isinstance(count, torch.Tensor)
+            else count
+        )
+        index = torch.arange(size, device=self._last[name].device)
+        tokens = self._last[name].index_select(2, (self._length - count + index) % REWINDABLE_TOKENS)
+        return tokens.masked_fill((index >= count)[:, None], 0)
+
+    def _refuse_assignment(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            raise ValueError(
+                "An MHLA cache keeps summaries: its keys and values cannot be set. Use reorder_cache, "
+                "batch_repeat_interleave, batch_select_indices, crop or reset, or fill a new cache with the text."
+            )
 
     def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.state is not None:
             changed = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
             self.state = dataclasses.replace(self.state, **changed)
-        if self._last is not None:
-            self._last = {name: function(tensor) for name, tensor in self._last.items()}
+        self._last = {name: function(tensor) for name, tensor in self._last.items()}
 
 
 _STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "position")
@@ -311,6 +361,11 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     layer = cache.layers[index]
     if isinstance(layer, MHLACacheLayer):
         return layer
+    if isinstance(cache, QuantizedCache):
+        raise ValueError(
+            "A quantised cache keeps keys and values, MHLA keeps summaries. Leave out "
+            "cache_implementation='quantized' and cache_config; model.to(torch.bfloat16) halves the summaries."
+        )
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(
             f"{type(layer).__name__} (layer {index} of {type(cache).__name__}) cannot keep MHLA state. "
