@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ class BlockLayout:
         block_size: Sequence[int] | None = None,
         num_prefix_tokens: int = 0,
     ) -> None:
-        if num_prefix_tokens < 0:
-            raise ValueError(f"num_prefix_tokens={num_prefix_tokens} must be at least 0.")
+        check_count("num_prefix_tokens", num_prefix_tokens, minimum=0)
         self.num_prefix_tokens = num_prefix_tokens
         self.grid = _positive_axes("grid", grid)
         if (blocks is None) == (block_size is None):
@@ -249,13 +249,24 @@ def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
             return tuple(counts)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, those of numpy and the symbols of an exported model included; not a bool."""
+    return not isinstance(value, bool) and isinstance(value, (int, torch.SymInt, Integral))
+
+
+def check_count(name: str, value: Any, minimum: int = 1) -> None:
+    """Raises `ValueError` unless a value is an integer of at least `minimum`."""
+    if not is_integer(value) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}.")
+
+
 def _positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
     axes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
     if axes is None or not 1 <= len(axes) <= 3:
         raise ValueError(f"{name}={value!r} must have one to three entries, one for each axis.")
     if length is not None and len(axes) != length:
         raise ValueError(f"{name}={axes} has {len(axes)} axes, but the grid has {length}.")
-    if any(entry is None or isinstance(entry, (bool, float, str)) or entry < 1 for entry in axes):
+    if not all(is_integer(entry) and entry >= 1 for entry in axes):
         raise ValueError(f"{name}={axes} must hold positive integers only.")
     return axes
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .layout import check_count
+
 
 class SequenceLayout:
     """Blocks of `block_size` valid tokens each, counted from the start of every document.
@@ -33,7 +35,7 @@ class SequenceLayout:
         block_size: N.
 
     Raises:
-        ValueError: If the shapes do not agree.
+        ValueError: If an argument has a wrong type, shape, dtype, device or value; the message names the argument.
     """
 
     is_uniform = False
@@ -45,10 +47,13 @@ class SequenceLayout:
         documents: torch.Tensor | None = None,
         num_documents: int = 1,
     ) -> None:
-        if valid.dim() != 2 or valid.dtype != torch.bool:
-            raise ValueError(f"valid must be a bool tensor [batch, tokens], got {valid.dtype} {tuple(valid.shape)}.")
-        if documents is not None and documents.shape != valid.shape:
-            raise ValueError(f"documents has shape {tuple(documents.shape)}, but valid has {tuple(valid.shape)}.")
+        if not isinstance(valid, torch.Tensor) or valid.dim() != 2 or valid.dtype != torch.bool:
+            found = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, torch.Tensor) else type(valid).__name__
+            raise ValueError(f"valid must be a bool tensor [batch, tokens], got {found}.")
+        check_count("block_size", block_size)
+        if documents is not None:
+            _check_documents(documents, valid)
+            check_count("num_documents", num_documents)
         self.block_size = block_size
         self.num_tokens = valid.shape[1]
         count = num_documents if documents is not None else 1
@@ -144,6 +149,16 @@ class SequenceLayout:
         return (document[:, :, None] == document[:, None, :]) & (document[:, :, None] >= 0)
 
 
+def _check_documents(documents: torch.Tensor, valid: torch.Tensor) -> None:
+    if not isinstance(documents, torch.Tensor) or documents.dtype != torch.long:
+        found = documents.dtype if isinstance(documents, torch.Tensor) else type(documents).__name__
+        raise ValueError(f"documents must be a tensor of torch.int64, got {found}.")
+    if documents.shape != valid.shape:
+        raise ValueError(f"documents has shape {tuple(documents.shape)}, but valid has {tuple(valid.shape)}.")
+    if documents.device != valid.device:
+        raise ValueError(f"documents is on {documents.device}, but valid is on {valid.device}.")
+
+
 def earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
     """BoolTensor `[M, M]`, True where the column's block lies before the row's."""
     return torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
@@ -166,7 +181,13 @@ def mixing_at(mixing: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -
 
     Returns:
         `[I, J]` or `[H, I, J]`; for batched indices `[B, 1, I, J]` or `[B, H, I, J]`.
+
+    Raises:
+        ValueError: If `mixing` has another shape, or the indices are not integers.
     """
+    check_mixing_shape(mixing)
+    if rows.is_floating_point() or columns.is_floating_point():
+        raise ValueError(f"rows and columns must hold integers, got {rows.dtype} and {columns.dtype}.")
     last = mixing.shape[-1] - 1
     rows, columns = torch.broadcast_tensors(rows, columns)
     distance = rows - columns
@@ -190,10 +211,24 @@ def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> tor
 
     Returns:
         `[num_blocks, num_blocks]` or `[H, num_blocks, num_blocks]`.
+
+    Raises:
+        ValueError: If `mixing` has another shape, or `num_blocks` is not a positive integer.
     """
+    check_mixing_shape(mixing)
+    check_count("num_blocks", num_blocks)
     if num_blocks <= mixing.shape[-1]:
         weights = mixing[..., :num_blocks, :num_blocks]
     else:
         index = torch.arange(num_blocks, device=mixing.device)
         weights = mixing_at(mixing, index[:, None], index[None, :])
     return weights.tril() if causal else weights
+
+
+def check_mixing_shape(mixing: torch.Tensor) -> None:
+    """Raises `ValueError` unless a value is a tensor `[M, M]` or `[H, M, M]`."""
+    if not isinstance(mixing, torch.Tensor):
+        raise ValueError(f"mixing must be a tensor, got {type(mixing).__name__}.")
+    shape = mixing.shape
+    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or shape[-1] < 1:
+        raise ValueError(f"mixing must be [blocks, blocks] or [heads, blocks, blocks], got shape {tuple(shape)}.")

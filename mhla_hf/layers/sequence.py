@@ -8,8 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ..layout import BlockLayout
+from ..layout import BlockLayout, check_count
 from ..ops import attend_blocks, extend_mixing
+from ..ops.checks import check_eps, check_flag, check_mixing, check_tokens
+from ..ops.numerics import check_normalizer
+from ..ops.recurrent_checks import check_valid
 from ..sequence_layout import SequenceLayout
 
 
@@ -78,7 +81,8 @@ def sequence_attention(
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
 
     Raises:
-        ValueError: If there are documents together with a cache, or a cache without causal attention.
+        ValueError: If there are documents together with a cache, or a cache without causal attention, or an argument
+            has a wrong type, shape, dtype, device or value; the message names the argument.
     """
     if sequence.cache is not None:
         if sequence.documents is not None:
@@ -88,6 +92,15 @@ def sequence_attention(
         return sequence.cache.attend(
             query, key, value, mixing, block_size=block_size, valid=sequence.valid, backend=backend, **options
         )
+    check_count("block_size", block_size)
+    check_flag("causal", sequence.causal)
+    check_eps(options.get("eps", 0.0))
+    # Blocks of a sequence are not all full.
+    check_normalizer(options.get("normalizer", "query"), ("query", "none"), " for sequences")
+    pair = options.get("normalizer_query"), options.get("normalizer_key")
+    check_tokens(query, key, value, *pair)
+    check_mixing(mixing, query.shape[2], query.device)
+    check_valid(sequence.valid, key)
     options.update(causal=sequence.causal, backend=backend)
     if sequence.valid is None and sequence.documents is None:
         dense = BlockLayout(grid=(query.shape[1],), block_size=(block_size,))

@@ -5,7 +5,8 @@ from ..sequence_layout import extend_mixing, mixing_at
 from .backends import choose_backend, triton_obstacle
 from .block import block_mhla_attention
 from .causal import causal_mhla_attention
-from .dispatch import OPERATOR_BACKENDS, attend_blocks, mhla_attention
+from .checks import OPERATOR_BACKENDS
+from .dispatch import attend_blocks, mhla_attention
 from .naive import naive_mhla_attention, naive_mhla_weights
 from .recurrent import MHLAState, empty_state, rewind_state
 from .recurrent_extend import mhla_extend

@@ -10,9 +10,9 @@ import torch
 
 from ..layout import BlockLayout
 from ..sequence_layout import SequenceLayout
+from .checks import check_form
 from .numerics import (
     accumulation_dtype,
-    check_normalizer,
     from_head_blocks,
     head_blocks,
     mix_summaries,
@@ -42,9 +42,9 @@ def block_mhla_attention(
         `[B, T, H, V]` in the dtype of `value`.
 
     Raises:
-        ValueError: If `normalizer` is unknown.
+        ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
     """
-    check_normalizer(normalizer)
+    check_form(query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, eps)
     num_heads = query.shape[2]
     dtype = accumulation_dtype(value.dtype)
     mixing = mixing.to(dtype)

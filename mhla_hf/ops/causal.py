@@ -10,9 +10,9 @@ import torch
 
 from ..layout import BlockLayout
 from ..sequence_layout import SequenceLayout, earlier_blocks
+from .checks import check_form
 from .numerics import (
     accumulation_dtype,
-    check_normalizer,
     from_head_blocks,
     head_blocks,
     mix_summaries,
@@ -36,7 +36,9 @@ def causal_mhla_attention(
 
     o_t = φ(q_t)ᵀ (Σ_{b<i} m_ib S_b + m_ii Σ_{j≤t, j in i} φ(k_j) v_jᵀ), divided by the same expression with z.
     T need not be a multiple of the chunk. A NaN or Inf in a key or value makes the outputs of its head NaN from
-    that token on, and leaves the tokens before it (and other documents) alone.
+    that token on, and leaves the tokens before it (and other documents) alone. One in a query stays with its token;
+    under `"block_query"`, whose sum has the queries of earlier blocks in it, it reaches the tokens at the same
+    position of later blocks.
 
     Args:
         query: `[B, T, H, K]`.
@@ -54,9 +56,9 @@ def causal_mhla_attention(
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
 
     Raises:
-        ValueError: If `normalizer` is unknown.
+        ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
     """
-    check_normalizer(normalizer)
+    check_form(query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, eps)
     dtype = accumulation_dtype(value.dtype)
     mixing = mixing.to(dtype)
     plain_query = query if normalizer_query is None else normalizer_query
@@ -147,4 +149,7 @@ def _block_query_denominator(query: torch.Tensor, key: torch.Tensor, mixing: tor
     key = repeat_heads(key, query.shape[1], 1)
     whole = (query @ key.sum(dim=-2, keepdim=True).transpose(-1, -2)).squeeze(-1)
     running = (query * key.cumsum(dim=-2)).sum(dim=-1, keepdim=True)
-    return (mixing.tril(-1) @ whole).unsqueeze(-1) + _diagonal(mixing) * running
+    # A zero weight does not stop the NaN of a later chunk's query. Those of earlier ones are part of the sum.
+    bad = ~whole.isfinite()
+    earlier = (mixing.tril(-1) @ whole.masked_fill(bad, 0)).masked_fill(bad.cumsum(dim=-2) > bad, float("nan"))
+    return earlier.unsqueeze(-1) + _diagonal(mixing) * running

@@ -11,7 +11,8 @@ import torch
 
 from ..layout import BlockLayout
 from ..sequence_layout import extend_mixing
-from .numerics import repeat_heads
+from .checks import check_dense, check_eps
+from .numerics import check_normalizer, repeat_heads
 
 
 def naive_mhla_weights(
@@ -34,6 +35,7 @@ def naive_mhla_weights(
     Returns:
         `[B, H, T, T]` in the dtype of `query`.
     """
+    check_dense(query, key, mixing, layout, causal)
     block = layout.block_of_token.to(query.device)
     if causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
@@ -60,11 +62,18 @@ def naive_mhla_attention(
     Returns:
         `[B, T, H, V]` in the dtype of the inputs.
     """
+    check_normalizer(normalizer)
+    check_eps(eps)
+    check_dense(query, key, mixing, layout, causal, value, normalizer_query, normalizer_key, normalizer)
     num_heads = query.shape[2]
     plain_key = key if normalizer_key is None else normalizer_key
     key, value, plain_key = (repeat_heads(tensor, num_heads, 2) for tensor in (key, value, plain_key))
     weights = naive_mhla_weights(query, key, mixing, layout, causal=causal)
-    numerator = torch.einsum("bhtj,bjhv->bthv", weights, value)
+    bad = ~value.isfinite().all(dim=-1, keepdim=True)
+    numerator = torch.einsum("bhtj,bjhv->bthv", weights, value.masked_fill(bad, 0) if causal else value)
+    if causal:
+        # A zero weight does not stop the NaN of a later value.
+        numerator = numerator.masked_fill(bad.cumsum(dim=1) > 0, float("nan"))
     if normalizer == "none":
         return numerator
     plain_query = query if normalizer_query is None else normalizer_query

@@ -17,7 +17,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def check_normalizer(normalizer: str, allowed: tuple[str, ...] = NORMALIZERS, why: str = "") -> None:
     """Raises `ValueError` unless `normalizer` is one of `allowed`; `why` says what the others lack."""
-    if normalizer not in allowed:
+    if not isinstance(normalizer, str) or normalizer not in allowed:
         raise ValueError(f"normalizer={normalizer!r} is not one of {', '.join(map(repr, allowed))}{why}.")
 
 

@@ -19,9 +19,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..layout import check_count
 from ..sequence_layout import mixing_at
 from .backends import choose_backend
-from .numerics import check_normalizer, mix_summaries, normalizer_pair, records_gradients
+from .checks import check_mixing, check_tokens
+from .numerics import mix_summaries, records_gradients
+from .recurrent_checks import check_state, check_valid
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class MHLAState:
 
     def with_room(self, num_blocks: int) -> MHLAState:
         """Returns a state with room for at least `num_blocks` finished blocks."""
+        check_count("num_blocks", num_blocks, minimum=0)
         missing = num_blocks - self.num_blocks
         if missing <= 0:
             return self
@@ -88,17 +92,24 @@ def empty_state(
         device: Where the state lives.
 
     Raises:
-        ValueError: If `block_size` is not positive.
+        ValueError: If a size is not a positive integer (`num_blocks` may be 0), or a dtype is not floating point.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size={block_size} must be a positive integer.")
     mixing_heads = num_heads if num_mixing_heads is None else num_mixing_heads
-    size = (key_width, value_width + 1)
+    sizes = {"batch_size": batch_size, "num_heads": num_heads, "key_width": key_width, "value_width": value_width}
+    for name, size in {**sizes, "block_size": block_size, "num_mixing_heads": mixing_heads}.items():
+        check_count(name, size)
+    check_count("num_blocks", num_blocks, minimum=0)
+    if mixing_heads % num_heads:
+        raise ValueError(f"num_mixing_heads={mixing_heads} must be num_heads={num_heads} or a multiple of it.")
+    for name, kind in (("dtype", dtype), ("summary_dtype", summary_dtype)):
+        if not (isinstance(kind, torch.dtype) and kind.is_floating_point) and (name == "dtype" or kind is not None):
+            raise ValueError(f"{name}={kind!r} must be a floating-point dtype.")
+    shape = (key_width, value_width + 1)
     return MHLAState(
-        torch.zeros(batch_size, num_heads, num_blocks, *size, dtype=summary_dtype or dtype, device=device),
-        torch.zeros(batch_size, num_heads, *size, dtype=dtype, device=device),
-        torch.zeros(batch_size, mixing_heads, *size, dtype=dtype, device=device),
-        torch.zeros(batch_size, mixing_heads, *size, dtype=dtype, device=device),
+        torch.zeros(batch_size, num_heads, num_blocks, *shape, dtype=summary_dtype or dtype, device=device),
+        torch.zeros(batch_size, num_heads, *shape, dtype=dtype, device=device),
+        torch.zeros(batch_size, mixing_heads, *shape, dtype=dtype, device=device),
+        torch.zeros(batch_size, mixing_heads, *shape, dtype=dtype, device=device),
         torch.zeros(batch_size, dtype=torch.long, device=device),
         block_size,
         is_empty=True,
@@ -125,7 +136,14 @@ def rewind_state(
 
     Returns:
         The state before them, up to rounding.
+
+    Raises:
+        ValueError: If an argument does not fit the state; the message names the argument.
     """
+    check_tokens(key, key, value, None, normalizer_key)
+    check_mixing(mixing, None, key.device)
+    check_valid(valid, key)
+    check_state(state, key, value, mixing)
     dtype, size, room = state.current.dtype, state.block_size, state.num_blocks
     # A slot for the current block, which there need not be room for yet.
     index = torch.arange(room + 1, device=valid.device)
@@ -141,31 +159,6 @@ def rewind_state(
     summaries = summaries - torch.cat([removed, removed_keys.unsqueeze(-1)], dim=-1)
     current = block_summary_at(summaries, current_block(position, size))
     return settled_state(state, summaries[:, :, :room], current, position, mixing.to(dtype))
-
-
-def check_recurrent_normalizer(normalizer: str) -> None:
-    """Raises `ValueError` for `"block_query"`, whose state would grow with every token, and for unknown names."""
-    check_normalizer(normalizer, ("query", "none"), " for decoding token by token")
-
-
-def recurrent_pair(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    normalizer_query: torch.Tensor | None,
-    normalizer_key: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """[`normalizer_pair`], whose sums a state has room for.
-
-    Raises:
-        ValueError: If the pair is wider or narrower than `query`: summaries carry z as a column.
-    """
-    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
-    for name, tensor in zip(("normalizer_query", "normalizer_key"), pair):
-        if tensor is not None and tensor.shape[-1] != query.shape[-1]:
-            raise ValueError(
-                f"{name} has width {tensor.shape[-1]}, but a state keeps sums of {query.shape[-1]} wide keys."
-            )
-    return pair
 
 
 def goes_by_kernels(

@@ -12,16 +12,15 @@ import torch.nn.functional as F
 from ..layout import BlockLayout
 from ..sequence_layout import SequenceLayout, extend_mixing, mixing_at
 from .causal import finite_tokens, prefix_and_own, spoilt_tokens
-from .numerics import accumulation_dtype, from_head_blocks, head_blocks, mix_summaries
+from .numerics import accumulation_dtype, from_head_blocks, head_blocks, mix_summaries, normalizer_pair
 from .recurrent import (
     MHLAState,
     block_summary_at,
-    check_recurrent_normalizer,
     current_block,
     goes_by_kernels,
-    recurrent_pair,
     settled_state,
 )
+from .recurrent_checks import check_recurrent_arguments
 
 
 def mhla_extend(
@@ -60,14 +59,23 @@ def mhla_extend(
         The output `[B, T, H, V]` in the dtype of `value`, and the [`MHLAState`] after these tokens.
 
     Raises:
-        ValueError: If `normalizer` is `"block_query"`, whose state would grow with every token, there is no token, or
-            the normaliser's pair has another width than `query`.
+        ValueError: If an argument has a wrong type, shape, dtype, device or value, or does not fit the state; the
+            message names the argument. `"block_query"` is refused: its state would grow with every token. Whether a
+            state that has seen tokens has room for more is not checked, which would wait for the device.
     """
-    check_recurrent_normalizer(normalizer)
+    check_recurrent_arguments(
+        query, key, value, mixing, state, valid, normalizer_query, normalizer_key, normalizer, eps, backend
+    )
     if query.shape[1] < 1:
         raise ValueError("query has no tokens.")
+    finished = (query.shape[1] - 1) // state.block_size
+    if state.is_empty and valid is None and finished > state.num_blocks:
+        raise ValueError(
+            f"state has room for {state.num_blocks} finished blocks, but these tokens finish {finished}: "
+            "see MHLAState.with_room."
+        )
     mixing = mixing.to(accumulation_dtype(value.dtype))
-    pair = recurrent_pair(query, key, normalizer_query, normalizer_key)
+    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     layout, lead = _layout_after(state, valid, query)
     first = current_block(state.position, state.block_size)
     blocks = first[:, None] + torch.arange(layout.num_blocks, device=query.device)

@@ -8,8 +8,9 @@ import dataclasses
 import torch
 
 from ..sequence_layout import mixing_at
-from .numerics import mix_summaries, repeat_heads
-from .recurrent import MHLAState, check_recurrent_normalizer, goes_by_kernels, recurrent_pair
+from .numerics import mix_summaries, normalizer_pair, repeat_heads
+from .recurrent import MHLAState, goes_by_kernels
+from .recurrent_checks import check_recurrent_arguments
 
 
 def mhla_step(
@@ -47,15 +48,16 @@ def mhla_step(
         The output `[B, 1, H, V]` in the dtype of `value`, and the state after this token.
 
     Raises:
-        ValueError: If more than one token is given, `normalizer` is `"block_query"`, or the normaliser's pair has
-            another width than `query`.
+        ValueError: If more than one token is given, or as in [`mhla_hf.ops.mhla_extend`].
     """
-    check_recurrent_normalizer(normalizer)
+    check_recurrent_arguments(
+        query, key, value, mixing, state, valid, normalizer_query, normalizer_key, normalizer, eps, backend
+    )
     if query.shape[1] != 1:
         raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
     dtype, size, num_heads = state.current.dtype, state.block_size, query.shape[2]
     mixing = mixing.to(dtype)
-    pair = recurrent_pair(query, key, normalizer_query, normalizer_key)
+    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     # The kernel files every block that is full.
     if state.num_blocks > 0 and goes_by_kernels(backend, state, mixing, query, key, value, pair, products=False):
         return _step_by_kernel(query, key, value, pair, mixing, state, valid, normalizer == "query", eps)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the operator's arguments: types, shapes and devices alone, so that none waits for a device.
+
+Every error is a `ValueError` that names the argument. torch.compile traces through all of this and leaves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import BACKENDS
+from ..layout import BlockLayout
+from ..sequence_layout import SequenceLayout, check_mixing_shape
+from .numerics import check_normalizer
+
+
+# `"naive"`, the dense oracle, can be asked for by name only.
+OPERATOR_BACKENDS = (*BACKENDS, "naive")
+
+
+def check_options(normalizer: Any, causal: Any, eps: Any, backend: Any = "auto") -> None:
+    """Checks the options that [`mhla_hf.ops.mhla_attention`] takes beside tensors."""
+    check_normalizer(normalizer)
+    if not isinstance(backend, str) or backend not in OPERATOR_BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, OPERATOR_BACKENDS))}.")
+    check_flag("causal", causal)
+    check_eps(eps)
+
+
+def check_form(
+    query: Any,
+    key: Any,
+    value: Any,
+    mixing: Any,
+    layout: Any,
+    normalizer_query: Any,
+    normalizer_key: Any,
+    normalizer: Any,
+    eps: Any,
+) -> None:
+    """Checks the arguments of one form of the operator, whose mixing weights are those of the layout's own blocks."""
+    check_normalizer(normalizer)
+    check_eps(eps)
+    if not isinstance(layout, (BlockLayout, SequenceLayout)):
+        raise ValueError(f"layout must be a BlockLayout or a SequenceLayout, got {type(layout).__name__}.")
+    check_tokens(query, key, value, normalizer_query, normalizer_key)
+    layout.check_length(query.shape[1], "query")
+    check_floats("mixing", mixing, query.device)
+    if mixing.dim() < 2 or mixing.shape[-2:] != (layout.num_blocks, layout.num_blocks):
+        raise ValueError(
+            f"mixing has shape {tuple(mixing.shape)}, but the layout has {layout.num_blocks} blocks: [..., M, M]."
+        )
+
+
+def check_dense(
+    query: Any,
+    key: Any,
+    mixing: Any,
+    layout: Any,
+    causal: Any,
+    value: Any = None,
+    normalizer_query: Any = None,
+    normalizer_key: Any = None,
+    normalizer: str = "query",
+) -> None:
+    """Checks the arguments of the dense form, which converts nothing: all tokens must have one dtype."""
+    check_flag("causal", causal)
+    check_layout(layout, normalizer, causal)
+    value = key if value is None else value
+    check_tokens(query, key, value, normalizer_query, normalizer_key)
+    layout.check_length(query.shape[1], "query")
+    check_mixing(mixing, query.shape[2], query.device)
+    if not causal:
+        check_blocks(mixing, layout)
+    pairs = (
+        ("key", key),
+        ("value", value),
+        ("normalizer_query", normalizer_query),
+        ("normalizer_key", normalizer_key),
+    )
+    for name, tensor in pairs:
+        if tensor is not None and tensor.dtype != query.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, but query is {query.dtype}: the dense form takes one dtype.")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises `ValueError` unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False.")
+
+
+def check_eps(eps: Any) -> None:
+    """Raises `ValueError` unless `eps` is a finite number of at least 0."""
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
+        raise ValueError(f"eps={eps!r} must be a finite number of at least 0.")
+
+
+def check_tokens(query: Any, key: Any, value: Any, normalizer_query: Any = None, normalizer_key: Any = None) -> None:
+    """Checks the tensors of tokens against each other."""
+    _check_token_tensor("query", query, query, query)
+    if 0 in query.shape[2:]:
+        raise ValueError(f"query must be [batch, tokens, heads, width], got shape {tuple(query.shape)}.")
+    _check_token_tensor("key", key, query, None)
+    _check_token_tensor("value", value, query, key)
+    _check_width("key", key, query)
+    if normalizer_query is not None:
+        _check_token_tensor("normalizer_query", normalizer_query, query, query)
+    if normalizer_key is not None:
+        _check_token_tensor("normalizer_key", normalizer_key, query, key)
+    # The denominator's pair may be as wide as it likes, as long as the two agree.
+    if normalizer_key is not None:
+        _check_width("normalizer_key", normalizer_key, query if normalizer_query is None else normalizer_query)
+    elif normalizer_query is not None:
+        _check_width("normalizer_query", normalizer_query, key)
+
+
+def check_floats(name: str, tensor: Any, device: torch.device) -> None:
+    """Raises `ValueError` unless a value is a dense floating-point tensor on a device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {tensor.dtype}.")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}.")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but query is on {device}.")
+
+
+def check_mixing(mixing: Any, num_heads: int | None, device: torch.device) -> None:
+    """Checks mixing weights: `[M, M]`, or `[heads, M, M]`.
+
+    Args:
+        mixing: The weights.
+        num_heads: How many heads there are beside one for all; `None` for any number.
+        device: Where they have to be.
+    """
+    check_floats("mixing", mixing, device)
+    check_mixing_shape(mixing)
+    if num_heads is not None and mixing.dim() == 3 and mixing.shape[0] not in (1, num_heads):
+        raise ValueError(f"mixing has {mixing.shape[0]} heads, but query has {num_heads}.")
+
+
+def check_blocks(mixing: torch.Tensor, layout: BlockLayout) -> None:
+    """Raises `ValueError` unless mixing weights are those of the layout's blocks."""
+    if mixing.shape[-1] != layout.num_blocks:
+        raise ValueError(
+            f"mixing has {mixing.shape[-1]} blocks, but the layout has {layout.num_blocks} ({layout.blocks})."
+        )
+
+
+def check_layout(layout: Any, normalizer: str, causal: bool) -> None:
+    """Checks that a layout has the blocks that causal attention or the normaliser needs."""
+    if not isinstance(layout, BlockLayout):
+        raise ValueError(f"layout must be a BlockLayout, got {type(layout).__name__}.")
+    if causal:
+        lengths = layout.tile_lengths[0]
+        if len(layout.grid) != 1 or any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
+            raise ValueError(f"causal=True needs a 1-D layout made with block_size, got {layout!r}.")
+    if normalizer == "block_query" and not layout.is_uniform:
+        raise ValueError(
+            f"normalizer='block_query' pairs tokens at the same position of each block and needs blocks of equal "
+            f"shape, but {layout!r} has uneven ones. Use normalizer='query', or a grid that the blocks divide."
+        )
+
+
+def _check_token_tensor(name: str, tensor: Any, query: torch.Tensor, partner: torch.Tensor | None) -> None:
+    """`partner` has the heads that the tensor must have; without one they must divide those of the query."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
+    if tensor.dim() != 4:
+        raise ValueError(f"{name} must be [batch, tokens, heads, width], got shape {tuple(tensor.shape)}.")
+    heads = tensor.shape[2]
+    grouped = heads > 0 and query.shape[2] % heads == 0 if partner is None else heads == partner.shape[2]
+    if tensor.shape[:2] != query.shape[:2] or not grouped:
+        raise ValueError(
+            f"{name} has [batch, tokens, heads] = {tuple(tensor.shape[:3])}, but query has {tuple(query.shape[:3])}."
+        )
+    check_floats(name, tensor, query.device)
+
+
+def _check_width(name: str, tensor: torch.Tensor, partner: torch.Tensor) -> None:
+    if tensor.shape[-1] != partner.shape[-1]:
+        raise ValueError(f"{name} has width {tensor.shape[-1]}, but its counterpart has {partner.shape[-1]}.")
