@@ -105,7 +105,8 @@ def test_a_bad_key_or_value_does_not_reach_earlier_tokens(path, backend, name, b
     torch.testing.assert_close(after[:, :BAD], before[:, :BAD])
     torch.testing.assert_close(after[:, :, 0], before[:, :, 0])
     if bad != bad:
-        assert after[:, BAD:, 1].isnan().all()
+        # Token by token, a value spoils its own column alone.
+        assert after[:, BAD:, 1].isnan().any(dim=-1).all()
 
 
 @pytest.mark.parametrize("backend", ["naive", "torch", "triton"])
