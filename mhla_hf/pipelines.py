@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .config import MHLAConfig
+from .models.component_options import is_by_component, options_by_component
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
 from .sources import SourceNotFoundError, find_pipeline
 
@@ -44,7 +45,9 @@ def load_pipeline(
             checkpoint does not have are initialised, with one warning). `None` loads the pipeline as it was saved.
             `"softmax"` also does, and refuses MHLA checkpoints.
         mhla: Options. A dict is laid over the model's own defaults, or over the stored options of an MHLA checkpoint;
-            an `MHLAConfig` is taken as it is.
+            an `MHLAConfig` is taken as it is. Of a pipeline with several denoisers (Wan 2.2) also a dict of options
+            by component, `{"transformer": {...}, "transformer_2": {...}}`; a component that is not named, or named
+            with `None`, is loaded as it was saved. So is the softmax one beside an MHLA one, unless it is named.
         **kwargs: As for `DiffusionPipeline.from_pretrained`: `torch_dtype`, `variant`, `revision`, `token`,
             components by name, ... Files are loaded from safetensors unless `use_safetensors` says otherwise.
 
@@ -53,7 +56,8 @@ def load_pipeline(
 
     Raises:
         ValueError: If `attn_implementation` is unknown, no component of the pipeline can be MHLA, softmax is asked
-            of an MHLA checkpoint, or `mhla` is given without `attn_implementation="mhla"`.
+            of an MHLA checkpoint, or `mhla` is given without `attn_implementation="mhla"` or for a component that
+            the pipeline does not have.
         OSError: If there is no such directory or repository, or its weights are not in safetensors files.
 
     Example:
@@ -83,20 +87,22 @@ def load_pipeline(
             f"No component of {class_name} in {repo_or_dir} has an MHLA version. "
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
+    chosen = _chosen_components(found, mhla) if attn_implementation == "mhla" else {}
     components = {}
     for name, component_class in found.items():
         if name in kwargs:
-            _check_given_component(name, kwargs[name], attn_implementation, mhla)
+            if name in chosen or attn_implementation != "mhla":
+                _check_given_component(name, kwargs[name], attn_implementation, chosen.get(name))
             continue
         if attn_implementation == "softmax" and is_mhla_class(component_class):
             raise ValueError(
                 f"The {name} of {repo_or_dir} is an MHLA checkpoint; attn_implementation='softmax' would drop its "
                 "trained weights. Load the softmax original that it was converted from, or use None."
             )
-        if attn_implementation == "mhla":
+        if name in chosen:
             options = _component_options(kwargs, folder, name)
-            if mhla is not None:
-                options["mhla"] = mhla
+            if chosen[name] is not None:
+                options["mhla"] = chosen[name]
             if component_class == LEGACY_CLASS:
                 config = diffusers.Transformer2DModel.load_config(folder, subfolder=name)
                 component_class = current_class(component_class, config)
@@ -127,7 +133,9 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
 
     Args:
         model_or_pipeline: A model of transformers, a supported diffusers model, or a diffusers pipeline that has one.
-        mhla: The options. Those not given are the model's defaults.
+        mhla: The options. Those not given are the model's defaults. For a pipeline also a dict of options by
+            component, `{"transformer": {...}, "transformer_2": {...}}`; a component that is not named, or named with
+            `None`, stays as it is.
 
     Returns:
         The same object.
@@ -141,7 +149,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
 
         return convert_transformers_model(model_or_pipeline, mhla)
 
-    from .models.converting import check_convertible, convert_model
+    from .models.converting import check_convertible, check_options, convert_model
 
     if not _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline"):
         return convert_model(model_or_pipeline, mhla)
@@ -155,11 +163,13 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
             f"No component of this {type(model_or_pipeline).__name__} has an MHLA version. "
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
-    for name, component in found.items():
-        check_convertible(component, name)
-    for name, component in found.items():
+    chosen = options_by_component(mhla, found)
+    for name, options in chosen.items():
+        check_convertible(found[name], name)
+        check_options(found[name], options)
+    for name, options in chosen.items():
         # Registered anew, or a saved index would go on naming the softmax class.
-        model_or_pipeline.register_modules(**{name: convert_model(component, mhla)})
+        model_or_pipeline.register_modules(**{name: convert_model(found[name], options)})
     return model_or_pipeline
 
 
@@ -188,6 +198,15 @@ def _denoisers(index: Mapping[str, Any]) -> dict[str, str]:
         for name, entry in entries.items()
         if isinstance(entry[1], str) and (entry[1] in FAMILIES or entry[1] == LEGACY_CLASS or is_mhla_class(entry[1]))
     }
+
+
+def _chosen_components(found: Mapping[str, str], mhla: Any) -> dict[str, Any]:
+    """The components that are loaded as MHLA, with their options."""
+    converted = [name for name, component_class in found.items() if is_mhla_class(component_class)]
+    if converted and not is_by_component(mhla, found):
+        # Where one expert was converted and the other was not, that choice stays until the other is named.
+        return dict.fromkeys(converted, mhla)
+    return options_by_component(mhla, found)
 
 
 def _component_options(kwargs: Mapping[str, Any], folder: str, name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -91,6 +92,35 @@ def with_conversion_options(command: Callable[..., None]) -> Callable[..., None]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def options_for_components(text: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Options from `--mhla` over those from the other options of the command line.
+
+    Args:
+        text: JSON of options, or of options by component (or tower); `null` leaves a component as it is. Also the
+            name of a file that holds such JSON.
+        fields: Fields of `MHLAConfig` from the other options, which hold for every component.
+
+    Returns:
+        Options, or options by component.
+
+    Raises:
+        ValueError: If the text is neither JSON of an object nor the name of a file of it.
+    """
+    if text is None:
+        return dict(fields)
+    from ..json_files import check_fields, parse_json, read_json
+    from ..models.base import merge_options
+
+    if text.lstrip().startswith(("{", "[")):
+        content = check_fields(parse_json(text, "--mhla"), "--mhla")
+    else:
+        content = read_json(Path(text).expanduser(), "the file of --mhla")
+    by_component = {name: value for name, value in content.items() if isinstance(value, dict)}
+    if not by_component:
+        return merge_options(fields, content)
+    return {**content, **{name: merge_options(fields, value) for name, value in by_component.items()}}
 
 
 def mhla_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .conversion_options import LAYOUT, OPTIONS, mhla_fields, with_conversion_options
+from .conversion_options import LAYOUT, OPTIONS, mhla_fields, options_for_components, with_conversion_options
 
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _WEIGHTS = "Weights"
 _SOURCE = "Hub"
+_COMPONENTS = "Pipelines of several transformers"
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DESTINATION if it is there.")]
 Dtype = Annotated[
@@ -35,6 +36,18 @@ def convert_command(
     source: Annotated[str, typer.Argument(help="Directory of a pipeline or model, or Hub id owner/name.")],
     destination: Annotated[Path, typer.Argument(help="Directory to write.")],
     *,
+    component: Annotated[
+        str | None,
+        typer.Option(help="Convert this one alone, such as transformer_2 of Wan 2.2.", rich_help_panel=_COMPONENTS),
+    ] = None,
+    mhla: Annotated[
+        str | None,
+        typer.Option(
+            help='Options as JSON or a JSON file, also by component: {"transformer": {"blocks": [3,5,10]}, '
+            '"transformer_2": null}. Those not named, or null, stay softmax; other options hold for all.',
+            rich_help_panel=_COMPONENTS,
+        ),
+    ] = None,
     dtype: Dtype = None,
     variant: Annotated[
         str | None,
@@ -58,7 +71,8 @@ def convert_command(
     report = convert_pretrained(
         source,
         destination,
-        mhla_fields(options),
+        options_for_components(mhla, mhla_fields(options)),
+        component=component,
         layers=options["layers"],
         dtype=dtype,
         variant=variant,

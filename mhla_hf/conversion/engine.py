@@ -12,6 +12,7 @@ import torch
 
 from ..config import MHLAConfig
 from ..files import atomic_directory
+from ..models.component_options import options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES
 from .options import parse_dtype, parse_size
 from .planning import ComponentPlan, plan_component
@@ -26,6 +27,7 @@ def convert_pretrained(
     destination: str | Path,
     mhla: MHLAConfig | Mapping[str, Any] | None = None,
     *,
+    component: str | None = None,
     layers: str | Iterable[int] | None = None,
     dtype: str | torch.dtype | None = None,
     variant: str | None = None,
@@ -53,8 +55,11 @@ def convert_pretrained(
         source: A pipeline directory, a model directory, or a Hub id `owner/name`. A pipeline's `transformer_2`
             (Wan 2.2) is converted as well.
         destination: The directory to write.
-        mhla: The options; the model's defaults for what is not given. For a model of several towers also a dict of
-            options by tower (`{"vision_config": {...}}`).
+        mhla: The options; the model's defaults for what is not given. For a pipeline also a dict of options by
+            component (`{"transformer": {...}, "transformer_2": {...}}`), for a model of several towers one by tower
+            (`{"vision_config": {...}}`). Components and towers that are not named, and components named with `None`,
+            stay softmax and are copied as they are.
+        component: The only component to convert (`"transformer"` or `"transformer_2"`); the others are copied.
         layers: Which layers become MHLA, in place of `mhla.layers`: `"all"`, indices (`"1,2,4"` or integers), or a
             fraction such as `"2/3"`; see [`parse_layers`][mhla_hf.conversion.options.parse_layers]. Under `"all"`
             and fractions, layers with a sliding window stay softmax.
@@ -93,10 +98,34 @@ def convert_pretrained(
         local_files_only=local_files_only,
     )
     found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
-    plans = [_plan(component, mhla, layers, dtype, variant, max_bytes) for component in found.components]
+    chosen = _choose(found, mhla, component)
+    plans = [
+        _plan(part, chosen[part.name], layers, dtype, variant, max_bytes)
+        for part in found.components
+        if part.name in chosen
+    ]
     report = ConversionReport("convert", destination, found.origin)
     write_result(found, plans, report, progress=progress, started=started)
     return report
+
+
+def _choose(
+    source: Source, mhla: MHLAConfig | Mapping[str, Any] | None, component: str | None
+) -> dict[str, MHLAConfig | Mapping[str, Any] | None]:
+    """The components that become MHLA, with their options."""
+    names = [part.name for part in source.components]
+    if component is not None and component not in names:
+        raise ValueError(
+            f"component={component!r} is not a component of {source.location} that can be MHLA: {', '.join(names)}."
+        )
+    if any(part.is_transformers for part in source.components):
+        return dict.fromkeys(names, mhla)
+    chosen = options_by_component(mhla, names)
+    if component is None:
+        return chosen
+    if component not in chosen:
+        raise ValueError(f"component={component!r} is to become MHLA, but mhla has options for other components only.")
+    return {component: chosen[component]}
 
 
 def _plan(component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, *options: Any) -> ComponentPlan:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -199,16 +199,59 @@ class MHLAModelMixin(Upstream):
         return result
 
     @classmethod
-    def from_single_file(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refused: single files hold original weights under other names.
+    def original_names(cls, names: Iterable[str]) -> dict[str, str] | None:
+        """What weights of the model's authors are called in diffusers.
+
+        Args:
+            names: Names in a file.
+
+        Returns:
+            The name in the file by the name in the softmax model; `None` where only diffusers' own conversion knows.
 
         Raises:
-            ValueError: Always.
+            ValueError: If the weights are of another model, or MHLA already.
         """
-        raise ValueError(
-            f"{cls.__name__} does not load single files. Load the file with the softmax class and convert the model, "
-            "or import the MHLA authors' checkpoints with `mhla-hf import-official`."
-        )
+        return None
+
+    @classmethod
+    def original_config(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any] | None:
+        """The configuration of the softmax model, read off its weights; `None` where they do not tell.
+
+        Args:
+            shapes: Shapes by name in the softmax model.
+
+        Raises:
+            ValueError: If the shapes do not fit each other.
+        """
+        return None
+
+    @classmethod
+    def from_single_file(
+        cls,
+        pretrained_model_link_or_path_or_dict: Any = None,
+        *,
+        mhla: MHLAConfig | Mapping[str, Any] | None = None,
+        config: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Loads softmax weights of the model's authors (or of ComfyUI) from one file, and turns them into MHLA.
+
+        Args:
+            pretrained_model_link_or_path_or_dict: A path, an address on the Hub, or a state dict, as upstream. GGUF
+                files (`pip install "mhla-hf[gguf]"`) are dequantised.
+            mhla: The options. Those not given are the model's defaults.
+            config: A directory with the model's `config.json` (and `subfolder`), or a Hub id, as upstream. By default
+                Wan's is read off the weights, where heads are taken to be 128 wide as in every published Wan; other
+                models need upstream's way, a repository on the Hub.
+            **kwargs: As upstream: `torch_dtype` (by default float32), `device`, `subfolder`, `revision`, `token`, ...
+
+        Raises:
+            ValueError: If the class has no such loader in diffusers, the file is missing, damaged, of another model or
+                MHLA already, its configuration cannot be told, an option is wrong, or `quantization_config` is given.
+        """
+        from .single_file import load_single_file
+
+        return load_single_file(cls, pretrained_model_link_or_path_or_dict, mhla, config, kwargs)
 
     def enable_parallelism(self, *args: Any, **kwargs: Any) -> None:
         """Refused: block summaries would need a reduction across ranks, and silently lack it.

@@ -36,8 +36,7 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
     """
     check_convertible(model)
     target = mhla_class_for(type(model).__name__)
-    options = target.resolve_options(mhla, model.config)
-    options.mhla_layers(len(target._self_attentions(model)))
+    options = check_options(model, mhla)
     for module in model.modules():
         # Hooks that were taken off again leave the old class's method behind, which would go before the new one's.
         module.__dict__.pop("forward", None)
@@ -88,6 +87,22 @@ def check_convertible(model: Any, called: str = "model") -> None:
             "take them off: remove_all_hooks() of the pipeline, or accelerate's remove_hook_from_module(model, "
             "recurse=True)."
         )
+
+
+def check_options(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
+    """Returns options as the converted model would keep them.
+
+    Args:
+        model: The softmax model.
+        mhla: The options.
+
+    Raises:
+        ValueError: If an option is wrong or does not fit the model.
+    """
+    target = mhla_class_for(type(model).__name__)
+    options = target.resolve_options(mhla, model.config)
+    options.mhla_layers(len(target._self_attentions(model)))
+    return options
 
 
 def _has_other_forward(module: nn.Module) -> bool:

@@ -9,6 +9,9 @@ different grids before one backward cannot go wrong. What MHLA layers read of th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
 import torch.nn as nn
 from diffusers.models.transformers.transformer_wan import (
@@ -21,6 +24,7 @@ from diffusers.models.transformers.transformer_wan import (
 from ..layers import HeadNorms, PairwiseRotary
 from .processors import KeepsMHLAProcessor, KeepsMHLAProcessors
 from .rotary import tables_of_layer, tables_with_grid
+from .wan_keys import DEFAULT_HEAD_DIM, authors_name, softmax_names, wan_config
 
 
 class MHLAWanAttnProcessor:
@@ -104,6 +108,19 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
     _skip_layerwise_casting_patterns = [*WanTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]
     # Upstream's plan splits the sequence and the flat rotary tables; summaries would need a reduction across ranks.
     _cp_plan = None
+
+    @classmethod
+    def original_names(cls, names: Iterable[str]) -> dict[str, str]:
+        """See [`MHLAModelMixin.original_names`]; names of diffusers are taken as well."""
+        return softmax_names(names)
+
+    @classmethod
+    def original_config(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """See [`MHLAModelMixin.original_config`]; heads are taken to be 128 wide."""
+        width = next(iter(shapes.get("patch_embedding.bias", ())), DEFAULT_HEAD_DIM)
+        if width % DEFAULT_HEAD_DIM:
+            raise ValueError(f"its width {width} is not a multiple of {DEFAULT_HEAD_DIM}, the width of Wan's heads.")
+        return wan_config({authors_name(name): shape for name, shape in shapes.items()})
 
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in self.blocks]

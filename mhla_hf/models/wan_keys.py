@@ -32,6 +32,8 @@ MHLA_NAMES = {
 PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
 """What training frameworks put before every key."""
 
+_COMFYUI_PREFIX = "model.diffusion_model."
+
 DEFAULT_HEAD_DIM = 128
 """Width of a head in every published Wan, for checkpoints without an output norm, where no shape tells it."""
 
@@ -87,6 +89,34 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
     # The table works on names alone and hands the values through, so the values may be the old names.
     renamed.update(convert_wan_transformer_to_diffusers(plain))
     return renamed
+
+
+def softmax_names(names: Iterable[str]) -> dict[str, str]:
+    """What diffusers calls the weights of an ordinary Wan model.
+
+    Of files that hold other models too, as some of ComfyUI's do, only the video model's weights are taken.
+
+    Args:
+        names: Names in a file: those of Wan's authors or of diffusers, also behind prefixes.
+
+    Returns:
+        The name in the file by the name in `WanTransformer3DModel`. Names that nobody knows stay as they are.
+
+    Raises:
+        ValueError: If there are MHLA weights among them, or those of variants of Wan with other modules.
+    """
+    names = list(names)
+    stripped = strip_prefixes([name for name in names if name.startswith(_COMFYUI_PREFIX)] or names)
+    if any(name.startswith("condition_embedder.") for name in stripped):
+        renamed = {name: name for name in stripped}
+    else:
+        renamed = diffusers_names(stripped)
+    if any(".mhla." in name for name in renamed):
+        raise ValueError(
+            "it holds MHLA weights already. A directory that was saved loads by from_pretrained; the checkpoints of "
+            "MHLA's authors become one by mhla-hf import-official."
+        )
+    return {name: stripped[original] for name, original in renamed.items()}
 
 
 def authors_name(name: str) -> str:

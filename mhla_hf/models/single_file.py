@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`from_single_file` of the MHLA classes: original softmax weights, also quantised ones in GGUF, become MHLA."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import MHLAConfig
+from ..gguf_file import SUFFIX as GGUF_SUFFIX
+from ..gguf_file import GGUFFile
+from .converting import convert_model
+from .fresh_parameters import advice
+from .registry import family_for
+
+
+logger = logging.getLogger(__name__)
+
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_URLS = ("https://", "http://", "hf.co/", "huggingface.co/")
+
+
+def is_url(location: Any) -> bool:
+    """Whether a location is the address of a file on the Hub, not a path."""
+    return str(location).startswith(_URLS)
+
+
+def find_single_file(location: str | os.PathLike[str], **options: Any) -> Path:
+    """The path of a weight file; one on the Hub is downloaded.
+
+    Args:
+        location: A path, or an address such as `https://huggingface.co/owner/name/blob/main/file.safetensors`.
+        **options: For the download: `revision`, `token`, `cache_dir`, `force_download`, `local_files_only`.
+
+    Raises:
+        ValueError: If there is no such file, or it cannot be downloaded.
+    """
+    path = Path(location).expanduser()
+    if path.is_file():
+        return path
+    if not is_url(location):
+        raise ValueError(f"{location} is neither a file nor the address of one on the Hub.")
+    from diffusers.loaders.single_file_utils import _extract_repo_id_and_weights_name
+    from huggingface_hub import hf_hub_download
+
+    try:
+        repository, name = _extract_repo_id_and_weights_name(str(location))
+        return Path(hf_hub_download(repository, name, **{key: options[key] for key in _HUB_OPTIONS if key in options}))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{location} cannot be downloaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def load_single_file(
+    mhla_class: Any,
+    location: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+    mhla: MHLAConfig | Mapping[str, Any] | None,
+    config: str | os.PathLike[str] | None,
+    options: dict[str, Any],
+) -> Any:
+    """Loads original weights with the softmax class and turns the model into MHLA.
+
+    Args:
+        mhla_class: The MHLA class.
+        location: A path, an address on the Hub, or a state dict.
+        mhla: The options.
+        config: Directory or Hub id of the model's configuration; `None` to read it off the weights.
+        options: For the softmax class's own `from_single_file`.
+
+    Raises:
+        ValueError: See [`MHLAModelMixin.from_single_file`][mhla_hf.models.base.MHLAModelMixin.from_single_file].
+    """
+    import diffusers
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    name = family_for(mhla_class.__name__).upstream
+    if name not in SINGLE_FILE_LOADABLE_CLASSES:
+        raise ValueError(
+            f"{mhla_class.__name__} does not load single files: diffusers has no conversion of original weights for "
+            f"{name}."
+        )
+    if options.get("quantization_config") is not None:
+        raise ValueError(
+            f"{mhla_class.__name__}.from_single_file takes no quantization_config: GGUF files are dequantised. "
+            "Quantise the saved MHLA directory when it is loaded."
+        )
+    # As upstream: float32 unless another type is asked for.
+    dtype = options.get("dtype") or options.get("torch_dtype") or torch.float32
+    if isinstance(location, Mapping):
+        called, weights = "the state dict", dict(location)
+    else:
+        called = str(location)
+        weights = _read(find_single_file(location, **options), dtype, bool(options.get("disable_mmap")))
+    try:
+        names = mhla_class.original_names(weights)
+    except ValueError as error:
+        raise ValueError(f"{called}: {error}") from error
+    if names is None:
+        model = _load_upstream(getattr(diffusers, name), weights, called, {**options, "config": config})
+    else:
+        weights = {name: weights[original] for name, original in names.items()}
+        if config is not None:
+            content = _load_config(mhla_class, config, options)
+        else:
+            shapes = {name: tuple(value.shape) for name, value in weights.items()}
+            content = read_config(mhla_class, shapes, called, "config")
+        mhla = _merged(content.pop("mhla", None), mhla)
+        model = _assign(getattr(diffusers, name), content, weights, dtype, called)
+        if options.get("device") is not None:
+            model = model.to(options["device"])
+    model = convert_model(model, mhla)
+    fresh = [key for key, _ in model.named_parameters() if ".mhla." in key]
+    logger.warning(
+        "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. %s",
+        type(model).__name__, len(fresh), len(model.mhla_layers), called, advice(model, fresh),
+    )  # fmt: skip
+    return model
+
+
+def read_config(mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], called: str, argument: str) -> dict[str, Any]:
+    """The configuration of the softmax model, read off its weights.
+
+    Args:
+        mhla_class: An MHLA class that knows the original names.
+        shapes: Shapes by name in the softmax model.
+        called: What to call the weights in the error.
+        argument: How the user gives a configuration instead.
+
+    Raises:
+        ValueError: If it cannot be told.
+    """
+    empty = [name for name, shape in shapes.items() if 0 in shape]
+    if empty:
+        raise ValueError(f"{called} holds {empty[0]} without elements.")
+    try:
+        return mhla_class.original_config(shapes)
+    except ValueError as error:
+        raise ValueError(f"{called}: {error} If the weights are complete, give {argument}.") from error
+
+
+def _load_config(mhla_class: Any, config: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    hub = {key: options[key] for key in ("token", "local_files_only", "cache_dir", "subfolder") if key in options}
+    try:
+        content = mhla_class.load_config(str(config), revision=options.get("config_revision"), **hub)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"config={str(config)!r} has no configuration that can be read: {reason}") from error
+    entries = {key: value for key, value in options.items() if key in content}
+    return {**content, **entries}
+
+
+def _assign(
+    stock: Any, config: Mapping[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype, called: str
+) -> Any:
+    """A softmax model of given weights, which are not copied where they have the right type already."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        model = stock.from_config({**config, "_class_name": stock.__name__})
+    names = set(model.state_dict())
+    missing, surplus = sorted(names - set(weights)), sorted(set(weights) - names)
+    if missing:
+        raise ValueError(
+            f"{called} lacks {len(missing)} weight(s) of {stock.__name__}, for example {', '.join(missing[:3])}. It "
+            "is damaged or belongs to another model."
+        )
+    if surplus:
+        logger.warning("%s has weights that %s does not know: %s", called, stock.__name__, ", ".join(surplus[:5]))
+    # As `from_pretrained`: what is to stay in float32 does.
+    kept = set(stock._keep_in_fp32_modules or [])
+    for name in names:
+        weights[name] = weights[name].to(torch.float32 if kept & set(name.split(".")) else dtype)
+    try:
+        model.load_state_dict({name: weights[name] for name in names}, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{called} does not fit {stock.__name__}: {' '.join(str(error).split())[:250]}") from error
+    # Weights that are assigned keep their own setting, and those read from files have none.
+    return model.requires_grad_(True).eval()
+
+
+def _read(path: Path, dtype: torch.dtype | None, disable_mmap: bool) -> dict[str, torch.Tensor]:
+    if path.suffix == GGUF_SUFFIX:
+        file = GGUFFile(path)
+        return {name: file.load(name).to(dtype) for name in file.shapes}
+    from diffusers.loaders.single_file_utils import load_single_file_checkpoint
+
+    try:
+        return dict(load_single_file_checkpoint(str(path), disable_mmap=disable_mmap))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a weight file: it is damaged, truncated, or not safetensors, GGUF or a torch "
+            "file of tensors alone."
+        ) from error
+
+
+def _merged(stored: Mapping[str, Any] | None, given: MHLAConfig | Mapping[str, Any] | None) -> Any:
+    """Options over those of a configuration that has some already."""
+    from .base import merge_options
+
+    if stored is None or isinstance(given, MHLAConfig):
+        return given
+    return merge_options(stored, given or {})
+
+
+def _load_upstream(stock: Any, weights: dict[str, torch.Tensor], called: str, options: Mapping[str, Any]) -> Any:
+    try:
+        return stock.from_single_file(weights, **options)
+    except (KeyError, NotImplementedError) as error:
+        # What upstream runs into where a weight is missing: its name, or a parameter that stayed on the meta device.
+        reason = f", for example {error.args[0]}" if isinstance(error, KeyError) else ""
+        raise ValueError(
+            f"{called} lacks weights of {stock.__name__}{reason}: it is damaged or belongs to another model."
+        ) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{called} does not fit {stock.__name__}: {' '.join(str(error).split())[:250]}") from error

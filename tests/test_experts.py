@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan 2.2: options for each expert, one converted and the other not, LoRA on both, and the 5B model's timesteps."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, WanPipeline, WanTransformer3DModel
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, convert_pretrained, load_pipeline
+from mhla_hf.cli.main import app
+from tests import tiny
+from tests.models.adapter_checks import TARGETS, randomize_lora
+from tests.models.model_case import assert_same_parameters, perturb_mhla
+from tests.test_pipelines import generate
+
+
+FIRST, SECOND = {"blocks": [2, 1, 2]}, {"blocks": [1, 2, 2], "output_gate": True}
+BOTH = {"transformer": FIRST, "transformer_2": SECOND}
+EXPERTS = ("transformer", "transformer_2")
+
+
+@pytest.fixture(scope="module")
+def softmax_dir(tmp_path_factory):
+    """A Wan 2.2 pipeline of two softmax experts; tests do not change it."""
+    folder = tmp_path_factory.mktemp("wan2.2") / "softmax"
+    tiny.wan_pipeline(second_transformer=True).save_pretrained(folder)
+    return folder
+
+
+def loaded(softmax_dir, destination, mhla):
+    load_pipeline(softmax_dir, mhla=mhla).save_pretrained(destination)
+
+
+def converted_in_place(softmax_dir, destination, mhla):
+    convert(DiffusionPipeline.from_pretrained(softmax_dir), mhla).save_pretrained(destination)
+
+
+def converted_on_disk(softmax_dir, destination, mhla):
+    convert_pretrained(softmax_dir, destination, mhla, progress=False)
+
+
+def converted_by_command(softmax_dir, destination, mhla):
+    result = CliRunner().invoke(app, ["convert", str(softmax_dir), str(destination), "--mhla", json.dumps(mhla), "-q"])
+    assert result.exit_code == 0, result.output
+
+
+WAYS = pytest.mark.parametrize("way", [loaded, converted_in_place, converted_on_disk, converted_by_command])
+
+
+@WAYS
+def test_each_expert_has_its_own_options(way, softmax_dir, tmp_path):
+    way(softmax_dir, tmp_path / "mhla", BOTH)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+    for name, options in BOTH.items():
+        expert = getattr(pipeline, name)
+        assert type(expert) is MHLAWanTransformer3DModel
+        assert list(expert.mhla_config.blocks) == options["blocks"]
+        assert expert.mhla_config.output_gate == options.get("output_gate", False)
+        stock = WanTransformer3DModel.from_pretrained(softmax_dir, subfolder=name)
+        assert_same_parameters(expert, stock, only_common=True)
+    assert pipeline.config.boundary_ratio == 0.9
+
+
+@pytest.mark.parametrize(
+    ("way", "mhla"),
+    [
+        (loaded, {"transformer": FIRST}),
+        (converted_in_place, {"transformer": None, "transformer_2": FIRST}),
+        (converted_on_disk, {"transformer_2": FIRST}),
+        (converted_by_command, {"transformer": FIRST, "transformer_2": None}),
+    ],
+)
+def test_one_expert_is_converted_and_the_other_is_not(way, mhla, softmax_dir, tmp_path):
+    name, remaining = sorted(EXPERTS, key=lambda expert: mhla.get(expert) is None)
+    way(softmax_dir, tmp_path / "mhla", mhla)
+    index = json.loads((tmp_path / "mhla" / "model_index.json").read_text())
+    assert index[name][1] == "MHLAWanTransformer3DModel" and index[remaining][1] == "WanTransformer3DModel"
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+    assert type(getattr(pipeline, name)) is MHLAWanTransformer3DModel
+    kept = getattr(pipeline, remaining)
+    assert type(kept) is WanTransformer3DModel
+    assert_same_parameters(kept, WanTransformer3DModel.from_pretrained(softmax_dir, subfolder=remaining))
+    generate(pipeline)
+    # Loading it for MHLA keeps the choice, until the other expert is named.
+    again = load_pipeline(tmp_path / "mhla")
+    assert type(getattr(again, name)) is MHLAWanTransformer3DModel
+    assert type(getattr(again, remaining)) is WanTransformer3DModel
+    both = load_pipeline(tmp_path / "mhla", mhla={remaining: SECOND})
+    assert all(type(getattr(both, expert)) is MHLAWanTransformer3DModel for expert in EXPERTS)
+
+
+def test_one_expert_after_the_other(softmax_dir, tmp_path):
+    convert_pretrained(softmax_dir, tmp_path / "one", FIRST, component="transformer", progress=False)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "one")
+    perturb_mhla(pipeline.transformer)
+    pipeline.save_pretrained(tmp_path / "trained")
+    arguments = ["--component", "transformer_2", "--blocks", "1,2,2", "--gate", "--quiet"]
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "trained"), str(tmp_path / "two"), *arguments])
+    assert result.exit_code == 0, result.output
+    again = DiffusionPipeline.from_pretrained(tmp_path / "two")
+    assert_same_parameters(again.transformer, pipeline.transformer)
+    assert again.transformer_2.mhla_config.blocks == (1, 2, 2) and again.transformer_2.mhla_config.output_gate
+    # In memory: the one that is left.
+    convert(pipeline, {"transformer_2": SECOND})
+    assert_same_parameters(pipeline.transformer_2, again.transformer_2)
+
+
+@pytest.mark.parametrize("convert_them", [loaded, converted_on_disk])
+@pytest.mark.parametrize(
+    ("mhla", "message"),
+    [
+        ({"transformer_3": FIRST}, "names 'transformer_3', .* can be MHLA: transformer, transformer_2"),
+        ({"transformer": FIRST, "vae": FIRST}, "names 'vae', .* can be MHLA: transformer, transformer_2"),
+        ({"transformer": FIRST, "blocks": [1, 2, 2]}, "option 'blocks' beside options by component"),
+        ({"transformer": FIRST, "transformer_2": "softmax"}, "'softmax' must be options .* or None"),
+        ({"transformer": None, "transformer_2": None}, "leaves every component as it is"),
+        ({"transformer": FIRST, "transformer_2": {"bloks": 3}}, "bloks"),
+        ({"transformer": FIRST, "transformer_2": {"layers": [7]}}, "layers"),
+    ],
+    ids=["unknown", "not a denoiser", "mixed", "no options", "nothing", "wrong option", "wrong layer"],
+)
+def test_mistakes_are_refused_before_any_work(convert_them, mhla, message, softmax_dir, tmp_path):
+    with pytest.raises(ValueError, match=message) as caught:
+        convert_them(softmax_dir, tmp_path / "mhla", mhla)
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+    assert not (tmp_path / "mhla").exists()
+
+
+def test_a_mistake_for_one_expert_leaves_both_as_they_are():
+    pipeline = tiny.wan_pipeline(second_transformer=True)
+    for options in ({"layers": [7]}, {"bloks": [1, 2, 2]}):
+        with pytest.raises(ValueError):
+            convert(pipeline, {"transformer": FIRST, "transformer_2": options})
+    assert type(pipeline.transformer) is type(pipeline.transformer_2) is WanTransformer3DModel
+
+
+def test_a_pipeline_with_one_transformer_has_no_second(tmp_path):
+    pipeline = tiny.wan_pipeline()
+    with pytest.raises(ValueError, match="names 'transformer_2', .* can be MHLA: transformer\\."):
+        convert(pipeline, BOTH)
+    assert type(pipeline.transformer) is WanTransformer3DModel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--component", "transformer_3"], "can be MHLA: transformer, transformer_2"),
+        (["--mhla", '{"transformer": '], "--mhla is not valid JSON"),
+        (["--mhla", "[1]"], "--mhla is not a JSON object but a list"),
+        (["--mhla", "absent.json"], "absent.json is missing"),
+        (["--component", "transformer", "--mhla", '{"transformer_2": {}}'], "options for other components only"),
+    ],
+    ids=["component", "json", "list", "file", "contradiction"],
+)
+def test_command_names_mistakes(arguments, message, softmax_dir, tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(softmax_dir), str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 1 and message in " ".join(result.output.split())
+
+
+def test_command_lays_options_of_components_over_those_of_all(softmax_dir, tmp_path):
+    (tmp_path / "mhla.json").write_text('{"transformer": {}, "transformer_2": {"blocks": [1, 2, 2]}}')
+    arguments = ["--blocks", "2,1,2", "--gate", "--mhla", str(tmp_path / "mhla.json"), "--quiet"]
+    result = CliRunner().invoke(app, ["convert", str(softmax_dir), str(tmp_path / "mhla"), *arguments])
+    assert result.exit_code == 0, result.output
+    options = [json.loads((tmp_path / "mhla" / name / "config.json").read_text())["mhla"] for name in EXPERTS]
+    assert [entry["blocks"] for entry in options] == [[2, 1, 2], [1, 2, 2]]
+    assert all(entry["output_gate"] for entry in options)
+
+
+def test_mhla_config_objects_by_component(softmax_dir):
+    pipeline = load_pipeline(softmax_dir, mhla={name: MHLAConfig(**options) for name, options in BOTH.items()})
+    assert [getattr(pipeline, name).mhla_config.blocks for name in EXPERTS] == [(2, 1, 2), (1, 2, 2)]
+
+
+def test_components_passed_in(softmax_dir):
+    """An expert without options may be passed in as anything; one with options may not."""
+    softmax = tiny.wan_transformer()
+    pipeline = load_pipeline(softmax_dir, mhla={"transformer": FIRST}, transformer_2=softmax)
+    assert pipeline.transformer_2 is softmax and type(pipeline.transformer) is MHLAWanTransformer3DModel
+    with pytest.raises(ValueError, match="mhla options have no effect on transformer_2"):
+        load_pipeline(softmax_dir, mhla=BOTH, transformer_2=softmax)
+
+
+# LoRA
+
+
+def add_lora(expert, seed):
+    torch.manual_seed(seed)
+    expert.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=TARGETS, init_lora_weights="gaussian"))
+    randomize_lora(expert)
+
+
+def test_lora_on_both_experts(softmax_dir, tmp_path):
+    pipeline = load_pipeline(softmax_dir, mhla=BOTH)
+    pipeline.save_pretrained(tmp_path / "mhla")
+    plain = generate(pipeline)
+    for seed, name in enumerate(EXPERTS):
+        add_lora(getattr(pipeline, name), seed)
+    expected = generate(pipeline)
+    assert np.abs(expected - plain).max() > 1e-4
+    layers = {f"{name}_lora_layers": get_peft_model_state_dict(getattr(pipeline, name)) for name in EXPERTS}
+    for name, weights in layers.items():
+        WanPipeline.save_lora_weights(tmp_path / name, transformer_lora_layers=weights)
+    again = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+    again.load_lora_weights(tmp_path / "transformer_lora_layers", adapter_name="high")
+    again.load_lora_weights(tmp_path / "transformer_2_lora_layers", adapter_name="low", load_into_transformer_2=True)
+    np.testing.assert_allclose(generate(again), expected, atol=1e-5)
+    assert again.get_list_adapters() == {"transformer": ["high"], "transformer_2": ["low"]}
+    again.fuse_lora(components=list(EXPERTS))
+    np.testing.assert_allclose(generate(again), expected, atol=1e-4)
+    again.unfuse_lora(components=list(EXPERTS))
+    again.unload_lora_weights()
+    np.testing.assert_allclose(generate(again), plain, atol=1e-4)
+
+
+# Wan 2.2 5B: one transformer, and a timestep for every token
+
+
+def test_a_timestep_for_each_token(tmp_path):
+    parts = {name: part for name, part in tiny.wan_pipeline().components.items() if name != "transformer_2"}
+    softmax = WanPipeline(**parts, expand_timesteps=True)
+    softmax.save_pretrained(tmp_path / "softmax")
+    converted_on_disk(tmp_path / "softmax", tmp_path / "mhla", FIRST)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+    assert pipeline.config.expand_timesteps and type(pipeline.transformer) is MHLAWanTransformer3DModel
+    assert pipeline.transformer_2 is None
+    generate(pipeline)
+    # The same timestep everywhere is one timestep.
+    model, inputs = pipeline.transformer, tiny.wan_inputs(batch=2)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        expanded = model(**{**inputs, "timestep": torch.full((2, 3 * 2 * 4), 500.0)})[0]
+        other = model(**{**inputs, "timestep": torch.linspace(0, 999, 24).repeat(2, 1)})[0]
+    torch.testing.assert_close(expanded, expected)
+    assert (other - expected).abs().max() > 1e-3 and other.isfinite().all()
+
+
+def test_conversion_copies_the_other_expert_byte_for_byte(softmax_dir, tmp_path):
+    source = shutil.copytree(softmax_dir, tmp_path / "softmax")
+    report = convert_pretrained(source, tmp_path / "mhla", {"transformer": FIRST}, dtype="bfloat16", progress=False)
+    assert list(report.components) == ["transformer"]
+    weights = "transformer_2/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "mhla" / weights).read_bytes() == (source / weights).read_bytes()
+    assert weights in report.copied_files
+    stored = load_file(tmp_path / "mhla" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert stored["blocks.0.attn1.to_q.weight"].dtype == torch.bfloat16
