@@ -12,6 +12,7 @@ import importlib
 from typing import Any
 
 from .integrations.adapters import register_with_peft
+from .integrations.diffusers_loading import guard_softmax_classes
 from .integrations.diffusers_namespace import register_with_diffusers
 from .integrations.transformers import register_with_transformers
 from .versions import check_transformers
@@ -56,5 +57,6 @@ def __dir__() -> list[str]:
 
 check_transformers()
 register_with_diffusers()
+guard_softmax_classes()
 register_with_transformers()
 register_with_peft()

@@ -6,9 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from .config import MHLAConfig
+from .files import path_inside
+from .json_files import read_json
 from .models.component_options import is_by_component, options_by_component
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
 from .sources import SourceNotFoundError, find_pipeline
@@ -94,7 +97,7 @@ def load_pipeline(
             if name in chosen or attn_implementation != "mhla":
                 _check_given_component(name, kwargs[name], attn_implementation, chosen.get(name))
             continue
-        if attn_implementation == "softmax" and is_mhla_class(component_class):
+        if attn_implementation == "softmax" and _is_stored_as_mhla(folder, name, component_class):
             raise ValueError(
                 f"The {name} of {repo_or_dir} is an MHLA checkpoint; attn_implementation='softmax' would drop its "
                 "trained weights. Load the softmax original that it was converted from, or use None."
@@ -207,6 +210,13 @@ def _chosen_components(found: Mapping[str, str], mhla: Any) -> dict[str, Any]:
         # Where one expert was converted and the other was not, that choice stays until the other is named.
         return dict.fromkeys(converted, mhla)
     return options_by_component(mhla, found)
+
+
+def _is_stored_as_mhla(folder: str, name: str, class_name: str) -> bool:
+    """Whether a component is MHLA by its own configuration, or by the pipeline's index where it has none."""
+    path = path_inside(Path(folder), name, "model_index.json") / "config.json"
+    own = read_json(path, "configuration").get("_class_name") if path.is_file() else None
+    return is_mhla_class(own if isinstance(own, str) else class_name)
 
 
 def _component_options(kwargs: Mapping[str, Any], folder: str, name: str) -> dict[str, Any]:

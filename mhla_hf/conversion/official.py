@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..json_files import read_json
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
+from ..models.stored_config import to_stored
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
 from .engine import write_result
 from .options import parse_dtype, parse_size
@@ -248,11 +249,13 @@ def _plan_import(
     flat = [entry for shard in shards for entry in shard]
     report = component_report("WanModel", model)
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
-    config = {
-        "_class_name": model_class.__name__,
-        "_diffusers_version": version("diffusers"),
-        **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
-    }
+    config = to_stored(
+        {
+            "_class_name": model_class.__name__,
+            "_diffusers_version": version("diffusers"),
+            **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
+        }
+    )
     plan = WeightsPlan(split_into_shards(shards, max_bytes), files, weight_set_report(None, flat))
     return ComponentPlan("transformer", config, [plan], report)
 

@@ -15,6 +15,7 @@ import torch
 
 from ..config import MHLAConfig
 from ..models.registry import family_for, is_mhla_class
+from ..models.stored_config import to_stored
 from .options import parse_layers
 from .provenance import ComponentReport, WeightSetReport
 from .source import Component
@@ -102,7 +103,7 @@ def plan_component(
         # An old checkpoint's configuration has entries for models that its class could be besides.
         entries = inspect.signature(type(upstream).__init__).parameters
         kept = {name: value for name, value in kept.items() if name in entries or name.startswith("_")}
-    config = {**kept, "_class_name": family.mhla_class, "mhla": report.mhla}
+    config = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla})
     return ComponentPlan(component.name, config, weights, report)
 
 

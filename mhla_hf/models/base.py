@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
 from .fresh_parameters import advice, initialize_fresh
+from .stored_config import from_stored, to_stored
 
 
 logger = logging.getLogger(__name__)
@@ -188,6 +190,8 @@ class MHLAModelMixin(Upstream):
         """As upstream. Options given as `mhla` override single options of the ones in `config`."""
         if isinstance(config, (str, os.PathLike)):
             config = cls.load_config(config)
+        if config is not None:
+            config = from_stored(config)
         stored, given = dict(config or {}).get("mhla"), kwargs.get("mhla")
         if isinstance(given, MHLAConfig):
             given = given.given_options()
@@ -197,6 +201,10 @@ class MHLAModelMixin(Upstream):
         # Loading weights that were made under other options has to check that they mean the same under these.
         (result[0] if return_unused_kwargs else result)._mhla_options_of_checkpoint = stored
         return result
+
+    def to_json_string(self) -> str:
+        """The configuration as `config.json` holds it, with an entry by which softmax classes refuse it."""
+        return json.dumps(to_stored(json.loads(super().to_json_string())), indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def original_names(cls, names: Iterable[str]) -> dict[str, str] | None:

@@ -251,11 +251,6 @@ class SavingChecks(ModelCase):
             torch.nn.init.normal_(module.lepe.weight, std=0.1, generator=torch.Generator().manual_seed(0))
         assert relative_error(self.run(model), self.run(stored)) > 1e-4
 
-    def test_upstream_class_warns_of_the_weights_it_drops(self, mhla_dir):
-        with recorded_warnings() as warnings:
-            self.upstream.from_pretrained(mhla_dir)
-        assert any("mhla.mixing" in message for message in warnings)
-
     def test_processors_of_all_layers_are_set_together_or_not_at_all(self):
         model = self.make_mhla(layers=[1])
         if not isinstance(model, AttentionMixin):
