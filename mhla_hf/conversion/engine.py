@@ -14,11 +14,12 @@ from ..config import MHLAConfig
 from ..files import atomic_directory
 from ..models.component_options import options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES
+from ..source_files import list_files
 from .options import parse_dtype, parse_size
 from .planning import ComponentPlan, plan_component
 from .provenance import ConversionReport, describe_file
 from .source import Component, Source, download_or_find, read_source
-from .staging import byte_progress, check_destination, check_space, copy_file, list_files
+from .staging import byte_progress, check_destination, check_space, copy_file
 from .tensors import write_json, write_shards
 
 
