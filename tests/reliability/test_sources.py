@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mhla_hf import load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
 from mhla_hf.source_files import check_entry, list_files
-from mhla_hf.training.cache import LatentDataset
+from mhla_hf.training.cache import FORMAT_VERSION, LatentDataset
 from mhla_hf.training.config import TrainingConfig
 from mhla_hf.training.export import export_pipeline
 from mhla_hf.training.loading import default_teacher
@@ -225,13 +225,8 @@ def test_samples_of_a_cache_stay_inside(tmp_path):
     (tmp_path / "samples").mkdir()
     (tmp_path / "secret.safetensors").write_bytes(b"")
     for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), 7):
-        manifest = {
-            "format_version": 2,
-            "complete": True,
-            "settings": {},
-            "latent_shape": [1, 1, 1],
-            "samples": [name],
-        }
+        manifest = {"format_version": FORMAT_VERSION, "complete": True, "samples": [name]}
+        manifest |= {"settings": {"max_sequence_length": 8}, "latent_shape": [1, 1, 1]}
         (tmp_path / "cache.json").write_text(json.dumps(manifest))
         with pytest.raises(ValueError, match=r"samples of .*cache\.json|cache\.json.*samples"):
             LatentDataset(tmp_path)
