@@ -166,8 +166,8 @@ def download_or_find(
         origin["subfolder"] = subfolder
     if Path(location).expanduser().is_file():
         raise ValueError(
-            f"source {location} is a file; give a directory of diffusers or transformers or a Hub id "
-            "(for the authors' checkpoints: mhla-hf import-official)."
+            f"source {location} is a file; give a directory of diffusers or transformers, a Hub id, or a file of "
+            "weights (.safetensors, .gguf; for the checkpoints of MHLA's authors: mhla-hf import-official)."
         )
     path = local_directory(location, "source")
     if path is not None:
