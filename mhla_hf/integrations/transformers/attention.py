@@ -89,9 +89,11 @@ def mhla_attention_forward(
     _check_mask(module, attention_mask, given.model)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if query.shape[2] != mhla.num_heads or key.shape[2] != mhla.num_key_value_heads:
+        parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         raise ValueError(
             f"{type(module).__name__} has {query.shape[2]} and {key.shape[2]} heads here, but its mhla is for "
-            f"{mhla.num_heads} and {mhla.num_key_value_heads}. Tensor parallelism is not supported."
+            f"{mhla.num_heads} and {mhla.num_key_value_heads}."
+            + (" A plan for tensor parallelism must split its projections 'colwise'." if parallel else "")
         )
     rotary = None
     if given.position_embeddings is not None and mhla.config.rope == "after_feature_map":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is changed in transformers: four methods of `PreTrainedModel`, one class attribute, two registries.
+"""What is changed in transformers: five methods of `PreTrainedModel`, one class attribute, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] takes everything back.
 """
@@ -70,8 +70,7 @@ def install_models(module: ModuleType) -> None:
     @functools.wraps(_originals["__init__"])
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, configuration_utils.PreTrainedConfig):
-            from .attaching import check_class
-            from .towers import prepare_config
+            from .attaching import check_class, prepare_config
 
             prepare_config(config)
             check_class(self, config)
@@ -79,8 +78,7 @@ def install_models(module: ModuleType) -> None:
 
     @functools.wraps(_originals["post_init"])
     def post_init(self: Any) -> None:
-        from .attaching import attach, warn_of_softmax
-        from .towers import mark_implementation, wants_mhla
+        from .attaching import attach, mark_implementation, wants_mhla, warn_of_softmax
 
         # Before the original, which initialises weights: parameters must exist by then.
         if wants_mhla(self.config) or getattr(self.config, "sub_configs", None):
@@ -106,6 +104,19 @@ def install_models(module: ModuleType) -> None:
         refuse_on_disk(missing_keys, device_map)
         _originals["_move_missing_keys_from_meta_to_device"](self, missing_keys, device_map, *args, **kwargs)
 
+    def _resolve_parallel_plans(self: Any, distributed_config: Any) -> Any:
+        from .attaching import MHLA
+
+        if any(isinstance(module, MHLA) for module in self.modules()):
+            from .tensor_parallel import plan_heads
+
+            plan_heads(self, distributed_config)
+        return _originals["_resolve_parallel_plans"](self, distributed_config)
+
+    # Older versions of transformers distribute models in another way.
+    if hasattr(model_class, "_resolve_parallel_plans"):
+        _originals["_resolve_parallel_plans"] = model_class._resolve_parallel_plans
+        model_class._resolve_parallel_plans = _resolve_parallel_plans
     model_class.__init__ = __init__
     model_class.post_init = post_init
     model_class._initialize_weights = _initialize_weights

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: every process keeps the MHLA parameters of its own heads.
+
+Where a model's plan splits the heads of an attention module, its `mhla` is split with them: mixing weights and learned
+feature maps of each head, the gate and the convolution of the values by their rows. The output norm and mixing weights
+that all heads share stay whole, with the sum of all processes' gradients. Checkpoints are split and gathered like
+any other parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+from ...layers.mhla import MHLA
+
+
+STYLE = "mhla_heads"
+# Rules by which a projection puts out the heads of its own process only.
+_SPLITTING = ("colwise", "packed_colwise")
+_SUMMED = "replicated_with_grad_allreduce"
+
+
+class HeadParallel(TensorParallelLayer):
+    """Splits the parameters of a module by heads, their first axis; runs it with its own process's part of them."""
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """Always: each process computes with its own heads alone."""
+        return True
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        """Splits one parameter; mixing weights that all heads share stay whole."""
+        whole = module._parameters.get(param)
+        if whole is None or _is_shared(module):
+            return
+        split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """Makes the module expect its own process's heads alone."""
+        if isinstance(module, MHLA):
+            module.num_heads //= mesh.size()
+            module.num_key_value_heads //= mesh.size()
+        elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            module.groups //= mesh.size()
+        if _is_shared(module):
+            return ALL_PARALLEL_STYLES[_SUMMED].install_forward(module, mesh)
+        return super().install_forward(module, mesh)
+
+
+def plan_heads(model: Any, distributed_config: Any) -> None:
+    """Adds the rules of MHLA parameters to a model's plan, before any weight is read.
+
+    Args:
+        model: A model whose parameters are on the meta device.
+        distributed_config: How it is to be distributed.
+
+    Raises:
+        ValueError: If a layer's heads cannot be split evenly.
+    """
+    size, given = distributed_config.tp_size, distributed_config.tp_plan
+    if size < 2 or given == {}:
+        return
+    plan = {**model.tp_plan, **(given if isinstance(given, dict) else {})}
+    rules: dict[str, str] = {}
+    for name, attention in model.named_modules():
+        mhla = getattr(attention, "mhla", None)
+        generic = replace_layer_number_by_wildcard(name)
+        if isinstance(mhla, MHLA) and any(
+            rule.startswith(f"{generic}.") and style in _SPLITTING for rule, style in plan.items()
+        ):
+            _check_heads(f"{name}.mhla", mhla, size)
+            rules.update({f"{generic}.mhla{part}": style for part, style in _rules(mhla).items()})
+    model._tp_plan = {**model._tp_plan, **rules}
+
+
+def _rules(mhla: MHLA) -> dict[str, str]:
+    """Style of each part of a layer."""
+    styles = {"feature_map_query": STYLE, "feature_map_key": STYLE, "lepe": STYLE, "gate": "colwise"}
+    styles["output_norm"] = _SUMMED
+    return {"": STYLE, **{f".{part}": style for part, style in styles.items() if getattr(mhla, part) is not None}}
+
+
+def _check_heads(name: str, mhla: MHLA, size: int) -> None:
+    heads, grouped = mhla.num_heads, mhla.num_key_value_heads
+    if heads % size or grouped % size:
+        learned = mhla.feature_map_key is not None and heads % size == 0
+        raise ValueError(
+            f"{name}.{'feature_map_key.weight' if learned else 'mixing'} cannot be split over {size} processes: the "
+            f"layer has {heads} query and {grouped} key/value heads. Choose a tp_size that divides both."
+        )
+
+
+def _is_shared(module: nn.Module) -> bool:
+    return isinstance(module, MHLA) and module.mixing.dim() == 2
+
+
+def as_distributed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, laid out as `like` is if that one is distributed over processes."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+ALL_PARALLEL_STYLES.register(STYLE, HeadParallel())
