@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .json_files import read_json
+from .source_files import named_file, read_weight_map
+
 
 PIPELINE_INDEX = "model_index.json"
 
@@ -32,7 +35,7 @@ def local_directory(location: str | os.PathLike[str], argument: str) -> Path | N
     path = Path(location).expanduser()
     if path.is_dir():
         return path
-    if not _HUB_ID.fullmatch(os.fspath(location)):
+    if not is_hub_id(os.fspath(location)):
         raise SourceNotFoundError(f"{argument} {location} is neither a directory nor a Hub id (owner/name).")
     return None
 
@@ -47,13 +50,38 @@ def find_pipeline(location: str | os.PathLike[str], argument: str, **options: An
 
     Raises:
         SourceNotFoundError: If it is neither, or a directory without `model_index.json`.
+        ValueError: If names of components or weight files lead out of the directory.
         OSError: If there is no such repository.
     """
     directory = local_directory(location, argument)
     if directory is None:
-        from diffusers import DiffusionPipeline
-
-        return Path(DiffusionPipeline.download(os.fspath(location), **{"use_safetensors": True, **options}))
-    if not (directory / PIPELINE_INDEX).is_file():
+        return download_pipeline(os.fspath(location), **options)
+    if not (directory / PIPELINE_INDEX).exists():
         raise SourceNotFoundError(f"{argument} {directory} has no {PIPELINE_INDEX}: it is not a pipeline directory.")
+    _check_names(directory)
     return directory
+
+
+def download_pipeline(repository: str, **options: Any) -> Path:
+    """The directory of a Hub repository's pipeline; arguments and errors as in [`find_pipeline`]."""
+    from diffusers import DiffusionPipeline
+
+    directory = Path(DiffusionPipeline.download(repository, **{"use_safetensors": True, **options}))
+    _check_names(directory)
+    return directory
+
+
+def is_hub_id(location: str) -> bool:
+    """Whether a location reads like the id of a Hub repository, `owner/name`."""
+    return _HUB_ID.fullmatch(location) is not None
+
+
+def _check_names(directory: Path) -> None:
+    """Checks that the components of a pipeline, and the weight files that they list, are inside its directory."""
+    path = directory / PIPELINE_INDEX
+    for name, entry in read_json(path, "the pipeline's index").items():
+        if isinstance(entry, list):
+            folder = named_file(directory, name, str(path))
+            for pattern in ("*.safetensors.index*.json", "*.bin.index*.json"):
+                for index in sorted(folder.glob(pattern)):
+                    read_weight_map(index)

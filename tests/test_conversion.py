@@ -16,9 +16,10 @@ import mhla_hf
 from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.conversion.options import format_bytes, parse_axes, parse_dtype, parse_layers, parse_size
-from mhla_hf.conversion.staging import check_space, list_files
+from mhla_hf.conversion.staging import check_space
 from mhla_hf.conversion.tensors import SafetensorsReader, TensorEntry, split_into_shards, write_safetensors
 from mhla_hf.files import atomic_directory
+from mhla_hf.source_files import list_files
 from tests import tiny
 
 

@@ -3,6 +3,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import pytest
@@ -523,8 +524,12 @@ class TestFiles:
             expected = result.model(**inputs).sample
             assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-5)
 
-        # The softmax model behind the result is still known.
-        assert default_teacher(result.pipeline, "transformer") == pipeline_directory
+        # The softmax model behind the result is recorded, but nothing is read elsewhere without being told.
+        assert json.loads((result.pipeline / "training.json").read_text())["source"]["location"] == str(
+            pipeline_directory.resolve()
+        )
+        with pytest.raises(ValueError, match=re.escape(f"must be given: {pipeline_directory.resolve()}, which")):
+            default_teacher(result.pipeline, "transformer")
         with pytest.raises(ValueError, match="teacher"):
             load_teacher(pipeline_directory, "transformer", str(result.pipeline))
         with pytest.raises(ValueError, match="MHLA already"):
@@ -581,8 +586,8 @@ class TestFiles:
         shutil.copytree(pipeline_directory, tmp_path / "softmax")
         convert_pretrained(tmp_path / "softmax", tmp_path / "converted", MHLA, progress=False)
         assert default_teacher(tmp_path / "converted", "transformer") == tmp_path / "softmax"
-        # A trained copy elsewhere has the conversion's record too, but finds the directory through its own.
-        trained = tmp_path / "run" / "pipeline"
+        # A trained copy has the conversion's record too, but finds the directory through its own.
+        trained = tmp_path / "trained"
         shutil.copytree(tmp_path / "converted", trained)
         (trained / "training.json").write_text(json.dumps({"source": {"location": str(tmp_path / "converted")}}))
         assert default_teacher(trained, "transformer") == tmp_path / "softmax"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _WEIGHTS = "Weights"
 _SOURCE = "Hub"
+_ORIGINAL = "Original weights of Wan"
 _COMPONENTS = "Pipelines of several transformers"
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DESTINATION if it is there.")]
@@ -33,12 +34,20 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no 
 
 @with_conversion_options
 def convert_command(
-    source: Annotated[str, typer.Argument(help="Directory of a pipeline or model, or Hub id owner/name.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
+        ),
+    ],
     destination: Annotated[Path, typer.Argument(help="Directory to write.")],
     *,
     component: Annotated[
         str | None,
-        typer.Option(help="Convert this one alone, such as transformer_2 of Wan 2.2.", rich_help_panel=_COMPONENTS),
+        typer.Option(
+            help="Convert this one alone, such as transformer_2; what a file is in --base.",
+            rich_help_panel=_COMPONENTS,
+        ),
     ] = None,
     mhla: Annotated[
         str | None,
@@ -47,6 +56,14 @@ def convert_command(
             '"transformer_2": null}. Those not named, or null, stay softmax; other options hold for all.',
             rich_help_panel=_COMPONENTS,
         ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Pipeline that the file belongs to, directory or Hub id.", rich_help_panel=_ORIGINAL),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the model's config.json, if --base is not given.", rich_help_panel=_ORIGINAL),
     ] = None,
     dtype: Dtype = None,
     variant: Annotated[
@@ -62,7 +79,7 @@ def convert_command(
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Convert a pipeline, or a model of diffusers or transformers, to MHLA.
+    """Convert a pipeline, a model of diffusers or transformers, or original weights of Wan to MHLA.
 
     The result needs fine-tuning; SANA's makes the same pictures as before until then.
     """
@@ -73,6 +90,8 @@ def convert_command(
         destination,
         options_for_components(mhla, mhla_fields(options)),
         component=component,
+        base=base,
+        config=config,
         layers=options["layers"],
         dtype=dtype,
         variant=variant,

@@ -14,11 +14,12 @@ from ..config import MHLAConfig
 from ..files import atomic_directory
 from ..models.component_options import options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES
+from ..source_files import list_files
 from .options import parse_dtype, parse_size
 from .planning import ComponentPlan, plan_component
 from .provenance import ConversionReport, describe_file
 from .source import Component, Source, download_or_find, read_source
-from .staging import byte_progress, check_destination, check_space, copy_file, list_files
+from .staging import byte_progress, check_destination, check_space, copy_file
 from .tensors import write_json, write_shards
 
 
@@ -28,6 +29,8 @@ def convert_pretrained(
     mhla: MHLAConfig | Mapping[str, Any] | None = None,
     *,
     component: str | None = None,
+    base: str | Path | None = None,
+    config: str | Path | None = None,
     layers: str | Iterable[int] | None = None,
     dtype: str | torch.dtype | None = None,
     variant: str | None = None,
@@ -53,13 +56,21 @@ def convert_pretrained(
 
     Args:
         source: A pipeline directory, a model directory, or a Hub id `owner/name`. A pipeline's `transformer_2`
-            (Wan 2.2) is converted as well.
+            (Wan 2.2) is converted as well. Also original softmax weights of Wan: a safetensors file (under the names
+            of Wan's authors, of ComfyUI or of diffusers), a GGUF file, the address of such a file on the Hub, or the
+            authors' directory of shards. Tensors quantised in GGUF (`pip install "mhla-hf[gguf]"`) are dequantised, to
+            bfloat16 unless `dtype` is given.
         destination: The directory to write.
         mhla: The options; the model's defaults for what is not given. For a pipeline also a dict of options by
             component (`{"transformer": {...}, "transformer_2": {...}}`), for a model of several towers one by tower
             (`{"vision_config": {...}}`). Components and towers that are not named, and components named with `None`,
             stay softmax and are copied as they are.
-        component: The only component to convert (`"transformer"` or `"transformer_2"`); the others are copied.
+        component: The only component to convert (`"transformer"` or `"transformer_2"`); the others are copied. Of
+            original weights, which component of `base` they are for (by default `"transformer"`).
+        base: For original weights, the pipeline (directory or Hub id) they belong to: its other components are copied,
+            and `destination` becomes a pipeline. Without it, `destination` is a model alone.
+        config: For original weights, the directory (or file) of the model's `config.json`. By default that of `base`,
+            else it is read off the weights, where heads are taken to be 128 wide as in every published Wan.
         layers: Which layers become MHLA, in place of `mhla.layers`: `"all"`, indices (`"1,2,4"` or integers), or a
             fraction such as `"2/3"`; see [`parse_layers`][mhla_hf.conversion.options.parse_layers]. Under `"all"`
             and fractions, layers with a sliding window stay softmax.
@@ -89,14 +100,32 @@ def convert_pretrained(
     dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
     local = Path(source).expanduser()
     check_destination(destination, overwrite, [local if local.exists() else None])
-    root, origin = download_or_find(
-        source,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        subfolder=subfolder,
-        local_files_only=local_files_only,
-    )
+    hub: dict[str, Any] = {
+        "revision": revision,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
+    original_only = {"base": base, "config": config}
+    # It reads files by what writes through this module.
+    from .single_file import find_weights, is_original_directory, plan_original
+
+    original = find_weights(source, hub)
+    if original is None:
+        root, origin = download_or_find(source, subfolder=subfolder, **hub)
+    else:
+        _check_unused({"subfolder": subfolder}, f"{source} is a file")
+        root, origin = original
+    if original is not None or is_original_directory(root):
+        _check_unused({"variant": variant}, f"{source} holds original weights")
+        plan, base_source, origin = plan_original(
+            root, str(source), origin, mhla, (layers, dtype, max_bytes), component=component, hub=hub, **original_only
+        )
+        check_destination(destination, overwrite, [root, None if base_source is None else base_source.root])
+        report = ConversionReport("convert", destination, origin)
+        write_result(base_source, [plan], report, progress=progress, started=started)
+        return report
+    _check_unused(original_only, f"{source} has other files and a configuration of its own")
     found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
     chosen = _choose(found, mhla, component)
     plans = [
@@ -107,6 +136,13 @@ def convert_pretrained(
     report = ConversionReport("convert", destination, found.origin)
     write_result(found, plans, report, progress=progress, started=started)
     return report
+
+
+def _check_unused(options: Mapping[str, Any], reason: str) -> None:
+    """Refuses options that would have no effect on a source."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}={str(value)!r} has no effect: {reason}.")
 
 
 def _choose(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..json_files import read_json
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from ..models.stored_config import to_stored
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
+from ..source_files import check_entry, read_weight_map
 from .engine import write_result
 from .options import parse_dtype, parse_size
 from .planning import (
@@ -127,10 +128,14 @@ def open_checkpoint(path: Path) -> tuple[list[list[TensorEntry]], tuple[Path, ..
     """
     if path.is_dir():
         files = _files_in(path)
+        for file in files:
+            if os.path.lexists(file):
+                check_entry(file, path)
     elif path.is_file():
         files = [path]
     else:
-        raise ValueError(f"checkpoint {path} does not exist.")
+        problem = "is neither a regular file nor a folder" if path.exists() else "does not exist"
+        raise ValueError(f"checkpoint {path} {problem}.")
     groups = [
         SafetensorsReader(file).entries() if file.suffix == ".safetensors" else _torch_entries(file) for file in files
     ]
@@ -142,10 +147,8 @@ def _files_in(folder: Path) -> list[Path]:
     if len(indices) > 1:
         raise ValueError(f"checkpoint {folder} has several indices: {', '.join(path.name for path in indices)}.")
     if indices:
-        weight_map = read_json(indices[0], "the index").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"the index {indices[0]} has no weight_map.")
-        return [folder / name for name in sorted(set(weight_map.values()))]
+        check_entry(indices[0], folder)
+        return read_weight_map(indices[0])
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files

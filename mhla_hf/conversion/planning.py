@@ -162,7 +162,7 @@ def _plan_weights(
     readers = weight_set.open()
     found = {name: shape for reader in readers for name, shape in reader.shapes.items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    compare_tensors(found, expected, where=str(weight_set.files[0].parent), ignored=ignored)
+    compare_tensors(found, expected, where=weight_set.where, ignored=ignored, called=weight_set.called)
     kept = kept_in_fp32(model)
     groups = [[cast_entry(entry, dtype, kept) for entry in reader.entries()] for reader in readers]
     copied = [entry for group in groups for entry in group]

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..files import path_inside
 from ..json_files import read_json
 from ..models.registry import LEGACY_CLASS, current_class, is_mhla_class
+from ..source_files import list_files, named_file, read_weight_map
 from ..sources import PIPELINE_INDEX, local_directory
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet
 
@@ -67,18 +69,15 @@ class Component:
             ValueError: If there are none, only pickles, shards without an index, or not the variant asked for.
         """
         sets = []
-        listed: set[str] = set()
+        listed: set[Path] = set()
         for path in sorted(self.folder.iterdir()):
             match = self.names.index.fullmatch(path.name)
             if match:
-                weight_map = read_json(path, "the index").get("weight_map")
-                if not isinstance(weight_map, dict) or not weight_map:
-                    raise ValueError(f"the index {path} has no weight_map.")
-                names = sorted(set(weight_map.values()))
-                listed.update(names)
-                sets.append(WeightSet(match["variant"], tuple(self.folder / name for name in names), path))
+                files = tuple(read_weight_map(path))
+                listed.update(files)
+                sets.append(WeightSet(match["variant"], files, path))
         for path in sorted(self.folder.glob("*.safetensors")):
-            if path.name in listed:
+            if path in listed:
                 continue
             if self.names.shard.fullmatch(path.name):
                 raise ValueError(f"{path} is one of several shards, but no index in {self.folder} lists it.")
@@ -167,8 +166,8 @@ def download_or_find(
         origin["subfolder"] = subfolder
     if Path(location).expanduser().is_file():
         raise ValueError(
-            f"source {location} is a file; give a directory of diffusers or transformers or a Hub id "
-            "(for the authors' checkpoints: mhla-hf import-official)."
+            f"source {location} is a file; give a directory of diffusers or transformers, a Hub id, or a file of "
+            "weights (.safetensors, .gguf; for the checkpoints of MHLA's authors: mhla-hf import-official)."
         )
     path = local_directory(location, "source")
     if path is not None:
@@ -180,7 +179,7 @@ def download_or_find(
         if re.fullmatch(r"[0-9a-f]{40}", path.name):
             origin["commit"] = path.name
     if subfolder:
-        path = path / subfolder
+        path = path_inside(path, subfolder, "subfolder")
         if not path.is_dir():
             raise ValueError(f"subfolder={subfolder!r} is not in {location}.")
     return path, origin
@@ -238,8 +237,10 @@ def read_source(
         transformers: Whether a model directory of transformers is of interest too.
 
     Raises:
-        ValueError: If it is neither a pipeline nor a model, has no model of a wanted class, or is quantised.
+        ValueError: If it is neither a pipeline nor a model, has no model of a wanted class, is quantised, or links and
+            names in it lead out of it.
     """
+    list_files(root)
     index_path = root / PIPELINE_INDEX
     supported = ", ".join(sorted(name for name in wanted if not is_mhla_class(name)))
     if index_path.is_file():
@@ -250,14 +251,15 @@ def read_source(
             if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
         }
         for name in [name for name, class_name in classes.items() if class_name == LEGACY_CLASS]:
-            classes[name] = _read_component(name, root / name, location).class_name
+            classes[name] = _read_component(name, named_file(root, name, str(index_path)), location).class_name
         names = [name for name, class_name in classes.items() if class_name in wanted]
         if not names:
             models = ", ".join(f"{name} ({class_name})" for name, class_name in sorted(classes.items()))
             raise ValueError(
                 f"{location} has no model that can be converted; it has {models}. Supported: {supported}."
             )
-        components = tuple(_read_component(name, root / name, location) for name in names)
+        folders = {name: named_file(root, name, str(index_path)) for name in names}
+        components = tuple(_read_component(name, folder, location) for name, folder in folders.items())
         for component in components:
             if component.class_name != classes[component.name]:
                 raise ValueError(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from .options import format_bytes
 
 
-_IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 _COPY_CHUNK = 8 * 2**20
 
 
@@ -57,15 +55,6 @@ def check_space(destination: Path, needed: int) -> None:
         raise ValueError(
             f"destination {destination} needs {format_bytes(needed)}, but {folder} has {format_bytes(free)} free."
         )
-
-
-def list_files(root: Path) -> list[Path]:
-    """Every file below `root`, relative to it, in order; version control and download caches left out."""
-    found = []
-    for folder, names, files in os.walk(root, followlinks=True):
-        names[:] = sorted(name for name in names if name not in _IGNORED_FOLDERS)
-        found += [(Path(folder) / name).relative_to(root) for name in sorted(files)]
-    return found
 
 
 def copy_file(source: Path, target: Path, on_bytes: Callable[[int], None] | None = None) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..files import atomic_directory, write_json
+from ..source_files import list_files
 from ..sources import PIPELINE_INDEX
 from .checkpoints import full_tensor
 from .parameters import lora_options, lora_state_dict, mhla_state_dict
@@ -71,18 +72,19 @@ def export_pipeline(
         component: Name of the trained transformer.
         model: The trained transformer, without LoRA.
         record: What to say about the training in `training.json`.
+
+    Raises:
+        ValueError: If links in the source lead out of it, see `list_files`.
     """
     index = read_index(source)
     index[component] = ["diffusers", type(model).__name__]
     with atomic_directory(destination) as temporary:
-        for path in source.iterdir():
+        for path in list_files(source):
             # Version-control and download bookkeeping of the source is none of the new pipeline's.
-            if path.name in (component, PIPELINE_INDEX, RECORD) or path.name.startswith("."):
+            if path.parts[0] in (component, PIPELINE_INDEX, RECORD) or path.parts[0].startswith("."):
                 continue
-            if path.is_dir():
-                shutil.copytree(path, temporary / path.name)
-            else:
-                shutil.copyfile(path, temporary / path.name)
+            (temporary / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / path, temporary / path)
         model.save_pretrained(temporary / component)
         (temporary / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_json(temporary / RECORD, record)

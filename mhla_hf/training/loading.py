@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 
+from ..files import path_inside
+from ..json_files import read_json
 from ..models.registry import current_class, is_mhla_class, mhla_class_for
-from ..sources import find_pipeline
+from ..sources import download_pipeline, find_pipeline, is_hub_id
 from .config import UNCONVERTED, TrainingConfig
 from .objectives import objective_class
 from .parameters import check_takes_adapters
@@ -25,10 +26,10 @@ def component_config(directory: Path, component: str) -> dict[str, Any]:
             one for image-to-video or a distilled one.
     """
     path = directory / component / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"component: {directory} has no {component}")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    name = current_class(config.get("_class_name", ""), config)
+    config = read_json(path, "the model's configuration", required={"_class_name": str})
+    name = current_class(config["_class_name"], config)
     objective_class(name, f"component: {component} of {directory}").check_config(config)
     return {**config, "_class_name": name}
 
@@ -131,11 +132,11 @@ def find_teacher(directory: Path, component: str, teacher: str | None) -> tuple[
 def default_teacher(directory: Path, component: str) -> Path:
     """The ordinary pipeline behind a pipeline directory: itself, or what `conversion.json` or `training.json` names.
 
-    A Hub repository is downloaded. A directory may be recorded by its name alone: then it is looked for beside the
-    one with the record.
+    A Hub repository is downloaded. A directory is looked for beside the one with the record, and nowhere else: what
+    others recorded is no reason to read elsewhere.
 
     Raises:
-        ValueError: If it is unknown or gone.
+        ValueError: If it is unknown, gone or elsewhere.
     """
     if not is_mhla_class(component_config(directory, component)["_class_name"]):
         return directory
@@ -148,7 +149,7 @@ def default_teacher(directory: Path, component: str) -> Path:
     while waiting:
         owner, source = waiting.pop(0)
         try:
-            found = find_pipeline(source if "/" in source else owner.resolve().with_name(source), "teacher")
+            found = _find_recorded(owner, source)
             is_ordinary = not is_mhla_class(component_config(found, component)["_class_name"])
         except (OSError, ValueError):
             continue
@@ -157,15 +158,27 @@ def default_teacher(directory: Path, component: str) -> Path:
         if found.resolve() not in seen:
             seen.add(found.resolve())
             waiting = [(found, source) for source in _recorded_sources(found)] + waiting
-    raise ValueError(f"teacher must be given: {first}, which {directory} comes from, is not there")
+    raise ValueError(
+        f"teacher must be given: {first}, which {directory} comes from, is not there (only Hub repositories and "
+        "folders beside it are looked for)"
+    )
+
+
+def _find_recorded(owner: Path, source: str) -> Path:
+    """The pipeline that the record of another one names."""
+    if is_hub_id(source):
+        return download_pipeline(source)
+    folder = owner.resolve().parent
+    name = str(Path(source).relative_to(folder)) if Path(source).is_absolute() else source
+    return find_pipeline(path_inside(folder, name, f"the record of {owner}"), "teacher")
 
 
 def _recorded_sources(directory: Path) -> list[str]:
     """What the records of a pipeline directory say it was made from."""
     records = [directory / name for name in ("conversion.json", "training.json")]
-    contents = [json.loads(record.read_text(encoding="utf-8")) for record in records if record.is_file()]
+    contents = [read_json(record, "the record", optional={"source": dict}) for record in records if record.exists()]
     locations = [content.get("source", {}).get("location") for content in contents]
-    return [str(location) for location in locations if location]
+    return [location for location in locations if location and isinstance(location, str)]
 
 
 def _upstream_class(name: str) -> Any:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..files import remove_leftovers, write_json
+from ..source_files import list_files
 from ..sources import find_pipeline
 from . import loading, parameters
 from .batches import LatentSamples, check_null_condition, stable_seed
@@ -95,6 +96,9 @@ class DiffusionTrainer:
         if config.model is not None:
             with self.accelerator.main_process_first():
                 self.source = find_pipeline(config.model, "model")
+            if self.output is not None:
+                # The finished pipeline gets a copy of them.
+                list_files(self.source)
         if dataset is None:
             dataset = LatentDataset(config.cache or Path(str(config.output)) / "cache")
         self.dataset = dataset

@@ -16,6 +16,7 @@ from ...config import MHLAConfig
 from ...layers.mhla import MHLA
 from .families import is_tested
 from .geometry import (
+    chooses_by_name,
     dispatches,
     heads_of,
     is_cross_attention,
@@ -23,47 +24,30 @@ from .geometry import (
     keywords_reach,
     num_prefix_tokens,
     patch_grid,
+    settings_without_windows,
     unsupported_reason,
     window_reason,
 )
 from .inputs import NAME, LayerInputsHook, ModelInputsHook
 from .options import max_positions, resolve_image, resolve_sequence
 from .rotary import rotates_sometimes, rotation_of, uses_rotary
+from .towers import (
+    implementations,
+    keep_softmax,
+    keep_softmax_in_unserved,
+    mark_implementation,
+    may_keep_softmax,
+    prepare_config,
+    remember,
+    restore,
+    text_part,
+    wants_mhla,
+)
 
 
 logger = logging.get_logger(__name__)
 
 _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
-
-
-def wants_mhla(config: Any) -> bool:
-    """Whether a configuration asks for MHLA, by its options or its attention implementation."""
-    return getattr(config, "mhla", None) is not None or getattr(config, "_attn_implementation", None) == NAME
-
-
-def prepare_config(config: Any) -> None:
-    """Makes `mhla` options alone enough, before a model is built.
-
-    Options for a model of several towers go to the configuration of each tower.
-
-    Args:
-        config: The model's configuration; its attention implementation is set where it was left open.
-
-    Raises:
-        ValueError: If options for towers name one that the model does not have.
-    """
-    given = getattr(config, "mhla", None)
-    towers = _towers(config)
-    if given is not None and towers:
-        by_tower = isinstance(given, Mapping) and bool(given) and all(str(name) in towers for name in given)
-        for name, tower in towers.items():
-            if not by_tower or name in given:
-                tower.mhla = given[name] if by_tower else given
-        config.mhla = None
-    for tower in towers.values():
-        prepare_config(tower)
-    if getattr(config, "mhla", None) is not None and config._attn_implementation is None:
-        config._attn_implementation = NAME
 
 
 def attach(model: PreTrainedModel) -> int:
@@ -80,30 +64,37 @@ def attach(model: PreTrainedModel) -> int:
     Raises:
         ValueError: If the model cannot be served; the message gives the reason.
     """
-    if _sees_inputs(model):
-        for attentions in _groups(model).values():
-            if not any(hasattr(module, "mhla") for _, module in attentions):
-                _attach_to(model, attentions)
+    attentions = _attentions(model) if _sees_inputs(model) else []
+    if attentions and not any(hasattr(module, "mhla") for _, module in attentions):
+        try:
+            _attach_to(model, attentions)
+        except ValueError as error:
+            if not may_keep_softmax(model.config):
+                raise
+            _keep_softmax(model, model.config, str(error))
     count = sum(isinstance(module, MHLA) for module in model.modules())
-    if count == 0 and wants_mhla(model.config) and _has_attention(model) and _sees_inputs(model):
-        raise ValueError(_not_dispatching(model))
-    _leave_other_towers_softmax(model)
+    if count == 0 and wants_mhla(model.config) and _is_whole(model):
+        if not may_keep_softmax(model.config):
+            raise ValueError(_not_dispatching(model) if _has_attention(model) else _no_attention(model))
+        _keep_softmax(model, model.config, _not_dispatching(model) if _has_attention(model) else _no_attention(model))
+    keep_softmax_in_unserved(model)
     return count
 
 
-def _leave_other_towers_softmax(model: PreTrainedModel) -> None:
-    """Sets towers that have no MHLA layers back to softmax, where a whole composite model was asked for MHLA."""
-    for name, tower in _towers(model.config).items():
-        if tower._attn_implementation == NAME and tower.mhla is None and not _towers(tower):
-            tower._attn_implementation_internal = "sdpa"
-            logger.warning_once(
-                f"{name} of {type(model).__name__} has no attention that can be MHLA and keeps softmax. Ask for "
-                f"single parts by attn_implementation={{'text_config': 'mhla'}} and the like."
-            )
+def _keep_softmax(model: PreTrainedModel, config: Any, error: str) -> None:
+    name = type(model).__name__
+    reason = error.removeprefix(f"{name} cannot use attn_implementation='mhla': ").rstrip(".")
+    keep_softmax(name, config, _softmax_of(model), reason)
+
+
+def _softmax_of(model: PreTrainedModel) -> str:
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def check_class(model: PreTrainedModel, config: Any) -> None:
     """Refuses models that have attention classes of their own for each implementation, before they are built.
+
+    A tower that was asked for as part of a whole model keeps softmax instead.
 
     Raises:
         ValueError: If such a model is asked for MHLA.
@@ -111,8 +102,17 @@ def check_class(model: PreTrainedModel, config: Any) -> None:
     # Of a class made elsewhere, in a notebook say, transformers knows nothing; its bases may do.
     known: list[Any] = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel)]
     known.remove(PreTrainedModel)
-    if wants_mhla(config) and not _towers(config) and not any(base._can_set_attn_implementation() for base in known):
+    if not wants_mhla(config):
+        return
+    if any(base._can_set_attn_implementation() for base in known) and not chooses_by_name(type(model)):
+        return
+    if may_keep_softmax(config):
+        _keep_softmax(model, config, _not_dispatching(model))
+    elif text_part(config) is config:
         raise ValueError(_not_dispatching(model))
+    else:
+        # Its towers are asked when they are built; what it has beside them is not meant.
+        config._attn_implementation_internal = _softmax_of(model)
 
 
 def warn_of_softmax(model: PreTrainedModel) -> None:
@@ -132,6 +132,10 @@ def _not_dispatching(model: nn.Module) -> str:
     )
 
 
+def _no_attention(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot use attn_implementation='mhla': it has no self-attention."
+
+
 def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) -> None:
     config: Any = attentions[0][1].config
     model_name = type(model).__name__
@@ -144,7 +148,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     indices = [_layer_index(module, position) for position, (_, module) in enumerate(attentions)]
     windows = {index: window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
     options = _resolve(model, config, attentions[0][1])
-    chosen = _chosen_layers(model_name, options, indices, windows)
+    chosen = _chosen_layers(model_name, options, indices, windows, attentions[0][1])
     if not is_tested(config.model_type):
         logger.warning_once(f"{model_name} was not tested with MHLA; mhla_hf.supported_models() lists those that are.")
     prefix = num_prefix_tokens(model) if not options.is_sequence else 0
@@ -180,14 +184,14 @@ def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAC
 
 
 def _chosen_layers(
-    model_name: str, options: MHLAConfig, indices: list[int], windows: dict[int, str | None]
+    model_name: str, options: MHLAConfig, indices: list[int], windows: dict[int, str | None], first: nn.Module
 ) -> set[int]:
     if options.layers is None:
         chosen = {index for index in indices if windows[index] is None}
         if not chosen:
             raise ValueError(
                 f"{model_name} cannot use attn_implementation='mhla': no layer can be MHLA, the first one because "
-                f"{windows[indices[0]]}."
+                f"{windows[indices[0]]}.{_without_windows(first)}"
             )
         return chosen
     for index in options.layers:
@@ -196,6 +200,20 @@ def _chosen_layers(
         if windows[index] is not None:
             raise ValueError(f"Layer {index} of {model_name} cannot be MHLA: {windows[index]}.")
     return set(options.layers)
+
+
+def _without_windows(attention: nn.Module) -> str:
+    """What to do about a model all of whose layers have windows, as the end of a message; nothing where none helps."""
+    settings = settings_without_windows(attention)
+    if not settings:
+        return ""
+    types = settings.get("layer_types", [])
+    if len(set(types)) == 1:
+        settings["layer_types"] = f"[{types[0]!r}] * {len(types)}"
+    given = ", ".join(f"{name}={value}" for name, value in settings.items())
+    return (
+        f" Load it with {given}, or set that in (its part of) config.json: the layers then attend to the whole text."
+    )
 
 
 def _check_rotary(attention: nn.Module, options: MHLAConfig) -> None:
@@ -208,23 +226,30 @@ def _check_rotary(attention: nn.Module, options: MHLAConfig) -> None:
         )
 
 
-def _groups(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
-    """The self-attention modules whose configuration asks for MHLA, by configuration.
+def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The self-attention modules of a model's own configuration, if that asks for MHLA.
 
-    A configuration whose modules sit inside an inner model was seen to when that one was built.
+    Those of an inner model's configuration were seen to when that one was built.
     """
-    groups: dict[int, list[tuple[str, nn.Module]]] = {}
-    for name, module in model.named_modules():
-        if dispatches(module) and wants_mhla(module.config) and not is_cross_attention(name, module):
-            if module.config is model.config:
-                groups.setdefault(id(module.config), []).append((name, module))
-    return groups
+    if not wants_mhla(model.config):
+        return []
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if dispatches(module) and module.config is model.config and not is_cross_attention(name, module)
+    ]
 
 
 def _sees_inputs(model: nn.Module) -> bool:
     """Whether a model is given what [`ModelInputsHook`] has to read; encoders inside a model may not be."""
     parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     return any(name in parameters for name in _INPUTS)
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether a model would hold the attention that its configuration speaks of, and is no mere part of it."""
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return "input_ids" in parameters or (_has_attention(model) and _sees_inputs(model))
 
 
 def _layer_index(module: nn.Module, position: int) -> int:
@@ -287,7 +312,9 @@ def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mappin
         raise ValueError(
             "This model is split over processes. Convert the checkpoint first (mhla-hf convert) and load the result."
         )
-    before = _remember(model.config)
+    before = remember(model.config)
+    for config, _, _ in before:
+        config._attn_implementation_internal = None
     model.config.mhla = {} if mhla is None else mhla
     try:
         prepare_config(model.config)
@@ -298,47 +325,15 @@ def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mappin
         if not any(isinstance(module, MHLA) for module in model.modules()):
             raise ValueError(f"{type(model).__name__} has no self-attention that can be MHLA.")
     except Exception:
-        _restore(before)
+        restore(before)
         raise
+    for config, _, implementation in before:
+        if config.mhla is None:
+            config._attn_implementation_internal = implementation
     for attention in [module for module in model.modules() if isinstance(getattr(module, "mhla", None), MHLA)]:
         weight = next(parameter for name, parameter in attention.named_parameters() if not name.startswith("mhla."))
         dtype = weight.dtype if weight.is_floating_point() else model.dtype
         attention.mhla.to(device=weight.device, dtype=dtype).train(attention.training)
     mark_implementation(model.config)
-    model.set_attn_implementation(NAME if not model.config.sub_configs else _implementations(model.config))
+    model.set_attn_implementation(NAME if not model.config.sub_configs else implementations(model.config))
     return model
-
-
-def mark_implementation(config: Any) -> None:
-    """Writes the attention implementation into the configuration that is saved.
-
-    Libraries and readers without this package then stop with an error instead of loading the model as softmax.
-    """
-    implementation = _implementations(config)
-    if implementation:
-        config.attn_implementation = implementation
-
-
-def _implementations(config: Any) -> Any:
-    """`"mhla"`, a dict of towers, or None."""
-    if getattr(config, "mhla", None) is not None:
-        return NAME
-    found = {name: _implementations(tower) for name, tower in _towers(config).items()}
-    return {name: value for name, value in found.items() if value} or None
-
-
-def _towers(config: Any) -> dict[str, Any]:
-    """The configurations inside a composite one, by name."""
-    towers = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
-    return {name: tower for name, tower in towers.items() if tower is not None}
-
-
-def _remember(config: Any) -> list[tuple[Any, Any, Any]]:
-    entries = [(config, getattr(config, "mhla", None), config._attn_implementation)]
-    return entries + [entry for tower in _towers(config).values() for entry in _remember(tower)]
-
-
-def _restore(entries: list[tuple[Any, Any, Any]]) -> None:
-    for config, mhla, implementation in entries:
-        config.mhla = mhla
-        config._attn_implementation_internal = implementation

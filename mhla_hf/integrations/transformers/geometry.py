@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch.nn as nn
@@ -18,6 +21,17 @@ _UNSUPPORTED_CONFIG = {
     "alibi": "it uses ALiBi biases",
     "add_cross_attention": "it attends to an encoder as well (cross-attention)",
     "kv_lora_rank": "its keys and values are compressed (multi-head latent attention)",
+    "cross_attention_layers": "some of its layers attend to an image (cross-attention)",
+    "keep_window_size": "it chooses the tokens to attend to (dynamic masks)",
+}
+# Attributes of attention modules, and arguments of their `forward`, that mean as much.
+_UNSUPPORTED_ATTRIBUTES = {
+    "sinks": "it uses attention sinks",
+    "lambda_q1": "it subtracts one attention from another (differential attention)",
+}
+_UNSUPPORTED_ARGUMENTS = {
+    "position_bias": "it uses position biases",
+    "cycle_offset": "its layers run several times for each token, and keep a cache for each time",
 }
 _RELATIVE = ("relative_key", "relative_key_query")
 _PREFIX_PARAMETERS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
@@ -106,10 +120,15 @@ def unsupported_reason(module: nn.Module) -> str | None:
     for name in ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias"):
         if getattr(module, name, None) not in (None, False):
             return "it uses relative position biases"
-    if "position_bias" in inspect.signature(inspect.unwrap(type(module).forward)).parameters:
-        return "it uses position biases"
-    if getattr(module, "sinks", None) is not None:
-        return "it uses attention sinks"
+    for name, reason in _UNSUPPORTED_ATTRIBUTES.items():
+        if getattr(module, name, None) is not None:
+            return reason
+    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    for name, reason in _UNSUPPORTED_ARGUMENTS.items():
+        if name in arguments:
+            return reason
+    if getattr(config, "is_decoder", False) and getattr(module, "is_causal", True) is False:
+        return "it is a decoder whose attention modules do not say that they look back only"
     return None
 
 
@@ -117,14 +136,95 @@ def window_reason(module: nn.Module, layer_index: int) -> str | None:
     """Why this layer stays softmax although the model's other layers can be MHLA, or None."""
     config: Any = module.config
     types = getattr(config, "layer_types", None)
-    if isinstance(types, Sequence) and layer_index < len(types) and types[layer_index] != "full_attention":
-        return f"it is a layer of {str(types[layer_index]).replace('_', ' ')}"
+    if isinstance(types, Sequence) and layer_index < len(types):
+        kind = str(types[layer_index])
+        if kind.startswith("hybrid"):
+            return "it keeps a recurrent state beside that of its attention"
+        if kind != "full_attention":
+            return f"it is a layer of {kind.replace('_', ' ')}"
+        # Some models give every module the width of the window, and leave it unused in their full layers.
+        return "it attends to a sliding window" if getattr(module, "is_sliding", False) else None
     if getattr(module, "is_sliding", False) or getattr(module, "sliding_window", None):
         return "it attends to a sliding window"
-    if not isinstance(types, Sequence) and getattr(config, "sliding_window", None):
-        if getattr(config, "use_sliding_window", True):
-            return "it attends to a sliding window"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return "it attends to a sliding window"
     return None
+
+
+def settings_without_windows(module: nn.Module) -> dict[str, Any]:
+    """What to set in a configuration so that layers within sliding windows attend to the whole text.
+
+    Up to the length of the window they compute the same.
+
+    Args:
+        module: An attention module within a window.
+
+    Returns:
+        Names and values; empty where the module has no window, or where more than the window would change.
+    """
+    config: Any = module.config
+    types = getattr(config, "layer_types", None)
+    if not isinstance(types, Sequence):
+        return {"sliding_window": None} if getattr(config, "sliding_window", None) else {}
+    if "sliding_attention" not in types:
+        return {}
+    settings: dict[str, Any] = {
+        "layer_types": ["full_attention" if kind == "sliding_attention" else kind for kind in types]
+    }
+    condition = _rotation_condition(module)
+    if "sliding" in condition:
+        # Where no layer may have a window, the model must not make a mask for such layers either.
+        made_when_used = '"sliding_attention" in self.config.layer_types' in _source(inspect.getmodule(module))
+        if "sliding_window is None" not in condition or not made_when_used:
+            return {}
+        settings = {"sliding_window": None, **settings}
+    return settings
+
+
+def _rotation_condition(module: nn.Module) -> str:
+    """The conditions under which a module's `forward` rotates queries and keys, as they are written."""
+    try:
+        tree = ast.parse(textwrap.dedent(_source(inspect.unwrap(type(module).forward))))
+    except SyntaxError:
+        return ""
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    return " and ".join(
+        ast.unparse(branch.test) for branch in branches if any("rotary" in ast.unparse(line) for line in branch.body)
+    )
+
+
+def _source(thing: Any) -> str:
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return ""
+
+
+def chooses_by_name(model_class: type) -> bool:
+    """Whether building a model looks its attention classes up by the name of the implementation, in a dict."""
+    waiting: list[Any] = [model_class]
+    seen = set()
+    while waiting:
+        built = waiting.pop()
+        if built in seen:
+            continue
+        seen.add(built)
+        constructor = inspect.unwrap(built.__init__)
+        for name in _global_names(getattr(constructor, "__code__", None)):
+            found = getattr(constructor, "__globals__", {}).get(name)
+            if isinstance(found, dict) and "eager" in found and all(isinstance(one, type) for one in found.values()):
+                return True
+            # Inner models are asked themselves.
+            if isinstance(found, type) and issubclass(found, nn.Module) and not hasattr(found, "config_class"):
+                waiting.append(found)
+    return False
+
+
+def _global_names(code: Any) -> set[str]:
+    """The names that a function and those inside it look up."""
+    if not isinstance(code, CodeType):
+        return set()
+    return set(code.co_names).union(*(_global_names(constant) for constant in code.co_consts))
 
 
 def is_image_model(config: Any) -> bool:

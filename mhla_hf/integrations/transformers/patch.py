@@ -70,7 +70,8 @@ def install_models(module: ModuleType) -> None:
     @functools.wraps(_originals["__init__"])
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, configuration_utils.PreTrainedConfig):
-            from .attaching import check_class, prepare_config
+            from .attaching import check_class
+            from .towers import prepare_config
 
             prepare_config(config)
             check_class(self, config)
@@ -78,7 +79,8 @@ def install_models(module: ModuleType) -> None:
 
     @functools.wraps(_originals["post_init"])
     def post_init(self: Any) -> None:
-        from .attaching import attach, mark_implementation, wants_mhla, warn_of_softmax
+        from .attaching import attach, warn_of_softmax
+        from .towers import mark_implementation, wants_mhla
 
         # Before the original, which initialises weights: parameters must exist by then.
         if wants_mhla(self.config) or getattr(self.config, "sub_configs", None):

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversion of original Wan weights (one file, quantised ones in GGUF too, or a folder of shards) to MHLA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..config import MHLAConfig
+from ..gguf_file import SUFFIX as GGUF_SUFFIX
+from ..gguf_file import GGUFFile
+from ..json_files import read_json
+from ..models.component_options import options_by_component
+from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
+from ..models.single_file import find_single_file, is_url, read_config
+from ..sources import PIPELINE_INDEX
+from .official import TORCH_SUFFIXES, open_checkpoint
+from .planning import ComponentPlan, plan_component
+from .source import Component, Source, download_or_find, read_source
+from .tensors import TensorEntry
+from .weight_files import WeightSet
+
+
+UPSTREAM = "WanTransformer3DModel"
+# The class that the configurations in the repositories of Wan's authors name.
+_AUTHORS_CLASS = "WanModel"
+_SUFFIXES = (".safetensors", GGUF_SUFFIX, *TORCH_SUFFIXES)
+
+
+class _Tensors(NamedTuple):
+    """What is asked of an open weight file."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    tensors: list[TensorEntry]
+
+    def entries(self) -> list[TensorEntry]:
+        return self.tensors
+
+
+@dataclass(frozen=True)
+class OriginalWeights(WeightSet):
+    """Weights under the names of diffusers, which files hold under others.
+
+    Attributes:
+        groups: The tensors of each file.
+        names: Their names in the file, by the name in diffusers.
+        location: What the user called the file or folder.
+    """
+
+    groups: tuple[tuple[TensorEntry, ...], ...] = ()
+    names: Mapping[str, str] | None = None
+    location: str = ""
+
+    def open(self, *, floats_only: bool = True) -> list[Any]:
+        """The tensors of each file; they were checked when their headers were read."""
+        return [
+            _Tensors(path, {entry.name: entry.shape for entry in group}, list(group))
+            for path, group in zip(self.files, self.groups)
+        ]
+
+    @property
+    def where(self) -> str:
+        """What holds the weights, for errors."""
+        return self.location
+
+    def called(self, name: str) -> str:
+        """The name of a weight in the file, for errors."""
+        return (self.names or {}).get(name, name)
+
+
+@dataclass(frozen=True)
+class OriginalComponent(Component):
+    """A model whose weights are original ones.
+
+    Attributes:
+        weights: The weights.
+    """
+
+    weights: OriginalWeights | None = None
+
+    def weight_sets(self, variant: str | None = None) -> list[WeightSet]:
+        """The one set of weights."""
+        assert self.weights is not None
+        return [self.weights]
+
+
+def find_weights(source: str | Path, hub: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+    """The weight file that a source means, and where it came from; `None` if it is a directory or repository.
+
+    Args:
+        source: What the user gave: a path, an address on the Hub, or anything else.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
+
+    Raises:
+        ValueError: If it is called like a weight file and is not there, or cannot be downloaded.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() or not (is_url(source) or path.suffix in _SUFFIXES):
+        return None
+    path = find_single_file(source, **hub)
+    return path, {"location": str(source) if is_url(source) else path.resolve().name}
+
+
+def is_original_directory(folder: Path) -> bool:
+    """Whether a directory holds a model of Wan's authors: `config.json` for their own class, and shards."""
+    path = folder / "config.json"
+    if not path.is_file() or (folder / PIPELINE_INDEX).exists():
+        return False
+    return read_json(path, "the model's configuration").get("_class_name") == _AUTHORS_CLASS
+
+
+def plan_original(
+    path: Path,
+    location: str,
+    origin: Mapping[str, Any],
+    mhla: MHLAConfig | Mapping[str, Any] | None,
+    options: tuple[Any, ...],
+    *,
+    component: str | None,
+    base: str | Path | None,
+    config: str | Path | None,
+    hub: Mapping[str, Any],
+) -> tuple[ComponentPlan, Source | None, dict[str, Any]]:
+    """Decides everything about original weights before anything is written.
+
+    Args:
+        path: The file, or the directory of shards.
+        location: What the user called it.
+        origin: Where it came from.
+        mhla: As for `convert_pretrained`, as are all others that are not described; so are the errors.
+        options: `layers`, `dtype` and the size of the largest weight file, as for
+            [`plan_component`][mhla_hf.conversion.planning.plan_component].
+        component: Name of the component.
+        base: The pipeline.
+        config: The configuration.
+        hub: Options of downloads.
+
+    Returns:
+        The plan, the pipeline that it is put into (`None` for a model alone), and the origin with what was found.
+    """
+    name = component or "transformer"
+    chosen = options_by_component(mhla, [name])
+    part, kinds = _read_weights(path, location, name)
+    origin = {**origin, "stored_as": kinds} if kinds else dict(origin)
+    source = None
+    if base is not None:
+        source = _read_base(base, name, hub)
+        origin["base"] = source.origin
+    part = replace(part, config=_configuration(part, name, config, source))
+    layers, dtype, max_bytes = options
+    return plan_component(part, chosen[name], layers, dtype, None, max_bytes), source, origin
+
+
+def _read_weights(path: Path, location: str, name: str) -> tuple[OriginalComponent, dict[str, int]]:
+    """A model without its configuration, and how many of its tensors are in which of GGUF's types."""
+    groups: list[list[TensorEntry]]
+    files: tuple[Path, ...]
+    kinds: dict[str, int] = {}
+    if path.suffix == GGUF_SUFFIX:
+        file = GGUFFile(path)
+        groups, files, kinds = [_gguf_entries(file)], (path,), file.kinds
+    else:
+        groups, files = open_checkpoint(path)
+    seen = [entry.name for group in groups for entry in group]
+    if any(".cross_attn.kv_linear." in key for key in seen):
+        raise ValueError(
+            f"{location} holds original weights of SANA, which the command does not convert: load it with "
+            "MHLASanaTransformer2DModel.from_single_file(file, config=...) and write it with save_pretrained."
+        )
+    try:
+        names = family_for(UPSTREAM).load_class().original_names(seen)
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}") from error
+    targets = {original: target for target, original in names.items()}
+    renamed = tuple(
+        tuple(replace(entry, name=targets[entry.name]) for entry in group if entry.name in targets) for group in groups
+    )
+    weights = OriginalWeights(None, files, groups=renamed, names=names, location=location)
+    return OriginalComponent(name, path, {}, weights=weights), kinds
+
+
+def _gguf_entries(file: GGUFFile) -> list[TensorEntry]:
+    return [
+        TensorEntry(name, shape, file.dtypes[name], lambda name=name: file.load(name))  # type: ignore[misc]
+        for name, shape in file.shapes.items()
+    ]
+
+
+def _read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
+    root, origin = download_or_find(base, **hub)
+    source = read_source(root, str(base), origin, {**FAMILIES, **MHLA_CLASSES})
+    if source.pipeline is None:
+        raise ValueError(f"base {base} is not a pipeline directory.")
+    if name not in [part.name for part in source.components]:
+        allowed = ", ".join(part.name for part in source.components)
+        raise ValueError(f"component={name!r} is not a component of base {base} that can be MHLA: {allowed}.")
+    return source
+
+
+def _configuration(
+    part: OriginalComponent, name: str, config: str | Path | None, base: Source | None
+) -> dict[str, Any]:
+    """The configuration of the softmax model: the one given, the base's, or what the weights tell."""
+    if config is not None:
+        path = Path(config).expanduser()
+        if path.is_dir():
+            path = (path / name if (path / PIPELINE_INDEX).is_file() else path) / "config.json"
+        found, where = read_json(path, "the model's configuration"), str(path)
+    elif base is not None:
+        found = next(item.config for item in base.components if item.name == name)
+        where = f"{name} of base {base.location}"
+    else:
+        assert part.weights is not None
+        shapes = {entry.name: entry.shape for group in part.weights.groups for entry in group}
+        how = "--config (config=), or the pipeline it belongs to as --base (base=)"
+        found = read_config(family_for(UPSTREAM).load_class(), shapes, part.weights.location, how)
+        where = ""
+    class_name = found.get("_class_name", UPSTREAM)
+    if class_name != UPSTREAM and not (is_mhla_class(class_name) and family_for(class_name).upstream == UPSTREAM):
+        raise ValueError(f"{where} is of a {class_name}; original weights of {UPSTREAM} alone are converted.")
+    from diffusers import __version__
+
+    # The options of an expert that was MHLA before are its own, not those of the one that takes its place.
+    kept = {key: value for key, value in found.items() if key != "mhla"}
+    return {"_diffusers_version": __version__, **kept, "_class_name": UPSTREAM}

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which towers of a composite model are asked for MHLA, and how those that cannot keep softmax.
+
+A model of several towers may be asked as a whole. Its text part then has to become MHLA; the others follow where they
+can. A tower that is named, or that was MHLA when the model was saved, has to become MHLA as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils import logging
+
+from .inputs import NAME
+from .options import is_complete
+
+
+logger = logging.get_logger(__name__)
+
+
+class OptionsOfWhole(dict[str, Any]):
+    """Options that a tower has because the whole model was asked: it may keep softmax."""
+
+
+def wants_mhla(config: Any) -> bool:
+    """Whether a configuration asks for MHLA, by its options or its attention implementation."""
+    return getattr(config, "mhla", None) is not None or getattr(config, "_attn_implementation", None) == NAME
+
+
+def may_keep_softmax(config: Any) -> bool:
+    """Whether MHLA was asked of a tower only as part of the whole model."""
+    return isinstance(getattr(config, "mhla", None), OptionsOfWhole)
+
+
+def towers_of(config: Any) -> dict[str, Any]:
+    """The configurations inside a composite one, by name."""
+    towers = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    return {name: tower for name, tower in towers.items() if tower is not None}
+
+
+def text_part(config: Any) -> Any:
+    """The configuration of the text part of a composite model, which may be the whole; None where it is not known."""
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError:
+        return None
+    return text if text is config or any(text is tower for tower in towers_of(config).values()) else None
+
+
+def prepare_config(config: Any) -> None:
+    """Makes `mhla` options alone enough, before a model is built.
+
+    Options for a model of several towers go to the configuration of each tower that was asked.
+
+    Args:
+        config: The model's configuration; its attention implementation is set where it was left open.
+    """
+    towers = towers_of(config)
+    if towers:
+        _ask_towers(config, towers)
+    for tower in towers.values():
+        prepare_config(tower)
+    if getattr(config, "mhla", None) is not None and config._attn_implementation is None:
+        config._attn_implementation_internal = NAME
+
+
+def _ask_towers(config: Any, towers: dict[str, Any]) -> None:
+    given, text = getattr(config, "mhla", None), text_part(config)
+    whole = config._attn_implementation == NAME
+    if isinstance(given, Mapping) and given and all(str(name) in towers for name in given):
+        for name, options in given.items():
+            towers[str(name)].mhla = options
+        config.mhla = given = None
+    if (given is None and not whole) or (text is config and is_complete(given)):
+        # Complete options are those of layers that the model has beside its towers, and was made with.
+        return
+    named = [] if whole else [tower for tower in towers.values() if tower._attn_implementation == NAME]
+    must = [*named, text] if not may_keep_softmax(config) else named
+    for tower in named or towers.values():
+        if tower._attn_implementation not in (None, NAME):
+            continue
+        options = dict(given or {})
+        if tower.mhla is None:
+            tower.mhla = options if any(tower is one for one in must) else OptionsOfWhole(options)
+        elif given is not None and not may_keep_softmax(tower):
+            tower.mhla = options
+    if text is not config or named:
+        config.mhla = None
+
+
+def keep_softmax(name: str, config: Any, implementation: str, reason: str) -> None:
+    """Lets one tower of a model keep softmax, and says so in one line.
+
+    Args:
+        name: What the line calls it.
+        config: The tower's configuration.
+        implementation: The attention that it uses instead.
+        reason: Why.
+    """
+    config.mhla = None
+    if config._attn_implementation == NAME:
+        config._attn_implementation_internal = implementation
+    logger.warning_once(f"{name} keeps softmax: {reason}. The parts of this model that can be MHLA are.")
+
+
+def keep_softmax_in_unserved(model: Any) -> None:
+    """Takes the request from towers that a whole model was asked for and that have no attention of their own."""
+    for name, tower in towers_of(model.config).items():
+        unserved = tower._attn_implementation == NAME and not towers_of(tower)
+        if unserved and (tower.mhla is None or may_keep_softmax(tower)):
+            keep_softmax(f"{name} of {type(model).__name__}", tower, "sdpa", "it has no attention that can be MHLA")
+
+
+def mark_implementation(config: Any) -> None:
+    """Writes the attention implementation into the configuration that is saved.
+
+    Libraries and readers without this package then stop with an error instead of loading the model as softmax.
+    """
+    found = implementations(config)
+    if found:
+        config.attn_implementation = found
+
+
+def implementations(config: Any) -> Any:
+    """`"mhla"`, a dict of towers, or None."""
+    own = NAME if getattr(config, "mhla", None) is not None else None
+    found = {name: implementations(tower) for name, tower in towers_of(config).items()}
+    found = {name: value for name, value in found.items() if value}
+    if not towers_of(config):
+        return own
+    # The empty name is that of the model's own layers.
+    return {**({"": own} if own else {}), **found} or None
+
+
+def remember(config: Any) -> list[tuple[Any, Any, Any]]:
+    """Options and implementations of a configuration and its towers, for [`restore`]."""
+    entries = [(config, getattr(config, "mhla", None), config._attn_implementation)]
+    return entries + [entry for tower in towers_of(config).values() for entry in remember(tower)]
+
+
+def restore(entries: list[tuple[Any, Any, Any]]) -> None:
+    """Sets a configuration back to what was remembered."""
+    for config, mhla, implementation in entries:
+        config.mhla = mhla
+        config._attn_implementation_internal = implementation
