@@ -68,8 +68,10 @@ class TestVideos:
 
     def test_captions_beside_the_videos(self, folder):
         (folder / "a.txt").write_text("a square moves right\n")
-        with pytest.raises(ValueError, match=r"b\.mp4 has no caption"):
-            captioned_videos(folder, num_frames=5, height=16, width=16)
+        samples = captioned_videos(folder, num_frames=5, height=16, width=16)
+        assert samples[0].load().shape == (3, 5, 16, 16)
+        with pytest.raises(UnusableSampleError, match=r"b\.mp4 has no caption"):
+            samples[1].load()
         (folder / "b.txt").write_text("again")
         samples = captioned_videos(folder, num_frames=5, height=16, width=16)
         assert [sample.condition for sample in samples] == ["a square moves right", "again"]

@@ -112,8 +112,8 @@ class TestCaptionedFolders:
         for name in ("b.jpg", "inner/a.png"):
             save_picture(tmp_path / name)
         (tmp_path / "b.txt").write_text(" a brown wall\n")
-        with pytest.raises(ValueError, match=r"a\.png has no caption"):
-            captioned_pictures(tmp_path, height=8, width=8)
+        with pytest.raises(UnusableSampleError, match=r"a\.png has no caption"):
+            captioned_pictures(tmp_path, height=8, width=8)[1].load()
         (tmp_path / "inner" / "a.txt").write_text("again")
         samples = captioned_pictures(tmp_path, height=8, width=16)
         assert [sample.condition for sample in samples] == ["a brown wall", "again"]

@@ -132,13 +132,20 @@ def finish_cache(directory: Path, samples: Sequence[DataSample]) -> None:
         if path.name not in names:
             path.unlink()
     remove_leftovers(directory / "samples")
+    made = set(present)
+    skipped = [sample.key for sample, name in zip(samples, names) if name not in made]
+    if skipped:
+        logger.warning(
+            "cache: %d of %d samples were left out; 'skipped' in %s lists them",
+            len(skipped), len(samples), directory / MANIFEST,
+        )  # fmt: skip
     shape = list(read_tensors(directory / "samples" / present[0])["latents"].shape)
     write_json(
         directory / MANIFEST,
         {
             **manifest,
             "samples": present,
-            "skipped": [sample.key for sample, name in zip(samples, names) if name not in present],
+            "skipped": skipped,
             "latent_shape": shape,
             "classes": {sample.class_name: sample.condition for sample in samples if sample.class_name is not None},
             "samples_digest": samples_digest(samples),

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..json_files import read_json
+from .data_folder import DataFolder
 from .pipeline_files import read_index
 
 
@@ -80,9 +80,8 @@ def find_label(name: str, known: Mapping[str, int], num_classes: int) -> int:
 
 
 def _labels_by_rule(folder: Path, names: list[str], known: Mapping[str, int], num_classes: int) -> dict[str, int]:
-    stored = folder / CLASSES_FILE
-    # A link that leads nowhere is an error, and no missing file.
-    if os.path.lexists(stored):
+    stored = DataFolder(folder).own_file(CLASSES_FILE)
+    if stored is not None:
         return _stored_labels(stored, names)
     numbers = {name: _number(name) for name in names}
     if None not in numbers.values():

@@ -11,16 +11,20 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from .captions import captioned_files
 from .class_labels import folder_labels
-from .samples import DataSample, UnusableSampleError, captioned_files, check_folder, file_key
-from .videos import fit_frames
+from .data_folder import DataFolder
+from .fitting import fit, open_picture, to_tensor, unreadable
+from .samples import DataSample, unusable_sample
 
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+# Pillow goes by the content: without this, a file of any name may reach Ghostscript and other rarely used readers.
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 
 def captioned_pictures(folder: Path, *, height: int, width: int) -> list[DataSample]:
-    """The captioned pictures of a folder; see `samples.captioned_files`.
+    """The captioned pictures of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
 
     Args:
         folder: The folder.
@@ -28,11 +32,12 @@ def captioned_pictures(folder: Path, *, height: int, width: int) -> list[DataSam
         width: Width to scale and crop to.
 
     Raises:
-        ValueError: See `samples.captioned_files`.
+        ValueError: See `captions.captioned_files`.
     """
+    data = DataFolder(folder)
     return [
-        _sample(path, folder, caption, height, width)
-        for path, caption in captioned_files(folder, IMAGE_SUFFIXES, "pictures")
+        _sample(file.path, file.problem, data, file.caption, height, width)
+        for file in captioned_files(data, IMAGE_SUFFIXES, "pictures")
     ]
 
 
@@ -55,19 +60,19 @@ def class_pictures(
         ValueError: If the folder does not exist, has no subfolders, or one of them has no pictures; or the classes
             do not fit the model.
     """
-    check_folder(folder)
-    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    data = DataFolder(folder)
+    classes = data.subfolders()
     if not classes:
         raise ValueError(f"data: {folder} must have one folder of pictures per class, and has no folders")
     labels = folder_labels(folder, [path.name for path in classes], known_labels, num_classes)
     placed: list[tuple[int, int, DataSample]] = []
     for directory in classes:
         name = directory.name
-        files = [path for path in sorted(directory.rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+        files = data.files(IMAGE_SUFFIXES, directory)
         if not files:
             raise ValueError(f"data: {directory} has no pictures ({', '.join(IMAGE_SUFFIXES)})")
-        for place, path in enumerate(files):
-            placed.append((place, labels[name], _sample(path, folder, labels[name], height, width, name)))
+        for place, (path, problem) in enumerate(files):
+            placed.append((place, labels[name], _sample(path, problem, data, labels[name], height, width, name)))
     return [sample for _, _, sample in sorted(placed, key=lambda entry: entry[:2])]
 
 
@@ -75,22 +80,21 @@ def read_picture(path: Path) -> np.ndarray:
     """Reads a picture the way up that its EXIF data say, uint8 `[H, W, 3]`.
 
     Raises:
-        UnusableSampleError: If the file cannot be read as a picture.
+        UnusableSampleError: If the file cannot be read as a picture, or its size is out of bounds.
     """
     try:
-        with Image.open(path) as image:
+        with open_picture(path, _FORMATS) as image:
             turned = ImageOps.exif_transpose(image)
             if turned.mode.startswith("I;16"):
                 # Pillow would cut these off at 255.
                 turned = Image.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
             return np.array(turned.convert("RGB"))
-    # Pillow raises SyntaxError for damaged PNG files.
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UnusableSampleError(f"{path} cannot be read as a picture: {error}") from error
+    except Exception as error:
+        raise unreadable(path, "picture", error) from error
 
 
 def fit_picture(picture: np.ndarray, height: int, width: int) -> torch.Tensor:
-    """Scales a picture to cover height x width, and crops the centre.
+    """Crops the centre of a picture to the shape of height x width, and scales it.
 
     Args:
         picture: uint8 `[H, W, 3]`.
@@ -100,7 +104,7 @@ def fit_picture(picture: np.ndarray, height: int, width: int) -> torch.Tensor:
     Returns:
         `[3, height, width]` in [-1, 1], fp32.
     """
-    return fit_frames(picture[None], height, width)[:, 0]
+    return to_tensor(fit(Image.fromarray(picture), height, width)[None])[:, 0]
 
 
 def picture_grid(pictures: np.ndarray) -> np.ndarray:
@@ -121,9 +125,18 @@ def picture_grid(pictures: np.ndarray) -> np.ndarray:
 
 
 def _sample(
-    path: Path, folder: Path, condition: str | int, height: int, width: int, class_name: str | None = None
+    path: Path,
+    problem: str | None,
+    folder: DataFolder,
+    condition: str | int,
+    height: int,
+    width: int,
+    class_name: str | None = None,
 ) -> DataSample:
+    if problem is not None:
+        return unusable_sample(problem, condition, class_name)
+
     def load() -> torch.Tensor:
         return fit_picture(read_picture(path), height, width)
 
-    return DataSample(file_key(path, folder), condition, load, class_name)
+    return DataSample(folder.key(path), condition, load, class_name)

@@ -1,28 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Video files: a folder of them with captions, read into tensors; and written from arrays.
 
-Reading takes imageio with imageio-ffmpeg (`pip install mhla-hf[video]`); GIF files take Pillow alone.
+Reading takes imageio-ffmpeg, writing imageio as well (`pip install mhla-hf[video]`); GIF files take Pillow alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from PIL import Image, ImageSequence
 
 from ..files import atomic_file
-from .samples import DataSample, UnusableSampleError, captioned_files, file_key
+from .captions import captioned_files
+from .data_folder import DataFolder
+from .fitting import check_size, fit, open_picture, to_tensor, unreadable
+from .samples import DataSample, UnusableSampleError, unusable_sample
 
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
+# ffmpeg goes by the content: without this, a playlist of any name makes it read other files.
+_FFMPEG_INPUT = ["-protocol_whitelist", "file", "-format_whitelist", "mov,matroska,webm,avi"]
+# Without this, frames that cannot be decoded are made up from their neighbours.
+_FFMPEG_INPUT += ["-xerror", "-err_detect", "explode"]
+# Damaged files claim any rate, and all frames up to the last one that is wanted are decoded.
+_HIGHEST_FPS = 1000
 
 
 def captioned_videos(
     folder: Path, *, num_frames: int, height: int, width: int, fps: float | None = None
 ) -> list[DataSample]:
-    """The captioned videos of a folder; see `samples.captioned_files`.
+    """The captioned videos of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
 
     Args:
         folder: The folder.
@@ -32,91 +42,108 @@ def captioned_videos(
         fps: Frame rate to sample at; None takes the frames as they are.
 
     Raises:
-        ValueError: See `samples.captioned_files`.
+        ValueError: See `captions.captioned_files`.
     """
+    data = DataFolder(folder)
 
     def sample(path: Path, caption: str) -> DataSample:
         def load() -> torch.Tensor:
-            frames = read_frames(path, num_frames, fps)
+            frames = read_frames(path, num_frames, fps, (height, width))
             if len(frames) < num_frames:
-                raise UnusableSampleError(f"{path} has fewer than {num_frames} frames")
-            return fit_frames(frames, height, width)
+                raise UnusableSampleError(f"{path} has fewer than {num_frames} frames that can be read")
+            return to_tensor(frames)
 
-        return DataSample(file_key(path, folder), caption, load)
+        return DataSample(data.key(path), caption, load)
 
-    return [sample(path, caption) for path, caption in captioned_files(folder, VIDEO_SUFFIXES, "videos")]
+    return [
+        sample(file.path, file.caption) if file.problem is None else unusable_sample(file.problem)
+        for file in captioned_files(data, VIDEO_SUFFIXES, "videos")
+    ]
 
 
-def read_frames(path: Path, num_frames: int, fps: float | None = None) -> np.ndarray:
-    """Reads up to `num_frames` frames, uint8 `[F, H, W, 3]`.
+def read_frames(
+    path: Path, num_frames: int, fps: float | None = None, size: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Reads up to `num_frames` frames, uint8 `[F, H, W, 3]`, one at a time.
 
     Args:
         path: The video file.
         num_frames: Frames to read, from the first.
         fps: Frame rate to sample at, by repeating or leaving out frames; None takes every frame.
+        size: Height and width to scale and crop each frame to as it is read.
 
     Raises:
-        UnusableSampleError: If the file cannot be read as a video.
-        ValueError: If imageio is missing.
+        UnusableSampleError: If the file cannot be read as a video, or the size of its frames is out of bounds.
+        ValueError: If imageio-ffmpeg is missing.
     """
+    if path.suffix.lower() == ".gif":
+        read = _gif_frames
+    else:
+        _ffmpeg()  # What is missing here is no fault of the file.
+        read = _video_frames
+    frames: list[np.ndarray] = []
     try:
-        frames, source_fps = (_read_gif if path.suffix.lower() == ".gif" else _read_video)(path, num_frames, fps)
-    except (OSError, RuntimeError, IndexError) as error:
-        raise UnusableSampleError(f"{path} cannot be read as a video: {error}") from error
-    if fps is not None and source_fps and frames:
-        wanted = [round(number * source_fps / fps) for number in range(num_frames)]
-        frames = [frames[index] for index in wanted if index < len(frames)]
+        for frame, repeats in read(path, num_frames, fps):
+            pixels = np.asarray(frame) if size is None else fit(frame, *size)
+            frames += [pixels] * repeats
+    except Exception as error:
+        raise unreadable(path, "video", error) from error
     if not frames:
-        raise UnusableSampleError(f"{path} has no frames")
-    return np.stack(frames[:num_frames])
+        raise UnusableSampleError(f"{path} has no frames that can be read")
+    return np.stack(frames)
 
 
-def _frames_needed(num_frames: int, fps: float | None, source_fps: float) -> int:
-    return num_frames if fps is None or not source_fps else round((num_frames - 1) * source_fps / fps) + 1
+def _repeats(path: Path, num_frames: int, fps: float | None, source_fps: float) -> Iterator[int]:
+    """How often each frame of a source is taken, from its first to the last that is wanted."""
+    if fps is None or not source_fps:
+        yield from (1 for _ in range(num_frames))
+        return
+    if not 0 < source_fps <= _HIGHEST_FPS:
+        raise UnusableSampleError(f"{path} claims {source_fps:g} frames per second; encode it again")
+    taken, frame = 0, 0
+    while taken < num_frames:
+        before = taken
+        while taken < num_frames and round(taken * source_fps / fps) == frame:
+            taken += 1
+        frame += 1
+        yield taken - before
 
 
-def _read_gif(path: Path, num_frames: int, fps: float | None) -> tuple[list[np.ndarray], float]:
-    from PIL import Image, ImageSequence
-
-    with Image.open(path) as image:
+def _gif_frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
+    with open_picture(path, ("GIF",)) as image:
         duration = image.info.get("duration", 0)
-        source_fps = 1000 / duration if duration else 0.0
-        needed = _frames_needed(num_frames, fps, source_fps)
-        frames = []
-        for frame in ImageSequence.Iterator(image):
-            frames.append(np.asarray(frame.convert("RGB")))
-            if len(frames) >= needed:
-                break
-    return frames, source_fps
+        repeats = _repeats(path, num_frames, fps, 1000 / duration if duration else 0.0)
+        # The counts come first: no frame is decoded after the last that is wanted.
+        for count, frame in zip(repeats, ImageSequence.Iterator(image)):
+            if count:
+                yield frame.convert("RGB"), count
 
 
-def _read_video(path: Path, num_frames: int, fps: float | None) -> tuple[list[np.ndarray], float]:
-    imageio = _imageio()
-    reader = imageio.get_reader(str(path), "ffmpeg")
+def _video_frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
+    reader = _ffmpeg().read_frames(str(path.absolute()), input_params=_FFMPEG_INPUT)
     try:
-        source_fps = float(reader.get_meta_data().get("fps") or 0)
-        needed = _frames_needed(num_frames, fps, source_fps)
-        frames = []
-        for frame in reader:
-            frames.append(np.asarray(frame)[..., :3])
-            if len(frames) >= needed:
-                break
+        facts = next(reader)
+        check_size(path, *facts["size"])
+        source_fps = float(facts.get("fps") or 0)
+        for count, data in zip(_repeats(path, num_frames, fps, source_fps), reader):
+            if count:
+                yield Image.frombytes("RGB", facts["size"], data), count
     finally:
         reader.close()
-    return frames, source_fps
 
 
-def _imageio():
+def _ffmpeg():
     try:
-        import imageio.v2 as imageio
-        import imageio_ffmpeg  # noqa: F401
-    except ImportError as error:
+        import imageio_ffmpeg
+
+        imageio_ffmpeg.get_ffmpeg_exe()
+    except (ImportError, RuntimeError) as error:
         raise ValueError("video files need imageio and imageio-ffmpeg: pip install 'mhla-hf[video]'") from error
-    return imageio
+    return imageio_ffmpeg
 
 
 def fit_frames(frames: np.ndarray, height: int, width: int) -> torch.Tensor:
-    """Scales frames to cover height x width, and crops the centre.
+    """Crops the centre of frames to the shape of height x width, and scales them.
 
     Args:
         frames: uint8 `[F, H, W, 3]`.
@@ -126,13 +153,7 @@ def fit_frames(frames: np.ndarray, height: int, width: int) -> torch.Tensor:
     Returns:
         `[3, F, height, width]` in [-1, 1], fp32.
     """
-    video = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float() / 127.5 - 1
-    scale = max(height / video.shape[2], width / video.shape[3])
-    size = (max(height, round(video.shape[2] * scale)), max(width, round(video.shape[3] * scale)))
-    if size != tuple(video.shape[2:]):
-        video = F.interpolate(video, size=size, mode="bicubic", align_corners=False, antialias=True).clamp(-1, 1)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    return video[:, :, top : top + height, left : left + width].transpose(0, 1).contiguous()
+    return to_tensor(np.stack([fit(Image.fromarray(frame), height, width) for frame in frames]))
 
 
 def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:
@@ -147,10 +168,9 @@ def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:
         The path written.
     """
     try:
-        imageio = _imageio()
-    except ValueError:
-        from PIL import Image
-
+        _ffmpeg()
+        import imageio.v2 as imageio
+    except (ValueError, ImportError):
         path = path.with_suffix(".gif")
         pictures = [Image.fromarray(frame) for frame in frames]
         with atomic_file(path) as temporary:
