@@ -333,8 +333,10 @@ class TestCache:
         cache_config = CacheConfig(data=str(data), height=64, max_sequence_length=16)
         with caplog.at_level(logging.WARNING):
             directory = make_cache(config, cache_config, Accelerator(cpu=True))
-        assert [record.args[0].args[0].split(" cannot")[0] for record in caplog.records if record.args] == [
-            str(data / "green.png")
+        lines = [record.getMessage() for record in caplog.records if record.name.endswith("cache_building")]
+        assert [line.split(" cannot")[0].split(";")[0] for line in lines] == [
+            f"cache: left out: {data / 'green.png'}",
+            "cache: 1 of 3 samples were left out",
         ]
         dataset = LatentDataset(directory)
         assert len(dataset) == 2 and dataset.latent_shape == (4, 2, 2)
