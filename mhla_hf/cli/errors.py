@@ -22,13 +22,21 @@ DEBUG_VARIABLE = "MHLA_HF_DEBUG"
 def friendly_errors() -> Iterator[None]:
     """Shows `ValueError`, `OSError`, a diverged loss and missing optional packages as one red line on standard error.
 
+    After Ctrl-C, one line says what was saved and how to go on, where there is anything to say.
+
     Raises:
-        typer.Exit: With code 1, in place of such an error.
+        typer.Exit: With code 1, in place of such an error; with code 130 after Ctrl-C.
     """
     try:
         yield
     except BrokenPipeError:
         raise
+    except KeyboardInterrupt as stop:
+        # The processes of a run stop together, and the first speaks for all.
+        if os.environ.get("RANK", "0") == "0":
+            message = " ".join(str(stop).split()) or "stopped"
+            Console(stderr=True, soft_wrap=True).print(f"[bold]{escape(message)}[/]", highlight=False)
+        raise typer.Exit(getattr(stop, "exit_code", 130)) from stop
     except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
         if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             raise

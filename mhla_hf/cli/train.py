@@ -150,7 +150,7 @@ dit_command = _training_command(
     *(
         parameter
         for parameter in _parameters(TrainingConfig, "Run")
-        if parameter.name in ("model", "cache", "device", "progress")
+        if parameter.name in ("model", "cache", "device", "startup_timeout", "progress")
     ),
     *_parameters(CacheConfig, "Data"),
     _CONFIG,

@@ -234,6 +234,9 @@ class TrainingConfig(_Options):
     validation_guidance: float = _option(4.0, "Guidance scale of validation samples.", minimum=0)
     validation_negative_prompt: str = _option("", "Negative prompt of validation samples.", families=("wan", "sana"))
 
+    startup_timeout: float = _option(
+        10.0, "Minutes that the processes of a run wait for one another when it starts.", above=0
+    )
     progress: bool = _option(True, "Show a progress bar.")
 
     def __post_init__(self) -> None:

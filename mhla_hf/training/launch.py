@@ -3,8 +3,8 @@
 
 `accelerate launch --cpu --num_processes N` without MPI starts one process only, whatever N is (accelerate 1.15,
 `simple_launcher`). Here that process starts the others, so the command does what it says. Every process asks the
-kernel to end it when its parent dies: a killed launcher must not leave trainers behind that go on writing
-checkpoints.
+kernel to tell it when its parent dies: a killed launcher must not leave trainers behind that go on. Those that it
+started itself are asked to stop, as by SIGTERM, and save a last checkpoint; those that they started are killed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV
 _LAUNCH_NAMES = ("launch", "accelerate-launch", "launch.py", "accelerate.commands.launch")
 _SET_PARENT_DEATH_SIGNAL = 1
 
+_started: dict[int, subprocess.Popen] = {}
+
 
 def join_launched_processes() -> None:
     """Makes this process part of the run that launched it; does nothing outside a launcher.
@@ -48,14 +50,32 @@ def join_launched_processes() -> None:
     _start_others(*_asked_for())
 
 
+def outlive_parent() -> None:
+    """Lets this process finish what it does when the launcher ends; its helpers still end with it."""
+    if os.environ.get(_PARENT) is None and any(name in os.environ for name in _LAUNCHER_MARKS):
+        _set_parent_death_signal(0)
+
+
+def ended_process() -> tuple[int, int] | None:
+    """Rank and exit code of a process that this one started and that has ended."""
+    for rank, process in _started.items():
+        code = process.poll()
+        if code is not None:
+            return rank, code
+    return None
+
+
 def _die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent dies; other systems have nothing like it."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    """Asks Linux for a signal when the parent of this process dies; other systems have nothing like it."""
     expected = os.environ.get(_PARENT)
-    if expected is not None and int(expected) != os.getppid():
+    _set_parent_death_signal(signal.SIGTERM if expected is None else signal.SIGKILL)
+    if expected is not None and sys.platform.startswith("linux") and int(expected) != os.getppid():
         sys.exit("the process that started this one is gone")
+
+
+def _set_parent_death_signal(number: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)
 
 
 def _asked_for() -> tuple[int, int | None]:
@@ -95,7 +115,7 @@ def _start_others(count: int, port: int | None) -> None:
     }
     for rank in range(1, count):
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), _PARENT: str(os.getpid())}
-        subprocess.Popen([sys.executable, *sys.argv], env=environment)
+        _started[rank] = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment)
     os.environ.update({**shared, "RANK": "0", "LOCAL_RANK": "0"})
 
 

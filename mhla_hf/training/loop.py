@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from .optimization import learning_rate_factor, make_optimizer, set_learning_rat
 from .prefetch import Prefetcher
 from .resuming import run_state
 from .stages import Stage
+from .stopping import StopSignals, TrainingStopped
 from .validation import Validator
 
 
@@ -46,6 +48,7 @@ class Run:
         callback: Called with (stage, step, loss) after every step.
         inputs: See `run_inputs`.
         metrics: The metrics file, in the process that writes it.
+        signals: Say when to stop.
         validator: Makes videos or pictures, in the process that does.
     """
 
@@ -59,6 +62,7 @@ class Run:
     callback: Callback | None
     inputs: dict[str, str]
     metrics: MetricsFile | None
+    signals: StopSignals
     validator: Validator | None
 
     def state(self) -> dict[str, Any]:
@@ -90,6 +94,7 @@ class StageLoop:
 
         Raises:
             FloatingPointError: If the loss is no longer finite.
+            TrainingStopped: If a signal has stopped one of the processes; a checkpoint is saved before.
         """
         stage, config, accelerator = self.stage, self.config, self.accelerator
         metrics, names = self.shared.metrics, stage.trainable_names()
@@ -117,11 +122,13 @@ class StageLoop:
         with stage.context(), self._progress(start) as bar, self._batches(start) as batches:
             for step in range(start, stage.steps):
                 began = time.perf_counter()
-                loss, logs = self._step(module, optimizer, step, batches)
+                loss, logs, stop = self._step(module, optimizer, step, batches)
                 durations.append(time.perf_counter() - began)
                 losses.append(loss)
                 self._report(step + 1, loss, logs, durations[-1], bar)
-                self._save_if_due(step + 1, optimizer.optimizer, names)
+                self._save_if_due(step + 1, optimizer.optimizer, names, stop)
+                if stop:
+                    raise self._stopped(step + 1)
                 self._validate_if_due(step + 1)
         stage.close()
         del module, optimizer
@@ -130,8 +137,13 @@ class StageLoop:
 
     def _step(
         self, module: nn.Module, optimizer: Any, step: int, batches: Callable[[int, int], Batch]
-    ) -> tuple[float, dict[str, float]]:
-        """One optimizer step; returns the loss averaged over micro-steps and processes, and further figures."""
+    ) -> tuple[float, dict[str, float], bool]:
+        """One optimizer step.
+
+        Returns:
+            The loss averaged over micro-steps and processes, further figures, and whether one of the processes has
+            been told to stop.
+        """
         stage, config, accelerator = self.stage, self.config, self.accelerator
         factor = learning_rate_factor(
             step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=stage.steps
@@ -151,12 +163,25 @@ class StageLoop:
             logs["grad_norm"] = float(checkpoints.full_tensor(norm))
         optimizer.step()
         optimizer.zero_grad()
-        loss_value = float(accelerator.reduce(total, reduction="mean"))
+        told_to_stop = torch.tensor(float(self.shared.signals.received is not None), device=total.device)
+        # Both in one message: all processes stop after the same step.
+        loss_value, told = accelerator.reduce(torch.stack([total, told_to_stop]), reduction="mean").tolist()
         if not math.isfinite(loss_value):
             raise FloatingPointError(
                 f"the loss of {stage.name} step {step + 1} is {loss_value}; lower the learning rate"
             )
-        return loss_value, logs
+        return loss_value, logs, told > 0
+
+    def _stopped(self, step: int) -> TrainingStopped:
+        """What ends a run that was told to stop, with its message in the main process."""
+        message, output = "", self.shared.output
+        if self.accelerator.is_main_process:
+            message = f"stopped after step {step} of {self.stage.steps} ({self.stage.name}); "
+            if output is None:
+                message += "nothing was saved, for there is no output"
+            else:
+                message += f"the same command with --resume latest goes on from there (saved in {output})"
+        return TrainingStopped(message, self.shared.signals.received or signal.SIGINT)
 
     def _batches(self, start: int) -> Prefetcher:
         config, shared = self.config, self.shared
@@ -205,9 +230,10 @@ class StageLoop:
         if shared.callback is not None:
             shared.callback(name, step, loss)
 
-    def _save_if_due(self, step: int, optimizer: torch.optim.Optimizer, names: list[str]) -> None:
+    def _save_if_due(self, step: int, optimizer: torch.optim.Optimizer, names: list[str], stop: bool) -> None:
         every, output = self.config.checkpointing_steps, self.shared.output
-        if output is None or not every or (step % every and step != self.stage.steps):
+        due = every and (step % every == 0 or step == self.stage.steps)
+        if output is None or not (due or stop):
             return
         weights, moments = checkpoints.collect_state(self.model, optimizer, names)
         if self.accelerator.is_main_process:

@@ -12,6 +12,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from .config import TrainingConfig
+from .rendezvous import wait_for_processes
 
 
 PROJECT = "mhla-hf"
@@ -24,6 +25,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
 
     Raises:
         ValueError: If the tracker asked for is not installed.
+        OSError: If other processes of the run do not come; see `wait_for_processes`.
     """
     if config.report_to != "none":
         if find_spec(config.report_to) is None:
@@ -33,7 +35,9 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     project = None
     if config.output is not None:
         project = ProjectConfiguration(project_dir=config.output, logging_dir=str(Path(config.output) / "logs"))
-    return Accelerator(
+    # Held until the process group is made.
+    meeting = wait_for_processes(config.startup_timeout)
+    accelerator = Accelerator(
         cpu=config.device == "cpu",
         mixed_precision=config.mixed_precision,
         log_with=None if config.report_to == "none" else config.report_to,
@@ -44,6 +48,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             InitProcessGroupKwargs(timeout=TIMEOUT),
         ],
     )
+    del meeting
+    return accelerator
 
 
 def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:

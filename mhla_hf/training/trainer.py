@@ -26,6 +26,7 @@ from .objectives import Tensors, objective_for
 from .resuming import find_start, run_inputs, run_state
 from .runtime import check_distribution, make_accelerator, open_trackers
 from .stages import FineTuning, Stage, Transfer
+from .stopping import StopSignals, TrainingStopped
 from .validation import make_validator
 
 
@@ -123,6 +124,8 @@ class DiffusionTrainer:
         Raises:
             ValueError: If a checkpoint does not fit, or the output already holds a run that is not resumed.
             FloatingPointError: If the loss is no longer finite.
+            TrainingStopped: If Ctrl-C or SIGTERM has stopped the run, in this process or another one; with `output`, a
+                checkpoint is saved before.
         """
         result = TrainingResult(self.model)
         stages = self._stages()
@@ -134,11 +137,22 @@ class DiffusionTrainer:
                 )
             result.resumed_from, position, lock = find_start(self.config, self.accelerator, self._state())
         try:
-            run = self._prepare(position)
-            for stage in stages:
-                losses, seconds = StageLoop(run, stage).run(position, result.resumed_from)
-                result.losses[stage.name], result.seconds_per_step[stage.name] = losses, seconds
+            with StopSignals() as signals:
+                run = self._prepare(position, signals)
+                for stage in stages:
+                    losses, seconds = StageLoop(run, stage).run(position, result.resumed_from)
+                    result.losses[stage.name], result.seconds_per_step[stage.name] = losses, seconds
+            if signals.received is not None:
+                raise KeyboardInterrupt
             self._finish(result)
+        except TrainingStopped:
+            # All processes stop together; after any other exception they may not all be here.
+            self.accelerator.end_training()
+            raise
+        except KeyboardInterrupt as stop:
+            if self.output is not None and not stop.args:
+                stop.args = ("stopped; the same command with --resume latest goes on from the last checkpoint",)
+            raise
         finally:
             if self.metrics is not None:
                 self.metrics.close()
@@ -175,7 +189,7 @@ class DiffusionTrainer:
         teacher, self.teacher = self.teacher, None
         return teacher.to(self.accelerator.device).requires_grad_(False).eval()
 
-    def _prepare(self, position: Position | None) -> Run:
+    def _prepare(self, position: Position | None, signals: StopSignals) -> Run:
         if self.output is not None and self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
             for folder in (self.output, self.output / "checkpoints"):
@@ -196,6 +210,7 @@ class DiffusionTrainer:
             callback=self.callback,
             inputs=self.inputs,
             metrics=self.metrics,
+            signals=signals,
             validator=validator,
         )
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and SIGTERM in training: the step ends, a checkpoint is saved, and the run says how to go on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from .launch import outlive_parent
+
+
+# One Ctrl-C can arrive twice: from the terminal, and from a launcher that hands it on.
+_ONE_PRESS_SECONDS = 0.2
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """A run that a signal has ended after a step.
+
+    Args:
+        message: What was done and how to go on; empty in all processes but the first.
+        number: The signal.
+
+    Attributes:
+        exit_code: What a command ends with, 130 after Ctrl-C.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+class StopSignals:
+    """Remembers Ctrl-C and SIGTERM, for the loop to stop after the step; a context manager.
+
+    A second Ctrl-C raises `KeyboardInterrupt` at once. Outside the main thread, where Python handles no signals,
+    nothing changes.
+
+    Attributes:
+        received: The signal that came; None as long as there is none.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._time = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # A handler that was not set from Python cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._time = number, now
+            # A launcher that the same signal ends must not take this process along.
+            outlive_parent()
+        elif number == signal.SIGINT and now - self._time > _ONE_PRESS_SECONDS:
+            raise KeyboardInterrupt
