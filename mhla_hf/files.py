@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
+
+from safetensors import SafetensorError
 
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -31,10 +34,11 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
     temporary, retired = _temporary_sibling(destination), _temporary_sibling(destination)
     temporary.mkdir()
     try:
-        yield temporary
-        for path in temporary.rglob("*"):
-            if path.is_file():
-                _flush_to_disk(path)
+        with clear_write_errors(destination):
+            yield temporary
+            for path in temporary.rglob("*"):
+                if path.is_file():
+                    _flush_to_disk(path)
         if destination.exists():
             os.replace(destination, retired)
         try:
@@ -59,7 +63,8 @@ def atomic_file(destination: Path) -> Iterator[Path]:
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_sibling(destination)
     try:
-        yield temporary
+        with clear_write_errors(destination):
+            yield temporary
         os.replace(temporary, destination)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -70,6 +75,30 @@ def write_json(destination: Path, value: Any) -> None:
     """Writes a JSON file atomically."""
     with atomic_file(destination) as temporary:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def clear_write_errors(destination: Path) -> Iterator[None]:
+    """Says in one line that there is no room for a file, whatever the library that wrote it raises.
+
+    Safetensors and PyTorch have exceptions of their own for it, which name neither the file nor what to do.
+
+    Args:
+        destination: What is written, for the error.
+
+    Raises:
+        OSError: If the disk or a quota is full, or the system limits the size of files.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = _no_room(error, destination.parent)
+        if reason is None:
+            raise
+        raise OSError(
+            f"{destination} cannot be written: {reason}. Make room and run the same command again; what was complete "
+            "before is still there."
+        ) from error
 
 
 def path_inside(root: Path, name: Any, where: str) -> Path:
@@ -121,3 +150,27 @@ def _flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "no space is left on the disk",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is larger than the system allows",
+}
+
+
+def _no_room(error: Exception, directory: Path) -> str | None:
+    """Why there is no room, if that is what an exception comes from."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return _NO_ROOM.get(error.errno)
+    if not isinstance(error, OSError | RuntimeError | SafetensorError):
+        return None
+    for number, reason in _NO_ROOM.items():
+        # As safetensors puts it, and copies of whole directories.
+        if f"(os error {number})" in str(error) or f"[Errno {number}]" in str(error):
+            return reason
+    # PyTorch's zip files, and programs that files are written by, do not say.
+    with suppress(OSError):
+        if shutil.disk_usage(directory).free < 2**16:
+            return _NO_ROOM[errno.ENOSPC]
+    return "the disk may be full" if "inline_container" in str(error) else None

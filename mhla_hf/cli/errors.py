@@ -37,12 +37,22 @@ def friendly_errors() -> Iterator[None]:
             message = " ".join(str(stop).split()) or "stopped"
             Console(stderr=True, soft_wrap=True).print(f"[bold]{escape(message)}[/]", highlight=False)
         raise typer.Exit(getattr(stop, "exit_code", 130)) from stop
+    except RuntimeError as error:
+        # Gloo's words for it; NCCL waits until the launcher ends the process.
+        if not any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")):
+            raise
+        process = os.environ.get("RANK", "0")
+        _print_error(f"process {process} has lost another process of the run, whose own error says why")
+        raise typer.Exit(1) from error
     except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
         if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] [red]{escape(message)}[/]", highlight=False)
+        _print_error(" ".join(str(error).split()) or type(error).__name__)
         raise typer.Exit(1) from error
+
+
+def _print_error(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] [red]{escape(message)}[/]", highlight=False)
 
 
 class FriendlyGroup(TyperGroup):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..files import atomic_file
+from ..files import atomic_file, clear_write_errors
 
 
 def save_checkpoint(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -28,10 +28,14 @@ def save_checkpoint(directory: Path, step: int, tensors: Mapping[str, torch.Tens
     old = directory.with_name(directory.name + ".old")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    save_file(
-        {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, fresh / "weights.safetensors"
-    )
-    torch.save({"step": step, **state}, fresh / "state.pt")
+    weights = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    try:
+        with clear_write_errors(directory):
+            save_file(weights, fresh / "weights.safetensors")
+            torch.save({"step": step, **state}, fresh / "state.pt")
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
         os.replace(directory, old)

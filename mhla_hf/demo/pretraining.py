@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
 
+from ..files import atomic_directory
 from .autoencoder import measure_latents, refine_decoder, train_vae
 from .base_model import build_tokenizer, build_vae, write_pipeline
 from .base_trainer import BaseTrainer, PretrainingConfig
@@ -38,7 +38,8 @@ def pretrain(
     torch.manual_seed(config.seed)
     tokenizer_dir, vae_dir = work / "tokenizer", work / "vae"
     tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(tokenizer_dir)
+    with atomic_directory(tokenizer_dir) as fresh:
+        tokenizer.save_pretrained(fresh)
     if not (vae_dir / "config.json").exists():
         vae = train_vae(
             build_vae(config.model),
@@ -50,8 +51,9 @@ def pretrain(
             log=log,
         )
         videos, _ = stack_videos(MovingDigits("train", 64, seed=config.seed), 0, 64)
-        measure_latents(vae, videos.to(config.device)).save_pretrained(work / "vae.new")
-        os.replace(work / "vae.new", vae_dir)
+        vae = measure_latents(vae, videos.to(config.device))
+        with atomic_directory(vae_dir) as fresh:
+            vae.save_pretrained(fresh)
     pools = {
         split: encode_pool(
             work / "latents",
@@ -68,10 +70,9 @@ def pretrain(
     }
     if not (work / "vae_refined" / "config.json").exists():
         vae = AutoencoderKLWan.from_pretrained(vae_dir)
-        refine_decoder(
-            vae, work, steps=config.decoder_steps, seed=config.seed, device=config.device, log=log
-        ).save_pretrained(work / "vae_refined.new")
-        os.replace(work / "vae_refined.new", work / "vae_refined")
+        vae = refine_decoder(vae, work, steps=config.decoder_steps, seed=config.seed, device=config.device, log=log)
+        with atomic_directory(work / "vae_refined") as fresh:
+            vae.save_pretrained(fresh)
     vae_dir = work / "vae_refined"
     trainer = BaseTrainer(config, tokenizer, AutoencoderKLWan.from_pretrained(vae_dir), pools, work, log)
     trainer.run()

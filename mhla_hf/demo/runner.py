@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Demo:
         from .report import write_outputs
 
         began = time.perf_counter()
-        with quiet_libraries(), self.progress:
+        with quiet_libraries(), _saying_how_to_go_on(), self.progress:
             base = self._base_pipeline()
             train, held_out = self._data(base)
             softmax = self._evaluate(base, held_out, "softmax")
@@ -245,6 +246,15 @@ class Demo:
         # Time lost with a killed run is not known; a run that found everything done adds next to nothing.
         write_json(path, {"seconds": before + seconds})
         return before + seconds
+
+
+@contextmanager
+def _saying_how_to_go_on() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.args = ("stopped; the same command goes on where the demo was",)
+        raise
 
 
 _TITLES = {"mhla": "MHLA", "linear": "linear"}

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import atomic_file
+from ..files import atomic_file, clear_write_errors
 from ..json_files import check_fields, parse_json
 from .checkpoints import STAGES, Position
 
@@ -49,17 +50,24 @@ class MetricsFile:
         with atomic_file(path) as temporary:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self.rows = kept
+        self.path = path
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:
-        """Writes one row and hands it to the operating system, so that a killed process loses none."""
+        """Writes one row and hands it to the operating system, so that a killed process loses none.
+
+        Raises:
+            OSError: If there is no room for it.
+        """
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with clear_write_errors(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file. Only a row whose writing has failed, which `append` has said, can be lost now."""
+        with suppress(OSError):
+            self._file.close()
 
 
 def _key(position: Position) -> tuple[int, int]:
