@@ -245,6 +245,14 @@ def test_experts_go_into_a_pipeline_one_after_the_other(wan22, tmp_path):
     assert_same_parameters(two.transformer_2, tiny.wan_transformer(seed=11), only_common=True)
     assert two.transformer.mhla_config.blocks == (2, 1, 2) and two.transformer_2.mhla_config.blocks == (1, 2, 2)
     generate(two)
+    # An expert that is MHLA already gives way to the new one, with its options.
+    convert_pretrained(
+        wan22 / "low.safetensors", tmp_path / "anew", {"blocks": [1, 1, 2]}, base=tmp_path / "two", progress=False
+    )
+    anew = DiffusionPipeline.from_pretrained(tmp_path / "anew")
+    assert anew.transformer.mhla_config.blocks == (1, 1, 2)
+    assert_same_parameters(anew.transformer, tiny.wan_transformer(seed=11), only_common=True)
+    assert_same_parameters(anew.transformer_2, two.transformer_2)
 
 
 def test_configuration_of_a_directory_or_file(wan22, tmp_path):

@@ -15,6 +15,7 @@ from ..json_files import read_json
 from ..models.component_options import options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
 from ..models.single_file import find_single_file, is_url, read_config
+from ..models.stored_config import from_stored
 from ..sources import PIPELINE_INDEX
 from .official import TORCH_SUFFIXES, open_checkpoint
 from .planning import ComponentPlan, plan_component
@@ -224,5 +225,5 @@ def _configuration(
     from diffusers import __version__
 
     # The options of an expert that was MHLA before are its own, not those of the one that takes its place.
-    kept = {key: value for key, value in found.items() if key != "mhla"}
+    kept = {key: value for key, value in from_stored(found).items() if key != "mhla"}
     return {"_diffusers_version": __version__, **kept, "_class_name": UPSTREAM}
