@@ -4,7 +4,6 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, WanPipeline, WanTransformer3DModel
@@ -16,7 +15,7 @@ from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, convert_pret
 from mhla_hf.cli.main import app
 from tests import tiny
 from tests.models.adapter_checks import TARGETS, randomize_lora
-from tests.models.model_case import assert_same_parameters, perturb_mhla
+from tests.models.model_case import assert_same_parameters, perturb_mhla, relative_error
 from tests.test_pipelines import generate
 
 
@@ -196,27 +195,34 @@ def add_lora(expert, seed):
     randomize_lora(expert)
 
 
+@torch.no_grad()
+def outputs(pipeline):
+    return [getattr(pipeline, name)(**tiny.wan_inputs(), return_dict=False)[0] for name in EXPERTS]
+
+
 def test_lora_on_both_experts(softmax_dir, tmp_path):
     pipeline = load_pipeline(softmax_dir, mhla=BOTH)
     pipeline.save_pretrained(tmp_path / "mhla")
-    plain = generate(pipeline)
+    plain = outputs(pipeline)
     for seed, name in enumerate(EXPERTS):
         add_lora(getattr(pipeline, name), seed)
-    expected = generate(pipeline)
-    assert np.abs(expected - plain).max() > 1e-4
-    layers = {f"{name}_lora_layers": get_peft_model_state_dict(getattr(pipeline, name)) for name in EXPERTS}
-    for name, weights in layers.items():
+        weights = get_peft_model_state_dict(getattr(pipeline, name))
+        # As users of Wan 2.2 do: diffusers writes one file for each expert.
         WanPipeline.save_lora_weights(tmp_path / name, transformer_lora_layers=weights)
+    expected = outputs(pipeline)
+    assert all(relative_error(one, other) > 1e-3 for one, other in zip(expected, plain))
     again = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
-    again.load_lora_weights(tmp_path / "transformer_lora_layers", adapter_name="high")
-    again.load_lora_weights(tmp_path / "transformer_2_lora_layers", adapter_name="low", load_into_transformer_2=True)
-    np.testing.assert_allclose(generate(again), expected, atol=1e-5)
+    again.load_lora_weights(tmp_path / "transformer", adapter_name="high")
+    torch.testing.assert_close(outputs(again), [expected[0], plain[1]])
+    again.load_lora_weights(tmp_path / "transformer_2", adapter_name="low", load_into_transformer_2=True)
+    torch.testing.assert_close(outputs(again), expected)
     assert again.get_list_adapters() == {"transformer": ["high"], "transformer_2": ["low"]}
+    generate(again)
     again.fuse_lora(components=list(EXPERTS))
-    np.testing.assert_allclose(generate(again), expected, atol=1e-4)
+    torch.testing.assert_close(outputs(again), expected, rtol=1e-4, atol=1e-5)
     again.unfuse_lora(components=list(EXPERTS))
     again.unload_lora_weights()
-    np.testing.assert_allclose(generate(again), plain, atol=1e-4)
+    torch.testing.assert_close(outputs(again), plain, rtol=1e-4, atol=1e-5)
 
 
 # Wan 2.2 5B: one transformer, and a timestep for every token

@@ -17,6 +17,7 @@ from ..gguf_file import GGUFFile
 from .converting import convert_model
 from .fresh_parameters import advice
 from .registry import family_for
+from .stored_config import from_stored
 
 
 logger = logging.getLogger(__name__)
@@ -149,8 +150,8 @@ def _load_config(mhla_class: Any, config: str | os.PathLike[str], options: Mappi
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"config={str(config)!r} has no configuration that can be read: {reason}") from error
-    entries = {key: value for key, value in options.items() if key in content}
-    return {**content, **entries}
+    content = from_stored(content)
+    return {**content, **{key: value for key, value in options.items() if key in content}}
 
 
 def _assign(
