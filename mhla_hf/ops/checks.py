@@ -99,21 +99,28 @@ def check_eps(eps: Any) -> None:
 
 def check_tokens(query: Any, key: Any, value: Any, normalizer_query: Any = None, normalizer_key: Any = None) -> None:
     """Checks the tensors of tokens against each other."""
-    _check_token_tensor("query", query, query, query)
-    if 0 in query.shape[2:]:
+    sizes = _token_sizes("query", query)
+    device, heads, width = query.device, sizes[2], sizes[3]
+    if heads < 1 or width < 1:
         raise ValueError(f"query must be [batch, tokens, heads, width], got shape {tuple(query.shape)}.")
-    _check_token_tensor("key", key, query, None)
-    _check_token_tensor("value", value, query, key)
-    _check_width("key", key, query)
-    if normalizer_query is not None:
-        _check_token_tensor("normalizer_query", normalizer_query, query, query)
-    if normalizer_key is not None:
-        _check_token_tensor("normalizer_key", normalizer_key, query, key)
+    check_floats("query", query, device)
+    key_sizes = _token_sizes("key", key)
+    key_heads = key_sizes[2]
+    _compare("key", key, key_sizes, sizes, key_heads if key_heads > 0 and heads % key_heads == 0 else heads, device)
+    _check_width("key", key_sizes[3], width)
+    _compare("value", value, _token_sizes("value", value), sizes, key_heads, device)
     # The denominator's pair may be as wide as it likes, as long as the two agree.
+    plain_width = width
+    if normalizer_query is not None:
+        plain_sizes = _token_sizes("normalizer_query", normalizer_query)
+        _compare("normalizer_query", normalizer_query, plain_sizes, sizes, heads, device)
+        plain_width = plain_sizes[3]
+        if normalizer_key is None:
+            _check_width("normalizer_query", plain_width, width)
     if normalizer_key is not None:
-        _check_width("normalizer_key", normalizer_key, query if normalizer_query is None else normalizer_query)
-    elif normalizer_query is not None:
-        _check_width("normalizer_query", normalizer_query, key)
+        plain_sizes = _token_sizes("normalizer_key", normalizer_key)
+        _compare("normalizer_key", normalizer_key, plain_sizes, sizes, key_heads, device)
+        _check_width("normalizer_key", plain_sizes[3], plain_width)
 
 
 def check_floats(name: str, tensor: Any, device: torch.device) -> None:
@@ -165,21 +172,32 @@ def check_layout(layout: Any, normalizer: str, causal: bool) -> None:
         )
 
 
-def _check_token_tensor(name: str, tensor: Any, query: torch.Tensor, partner: torch.Tensor | None) -> None:
-    """`partner` has the heads that the tensor must have; without one they must divide those of the query."""
+# Sizes are taken apart once: slices of shapes cost more than all comparisons.
+
+
+def _token_sizes(name: str, tensor: Any) -> tuple[int, int, int, int]:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
     if tensor.dim() != 4:
         raise ValueError(f"{name} must be [batch, tokens, heads, width], got shape {tuple(tensor.shape)}.")
-    heads = tensor.shape[2]
-    grouped = heads > 0 and query.shape[2] % heads == 0 if partner is None else heads == partner.shape[2]
-    if tensor.shape[:2] != query.shape[:2] or not grouped:
-        raise ValueError(
-            f"{name} has [batch, tokens, heads] = {tuple(tensor.shape[:3])}, but query has {tuple(query.shape[:3])}."
-        )
-    check_floats(name, tensor, query.device)
+    batch, length, heads, width = tensor.shape
+    return batch, length, heads, width
 
 
-def _check_width(name: str, tensor: torch.Tensor, partner: torch.Tensor) -> None:
-    if tensor.shape[-1] != partner.shape[-1]:
-        raise ValueError(f"{name} has width {tensor.shape[-1]}, but its counterpart has {partner.shape[-1]}.")
+def _compare(
+    name: str,
+    tensor: torch.Tensor,
+    sizes: tuple[int, int, int, int],
+    query_sizes: tuple[int, int, int, int],
+    heads: int,
+    device: torch.device,
+) -> None:
+    """Checks a tensor's batch and length against those of the query, its heads, dtype and device."""
+    if sizes[0] != query_sizes[0] or sizes[1] != query_sizes[1] or sizes[2] != heads:
+        raise ValueError(f"{name} has [batch, tokens, heads] = {sizes[:3]}, but query has {query_sizes[:3]}.")
+    check_floats(name, tensor, device)
+
+
+def _check_width(name: str, width: int, expected: int) -> None:
+    if width != expected:
+        raise ValueError(f"{name} has width {width}, but its counterpart has {expected}.")

@@ -15,8 +15,6 @@ from .numerics import accumulation_dtype, check_normalizer
 if TYPE_CHECKING:
     from .recurrent import MHLAState
 
-_TENSORS = ("summaries", "current", "prefix", "upcoming", "position")
-
 
 def check_recurrent_arguments(
     query: Any,
@@ -41,11 +39,12 @@ def check_recurrent_arguments(
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
     check_eps(eps)
     check_tokens(query, key, value, normalizer_query, normalizer_key)
-    width = query.shape[-1]
-    for name, tensor in (("normalizer_query", normalizer_query), ("normalizer_key", normalizer_key)):
-        # Summaries carry z as a column.
-        if tensor is not None and tensor.shape[-1] != width:
-            raise ValueError(f"{name} has width {tensor.shape[-1]}, but a state keeps sums of {width} wide keys.")
+    # Summaries carry z as a column. That the two agree is known by now.
+    if normalizer_query is not None and normalizer_query.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"normalizer_query has width {normalizer_query.shape[3]}, but a state keeps sums of {query.shape[3]} wide "
+            "keys."
+        )
     check_mixing(mixing, query.shape[2], query.device)
     check_valid(valid, key)
     check_state(state, key, value, mixing, query.shape[2])
@@ -87,9 +86,9 @@ def check_state(
     if not isinstance(state, MHLAState):
         raise ValueError(f"state must be an MHLAState (see mhla_hf.ops.empty_state), got {type(state).__name__}.")
     batch, _, heads, width = key.shape
-    size = (width, value.shape[-1] + 1)
+    columns, device = value.shape[3] + 1, key.device
     mixed = state.prefix.shape[1] if state.prefix.dim() == 4 else 0
-    if len(mixing.shape) == 3 and mixing.shape[0] != 1:
+    if mixing.dim() == 3 and mixing.shape[0] != 1:
         allowed = [mixing.shape[0]]
     else:
         allowed = [heads] if num_heads is None else [heads, num_heads]
@@ -98,22 +97,22 @@ def check_state(
             f"state.prefix has shape {tuple(state.prefix.shape)}, but these heads and mixing weights need "
             f"{' or '.join(map(str, dict.fromkeys(allowed)))} heads: make the state with num_mixing_heads."
         )
-    expected = {
-        "summaries": (batch, heads, state.summaries.shape[2] if state.summaries.dim() == 5 else 0, *size),
-        "current": (batch, heads, *size),
-        "prefix": (batch, mixed, *size),
-        "upcoming": (batch, mixed, *size),
-        "position": (batch,),
-    }
-    for name in _TENSORS:
-        tensor = getattr(state, name)
-        if tensor.shape != expected[name]:
-            raise ValueError(
-                f"state.{name} has shape {tuple(tensor.shape)}, but these tokens need {expected[name]}: a state "
-                "serves one batch, its heads and their widths."
-            )
-        if tensor.device != key.device:
-            raise ValueError(f"state.{name} is on {tensor.device}, but key is on {key.device}.")
+    blocks = state.summaries.shape[2] if state.summaries.dim() == 5 else 0
+    _check_field("summaries", state.summaries, (batch, heads, blocks, width, columns), device)
+    _check_field("current", state.current, (batch, heads, width, columns), device)
+    _check_field("prefix", state.prefix, (batch, mixed, width, columns), device)
+    _check_field("upcoming", state.upcoming, (batch, mixed, width, columns), device)
+    _check_field("position", state.position, (batch,), device)
     dtype = accumulation_dtype(value.dtype)
     if state.current.dtype != dtype:
         raise ValueError(f"state.current is {state.current.dtype}, but {value.dtype} values are summed up in {dtype}.")
+
+
+def _check_field(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if tensor.shape != shape:
+        raise ValueError(
+            f"state.{name} has shape {tuple(tensor.shape)}, but these tokens need {shape}: a state serves one batch, "
+            "its heads and their widths."
+        )
+    if tensor.device != device:
+        raise ValueError(f"state.{name} is on {tensor.device}, but key is on {device}.")
