@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
+
+from .messages import shorten_list, shorten_value
 
 
 FEATURE_MAPS = ("relu", "elu", "exp", "hedgehog", "identity")
@@ -31,6 +35,11 @@ _CHOICES = {
     "resize": RESIZE_MODES,
     "backend": BACKENDS,
 }
+# The mixing weights of so many blocks have a gigabyte in each layer. M² ≤ T then holds for the most tokens.
+MAX_BLOCKS = 2**14
+MAX_TOKENS = 2**28
+# Weights of the depthwise convolution for each channel.
+MAX_LEPE_WEIGHTS = 2**15
 _AXES = ("blocks", "block_size", "grid")
 _FLAGS = ("output_norm", "output_gate", "causal")
 
@@ -119,11 +128,12 @@ class MHLAConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}.")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise ValueError(f"{name}={shorten_value(value)} is not one of {', '.join(map(repr, allowed))}.")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+                raise ValueError(f"{name}={shorten_value(getattr(self, name))} must be True or False.")
         for name in _AXES:
             self._set(name, _axis_tuple(name, getattr(self, name)))
         self._set("layers", _layer_tuple(self.layers))
@@ -142,7 +152,13 @@ class MHLAConfig:
         if kernel is None:
             return
         if isinstance(kernel, bool) or not isinstance(kernel, Integral) or kernel < 1 or kernel % 2 == 0:
-            raise ValueError(f"lepe_kernel={kernel!r} must be an odd integer of at least 1, or None.")
+            raise ValueError(f"lepe_kernel={shorten_value(kernel)} must be an odd integer of at least 1, or None.")
+        axes = next((len(getattr(self, name)) for name in _AXES if getattr(self, name) is not None), 1)
+        if kernel > MAX_LEPE_WEIGHTS or kernel**axes > MAX_LEPE_WEIGHTS:
+            raise ValueError(
+                f"lepe_kernel={shorten_value(kernel)} has more than {MAX_LEPE_WEIGHTS} weights for each channel over "
+                f"{axes} axes."
+            )
         self._set("lepe_kernel", int(kernel))
 
     def _check_axes(self) -> None:
@@ -153,6 +169,7 @@ class MHLAConfig:
         lengths = {name: len(getattr(self, name)) for name in _AXES if getattr(self, name) is not None}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"blocks, block_size and grid must have one entry per axis each, got lengths {lengths}.")
+        self._check_sizes()
         if self.blocks is not None and self.grid is not None:
             too_many = [axis for axis, (b, g) in enumerate(zip(self.blocks, self.grid)) if b > g]
             if too_many:
@@ -163,6 +180,19 @@ class MHLAConfig:
             self._check_sequence(lengths)
         if self.mixing_range is not None and self.mixing_init == "uniform":
             warnings.warn("mixing_range has no effect with mixing_init='uniform'.", stacklevel=3)
+
+    def _check_sizes(self) -> None:
+        if self.grid is not None and math.prod(self.grid) > MAX_TOKENS:
+            raise ValueError(f"grid={shorten_value(self.grid)} has more than {MAX_TOKENS} tokens.")
+        blocks = self.blocks
+        if blocks is None and self.block_size is not None and self.grid is not None:
+            blocks = tuple(-(-length // size) for length, size in zip(self.grid, self.block_size))
+        if blocks is not None and math.prod(blocks) > MAX_BLOCKS:
+            name = "blocks" if self.blocks is not None else "block_size"
+            raise ValueError(
+                f"{name}={shorten_value(getattr(self, name))} makes more than {MAX_BLOCKS} blocks; the mixing weights "
+                "of a layer have the square of their number."
+            )
 
     def _check_sequence(self, lengths: dict[str, int]) -> None:
         option = "causal=True" if self.causal else "resize='extend'"
@@ -209,7 +239,7 @@ class MHLAConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(map(str, options)) - set(known))
         if unknown:
-            raise ValueError(f"Unknown mhla option(s) {', '.join(unknown)}. Known options: {', '.join(known)}.")
+            raise ValueError(f"Unknown mhla option(s) {shorten_list(unknown)}. Known options: {', '.join(known)}.")
         return cls(**options)
 
     @classmethod
@@ -233,7 +263,7 @@ class MHLAConfig:
             return list(range(num_layers))
         beyond = [index for index in self.layers if index >= num_layers]
         if beyond:
-            raise ValueError(f"layers names {beyond}, but the model has layers 0 to {num_layers - 1}.")
+            raise ValueError(f"layers names [{shorten_list(beyond)}], but the model has layers 0 to {num_layers - 1}.")
         return list(self.layers)
 
 
@@ -243,9 +273,11 @@ def _axis_tuple(name: str, value: Any) -> tuple[int, ...] | None:
     if isinstance(value, Integral) and not isinstance(value, bool):
         value = (value,)
     if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= 3:
-        raise ValueError(f"{name}={value!r} must be one to three positive integers, one for each axis of the grid.")
+        raise ValueError(
+            f"{name}={shorten_value(value)} must be one to three positive integers, one for each axis of the grid."
+        )
     if any(isinstance(entry, bool) or not isinstance(entry, Integral) or entry < 1 for entry in value):
-        raise ValueError(f"{name}={tuple(value)!r} must hold positive integers only.")
+        raise ValueError(f"{name}={shorten_value(tuple(value))} must hold positive integers only.")
     return tuple(int(entry) for entry in value)
 
 
@@ -253,18 +285,22 @@ def _layer_tuple(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"layers={value!r} must be a non-empty list of layer indices, or None for every layer.")
+        raise ValueError(
+            f"layers={shorten_value(value)} must be a non-empty list of layer indices, or None for every layer."
+        )
     if any(isinstance(entry, bool) or not isinstance(entry, Integral) or entry < 0 for entry in value):
-        raise ValueError(f"layers={list(value)!r} must hold integers of at least 0.")
+        raise ValueError(f"layers={shorten_value(list(value))} must hold integers of at least 0.")
     if len(set(value)) != len(value):
-        raise ValueError(f"layers={list(value)!r} names a layer twice.")
+        raise ValueError(f"layers={shorten_value(list(value))} names a layer twice.")
     return tuple(sorted(int(entry) for entry in value))
 
 
 def _number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> float:
     valid = isinstance(value, Real) and not isinstance(value, bool)
-    if not valid or not (value > minimum if exclusive else value >= minimum) or value == float("inf"):
+    # Integers beyond the largest float count as infinite.
+    if not valid or not (value > minimum if exclusive else value >= minimum) or value > sys.float_info.max:
         raise ValueError(
-            f"{name}={value!r} must be a finite number {'above' if exclusive else 'of at least'} {minimum:g}."
+            f"{name}={shorten_value(value)} must be a finite number "
+            f"{'above' if exclusive else 'of at least'} {minimum:g}."
         )
     return float(value)

@@ -13,7 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from ..messages import shorten_text
 
+
+# Messages are short; this is for those of libraries, and for long paths.
+_LENGTH = 800
 DEBUG_VARIABLE = "MHLA_HF_DEBUG"
 """Set to 1 to see the traceback of every error."""
 
@@ -47,7 +51,7 @@ def friendly_errors() -> Iterator[None]:
     except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
         if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             raise
-        _print_error(" ".join(str(error).split()) or type(error).__name__)
+        _print_error(shorten_text(str(error), _LENGTH) or type(error).__name__)
         raise typer.Exit(1) from error
 
 

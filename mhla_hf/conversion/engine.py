@@ -20,7 +20,7 @@ from .planning import ComponentPlan, plan_component
 from .provenance import ConversionReport, describe_file
 from .source import Component, Source, download_or_find, read_source
 from .staging import byte_progress, check_destination, check_space, copy_file
-from .tensors import write_json, write_shards
+from .tensors import check_safetensors, write_json, write_shards
 
 
 def convert_pretrained(
@@ -195,6 +195,9 @@ def write_result(
     """
     is_pipeline = source is not None and source.pipeline is not None
     others, skipped = ([], []) if source is None else other_files(source, {plan.name for plan in plans})
+    for path in others:
+        if source is not None and path.suffix == ".safetensors":
+            check_safetensors(source.root / path)
     copied_bytes = sum((source.root / path).stat().st_size for path in others) if source is not None else 0
     written_bytes = sum(weights.nbytes for plan in plans for weights in plan.weights)
     check_space(report.destination, copied_bytes + written_bytes)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
+from ..messages import shorten_list, shorten_text, shorten_value
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from ..models.stored_config import to_stored
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
@@ -29,20 +29,18 @@ from .planning import (
     component_report,
     empty_model,
     kept_in_fp32,
-    shorten,
     weight_set_report,
 )
 from .provenance import ConversionReport
 from .source import Source, download_or_find, read_source
 from .staging import check_destination
-from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry, split_into_shards
+from .tensors import SafetensorsReader, TensorEntry, split_into_shards
+from .torch_files import torch_entries
 
 
 UPSTREAM = "WanTransformer3DModel"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
-# Where training code keeps the weights inside a saved dict, outermost first.
-_NESTED = ("state_dict", "model_state_dict", "model", "module")
 # Sizes in which a transformer must agree with the pipeline it is put into.
 _SHARED_SIZES = ("patch_size", "in_channels", "out_channels", "text_dim", "image_dim")
 
@@ -137,7 +135,7 @@ def open_checkpoint(path: Path) -> tuple[list[list[TensorEntry]], tuple[Path, ..
         problem = "is neither a regular file nor a folder" if path.exists() else "does not exist"
         raise ValueError(f"checkpoint {path} {problem}.")
     groups = [
-        SafetensorsReader(file).entries() if file.suffix == ".safetensors" else _torch_entries(file) for file in files
+        SafetensorsReader(file).entries() if file.suffix == ".safetensors" else torch_entries(file) for file in files
     ]
     return groups, tuple(files)
 
@@ -145,7 +143,7 @@ def open_checkpoint(path: Path) -> tuple[list[list[TensorEntry]], tuple[Path, ..
 def _files_in(folder: Path) -> list[Path]:
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:
-        raise ValueError(f"checkpoint {folder} has several indices: {', '.join(path.name for path in indices)}.")
+        raise ValueError(f"checkpoint {folder} has several indices: {shorten_list(path.name for path in indices)}.")
     if indices:
         check_entry(indices[0], folder)
         return read_weight_map(indices[0])
@@ -154,56 +152,9 @@ def _files_in(folder: Path) -> list[Path]:
         return files
     files = sorted(path for path in folder.iterdir() if path.suffix in TORCH_SUFFIXES)
     if len(files) != 1:
-        names = ", ".join(path.name for path in files) or "none"
+        names = shorten_list(path.name for path in files) or "none"
         raise ValueError(f"checkpoint {folder} has no safetensors files and not exactly one torch file ({names}).")
     return files
-
-
-def _torch_entries(path: Path) -> list[TensorEntry]:
-    weights = _unnest(_load_torch(path), path)
-    entries = []
-    for name, tensor in weights.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{path} holds a {type(tensor).__name__} under {name!r}; every entry must be a tensor.")
-        if tensor.dtype not in FLOAT_TYPES.values():
-            raise ValueError(f"{path} holds {tensor.dtype} under {name!r}; quantised weights cannot be imported.")
-        entries.append(TensorEntry(str(name), tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor))  # type: ignore[misc]
-    return entries
-
-
-def _load_torch(path: Path) -> Any:
-    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-    try:
-        try:
-            return torch.load(path, mmap=True, **options)
-        except RuntimeError as error:
-            # Files older than torch 1.6 are no archives and cannot be mapped.
-            if "mmap" not in str(error):
-                raise
-            return torch.load(path, **options)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than tensors and could run code when read, or is not a torch file; "
-            "save its state dict alone."
-        ) from error
-    except (RuntimeError, EOFError, OSError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read as a torch file ({str(error).splitlines()[0]}).") from error
-
-
-def _unnest(content: Any, path: Path) -> Mapping[str, Any]:
-    while isinstance(content, Mapping):
-        inner = next((content[name] for name in _NESTED if isinstance(content.get(name), Mapping)), None)
-        if inner is None:
-            break
-        content = inner
-    if not isinstance(content, Mapping) or not any(isinstance(value, torch.Tensor) for value in content.values()):
-        found = (
-            f"keys {shorten([str(key) for key in content])}"
-            if isinstance(content, Mapping)
-            else type(content).__name__
-        )
-        raise ValueError(f"{path} holds no state dict, alone or under {' or '.join(_NESTED)}; it holds {found}.")
-    return content
 
 
 def _plan_import(
@@ -220,7 +171,10 @@ def _plan_import(
     entries: dict[str, TensorEntry] = {}
     for entry in (entry for group in groups for entry in group):
         if entry.name in entries:
-            raise ValueError(f"{checkpoint} holds {entry.name} twice.")
+            raise ValueError(f"{checkpoint} holds {shorten_text(entry.name)} twice.")
+        if 0 in entry.shape:
+            shape = shorten_value(tuple(entry.shape))
+            raise ValueError(f"{checkpoint} holds {shorten_text(entry.name)} of shape {shape}, which is empty.")
         entries[entry.name] = entry
     stripped = strip_prefixes(entries)
     shapes = {name: entries[original].shape for name, original in stripped.items()}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
+from ..messages import shorten_list, shorten_value
+from ..models.bounds import check_layer_count, check_model_config
 from ..models.registry import family_for, is_mhla_class
 from ..models.stored_config import to_stored
 from .options import parse_layers
@@ -23,8 +25,8 @@ from .tensors import TensorEntry, split_into_shards
 from .weight_files import DIFFUSERS_FILES, FileNames, WeightSet
 
 
-# How many names an error message lists before it only counts.
-_NAMES_SHOWN = 6
+# Parameters that any model may get: 256 MB of them.
+_LITTLE = 2**26
 
 
 @dataclass
@@ -87,16 +89,23 @@ def plan_component(
     family = family_for(component.class_name)
     target_class = family.load_class()
     options = target_class.coerce_options(mhla)
-    upstream = empty_model(getattr(diffusers, family.upstream), component.config)
+    weight_sets = component.weight_sets(variant)
+    # Before anything is built: a wrong size may ask for more memory than there is.
+    upstream_class, where = getattr(diffusers, family.upstream), str(component.folder / "config.json")
+    check_model_config(upstream_class, component.config, where)
+    for weight_set in weight_sets:
+        names = [name for reader in weight_set.open() for name in reader.shapes]
+        check_layer_count(_argument(upstream_class, component.config, "num_layers"), names, where)
+    upstream = empty_model(upstream_class, component.config)
     if layers is not None:
         options = options.replace(layers=parse_layers(layers, upstream.config.num_layers))
     model = empty_model(target_class, {**component.config, "mhla": options.given_options()})
     expected = {name: tuple(tensor.shape) for name, tensor in upstream.state_dict().items()}
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_new_size(expected, target)
     report = component_report(component.class_name, model)
     weights = [
-        _plan_weights(weight_set, model, expected, target, report, dtype, max_bytes)
-        for weight_set in component.weight_sets(variant)
+        _plan_weights(weight_set, model, expected, target, report, dtype, max_bytes) for weight_set in weight_sets
     ]
     kept = component.config
     if kept["_class_name"] != component.class_name:
@@ -105,6 +114,30 @@ def plan_component(
         kept = {name: value for name, value in kept.items() if name in entries or name.startswith("_")}
     config = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla})
     return ComponentPlan(component.name, config, weights, report)
+
+
+def _argument(model_class: Any, config: Mapping[str, Any], name: str) -> Any:
+    """What a configuration gives a model's constructor, or its default."""
+    return config.get(name, inspect.signature(model_class.__init__).parameters[name].default)
+
+
+def check_new_size(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
+    """Checks that options do not add more to a model than it has already.
+
+    Args:
+        old: Shapes of the source's tensors by name.
+        new: Shapes of those to be written.
+
+    Raises:
+        ValueError: If they do, unless it is little in any case.
+    """
+    added = sum(math.prod(shape) for name, shape in new.items() if name not in old)
+    had = sum(map(math.prod, old.values()))
+    if added > max(had, _LITTLE):
+        raise ValueError(
+            f"The mhla options add {added:,} parameters to a model of {had:,}: choose fewer blocks (blocks), or a "
+            "smaller convolution (lepe_kernel)."
+        )
 
 
 def empty_model(model_class: type, config: Mapping[str, Any]) -> Any:
@@ -213,26 +246,19 @@ def compare_tensors(
     missing = [called(name) for name in expected if name not in found]
     surplus = [called(name) for name in found if name not in expected and not any(part in name for part in ignored)]
     shapes = [
-        f"{called(name)} {found[name]} instead of {expected[name]}"
+        f"{called(name)} {shorten_value(found[name])} instead of {expected[name]}"
         for name in expected
         if name in found and found[name] != expected[name]
     ]
     problems = []
     if missing:
-        problems.append(f"lacks {shorten(missing)}")
+        problems.append(f"lacks {shorten_list(missing)}")
     if surplus:
-        problems.append(f"has tensors that the model does not know: {shorten(surplus)}")
+        problems.append(f"has tensors that the model does not know: {shorten_list(surplus)}")
     if shapes:
-        problems.append(f"has tensors of another shape: {shorten(shapes)}")
+        problems.append(f"has tensors of another shape: {shorten_list(shapes)}")
     if problems:
         raise ValueError(f"{where} {'; '.join(problems)}.")
-
-
-def shorten(names: list[str]) -> str:
-    """Joins names, the first few of many."""
-    names = sorted(names)
-    rest = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def kept_in_fp32(model: Any) -> Callable[[str], bool]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import path_inside
-from ..json_files import read_json
+from ..json_files import check_fields, read_json
 from ..models.registry import LEGACY_CLASS, current_class, is_mhla_class
 from ..source_files import list_files, named_file, read_weight_map
 from ..sources import PIPELINE_INDEX, local_directory
@@ -287,7 +287,11 @@ def _read_component(name: str, folder: Path, location: str, *, transformers: boo
                 f"{folder / 'config.json'} does not say which diffusers class (_class_name) or which kind of "
                 "transformers model (model_type) it is for."
             )
-    quantization = _quantization(config)
+    where = f"the model's configuration {folder / 'config.json'}"
+    check_fields(config, where, optional={"architectures": (list, type(None))})
+    if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
+        raise ValueError(f"{where}: 'architectures' must be a list of class names.")
+    quantization = _quantization(config, where)
     if quantization:
         method = quantization.get("quant_method", "unknown method")
         raise ValueError(
@@ -297,8 +301,11 @@ def _read_component(name: str, folder: Path, location: str, *, transformers: boo
     return Component(name, folder, config)
 
 
-def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _quantization(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """How the weights, or those of one tower of several, are quantised; `None` if they are not."""
-    parts = [config, *(entry for entry in config.values() if isinstance(entry, Mapping))]
+    parts = [config, *(entry for entry in config.values() if isinstance(entry, dict))]
+    for part in parts:
+        fields = dict.fromkeys(("quantization_config", "compression_config"), (dict, type(None)))
+        check_fields(part, where, optional=fields)
     found = [part.get("quantization_config") or part.get("compression_config") for part in parts]
     return next((entry for entry in found if entry), None)

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..messages import shorten_text
+
 
 FLOAT_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -63,6 +65,19 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def check_safetensors(path: Path) -> None:
+    """Checks the header of a safetensors file against the file's length, without reading its values.
+
+    Raises:
+        ValueError: If it is truncated or no safetensors file.
+    """
+    try:
+        safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        reason = shorten_text(str(error), 200)
+        raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
+
+
 class SafetensorsReader:
     """A safetensors file opened once, its tensors read on demand.
 
@@ -86,8 +101,9 @@ class SafetensorsReader:
         try:
             self._file = safe_open(str(path), framework="pt", device="cpu")
             slices = {name: self._file.get_slice(name) for name in self._file.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"{path} is truncated or not a safetensors file ({error}).") from error
+        except (SafetensorError, OSError) as error:
+            reason = shorten_text(str(error), 200)
+            raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
         self._refuse({entry.get_dtype() for entry in slices.values()} - set(FLOAT_TYPES if floats_only else _TYPES))
         self.shapes = {name: tuple(entry.get_shape()) for name, entry in slices.items()}
         self.dtypes = {name: _TYPES[entry.get_dtype()] for name, entry in slices.items()}

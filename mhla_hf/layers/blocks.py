@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from ..config import MHLAConfig
+from ..config import MAX_BLOCKS, MAX_LEPE_WEIGHTS, MHLAConfig
 from ..layout import BlockLayout, choose_blocks
 
 
@@ -47,6 +48,21 @@ def _keeps_block_size(config: MHLAConfig, grid: Sequence[int], reference_grid: S
     if config.resize != "auto":
         return config.resize == "block_size"
     return any(n >= 2 * reference or 2 * n <= reference for n, reference in zip(grid, reference_grid))
+
+
+def check_block_sizes(config: MHLAConfig, blocks: Sequence[int]) -> None:
+    """Checks what [`MHLAConfig`] cannot while it does not know the grid.
+
+    Raises:
+        ValueError: If there are too many blocks, or the convolution of that many axes is too large.
+    """
+    if math.prod(blocks) > MAX_BLOCKS:
+        raise ValueError(f"The mhla options make {tuple(blocks)} blocks, which are more than {MAX_BLOCKS}.")
+    if config.lepe_kernel is not None and config.lepe_kernel ** len(blocks) > MAX_LEPE_WEIGHTS:
+        raise ValueError(
+            f"lepe_kernel={config.lepe_kernel} has more than {MAX_LEPE_WEIGHTS} weights for each channel over "
+            f"{len(blocks)} axes."
+        )
 
 
 def reference_blocks(config: MHLAConfig, default_grid: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..layout import BlockLayout
+from ..layout import BlockLayout, check_count
 from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, repeat_heads
 from ..resampling import resample_mixing
-from .blocks import layout_at, reference_blocks
+from .blocks import check_block_sizes, layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
 from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
@@ -51,7 +51,7 @@ class MHLA(nn.Module):
         default_grid: Token grid to derive `blocks` from when the config has neither `blocks` nor `grid`.
 
     Raises:
-        ValueError: If the number of blocks cannot be derived.
+        ValueError: If the number of blocks cannot be derived or is too large, or a width is no positive integer.
     """
 
     def __init__(
@@ -68,11 +68,18 @@ class MHLA(nn.Module):
     ) -> None:
         super().__init__()
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        _check_widths(
+            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, value_head_dim=value_head_dim,
+            num_key_value_heads=num_key_value_heads,
+        )  # fmt: skip
+        check_count("num_prefix_tokens", num_prefix_tokens, minimum=0)
         self.config = config
-        self.num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        self.num_key_value_heads = num_key_value_heads
         self.num_prefix_tokens = num_prefix_tokens
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, head_dim, value_head_dim
         self.blocks = reference_blocks(config, default_grid)
+        check_block_sizes(config, self.blocks)
         count = math.prod(self.blocks) + int(num_prefix_tokens > 0)
         shape = (count, count) if config.mixing_heads == "shared" else (num_heads, count, count)
         self.mixing = nn.Parameter(torch.empty(shape))
@@ -305,3 +312,11 @@ class MHLA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"
+
+
+def _check_widths(**widths: Any) -> None:
+    for name, width in widths.items():
+        check_count(name, width)
+    heads, shared = widths["num_heads"], widths["num_key_value_heads"]
+    if heads % shared:
+        raise ValueError(f"num_key_value_heads={shared} must divide num_heads={heads}.")

@@ -18,6 +18,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
+from .bounds import check_layer_count, check_model_config
 from .fresh_parameters import advice, initialize_fresh
 from .stored_config import from_stored, to_stored
 
@@ -192,9 +193,13 @@ class MHLAModelMixin(Upstream):
             config = cls.load_config(config)
         if config is not None:
             config = from_stored(config)
+        check_model_config(cls, dict(config or {}), f"the configuration of this {cls.__name__}")
         stored, given = dict(config or {}).get("mhla"), kwargs.get("mhla")
         if isinstance(given, MHLAConfig):
             given = given.given_options()
+        if stored is not None:
+            # Checked alone: what is given over them need not mend them.
+            cls.coerce_options(stored)
         if stored is not None and isinstance(given, Mapping):
             kwargs["mhla"] = merge_options(stored, given)
         result = super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
@@ -274,6 +279,8 @@ class MHLAModelMixin(Upstream):
         # Positional upstream order: pretrained_model_name_or_path, loaded_keys, ...
         name, loaded_keys = args[0], list(args[1])
         expected = set(model.state_dict())
+        # diffusers only warns of layers that the configuration leaves out.
+        check_layer_count(len(model._self_attentions()), loaded_keys, f"the configuration of {name}")
         missing = sorted(expected - set(loaded_keys))
         fresh = [key for key in missing if ".mhla." in key]
         others = [key for key in missing if key not in fresh]

@@ -11,7 +11,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import Any
+
+from ..messages import shorten_list, shorten_text, shorten_value
+from .bounds import MAX_LAYERS
 
 
 Shape = tuple[int, ...]
@@ -40,7 +44,9 @@ DEFAULT_HEAD_DIM = 128
 # First and last frame to video; the one key of Wan that diffusers' own table leaves out.
 _MORE_NAMES = {"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
 _UNSUPPORTED = {"face_adapter": "Wan-Animate", "motion_encoder": "Wan-Animate", "vace_": "Wan-VACE"}
-_BLOCK = re.compile(r"blocks\.(\d+)\.")
+_BLOCK = re.compile(r"blocks\.([0-9]{1,6})\.")
+# More than training frameworks put before one another.
+_PREFIX_ROUNDS = 8
 
 
 def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
@@ -50,9 +56,9 @@ def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
         The name in the file by stripped name.
     """
     stripped = {name: name for name in names}
-    while stripped:
+    for _ in range(_PREFIX_ROUNDS):
         prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in stripped)), None)
-        if prefix is None:
+        if not stripped or prefix is None:
             break
         stripped = {name[len(prefix) :]: original for name, original in stripped.items()}
     return stripped
@@ -75,7 +81,7 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         model = next((model for part, model in _UNSUPPORTED.items() if part in name), None)
         if model is not None:
-            raise ValueError(f"the checkpoint has {name}: {model} checkpoints cannot be imported.")
+            raise ValueError(f"the checkpoint has {shorten_text(name)}: {model} checkpoints cannot be imported.")
         layer, _, rest = name.partition(".self_attn.")
         if rest in MHLA_NAMES and _BLOCK.fullmatch(layer + "."):
             renamed[f"{layer}.attn1.mhla.{MHLA_NAMES[rest]}"] = name
@@ -145,7 +151,7 @@ def _catalogue() -> dict[str, str]:
 
 def mhla_layers(shapes: Mapping[str, Shape]) -> list[int]:
     """Indices of the layers that have a mixing matrix."""
-    found = [re.fullmatch(rf"blocks\.(\d+)\.self_attn\.{re.escape(MIXING)}", name) for name in shapes]
+    found = [re.fullmatch(rf"blocks\.([0-9]{{1,6}})\.self_attn\.{re.escape(MIXING)}", name) for name in shapes]
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -167,7 +173,7 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
                 f"the checkpoint lacks {name}; it has {len(shapes)} tensors, such as {_examples(shapes)}."
             )
         if len(shapes[name]) != axes:
-            raise ValueError(f"{name} has shape {shapes[name]}, but should have {axes} axes.")
+            raise ValueError(f"{name} has shape {shorten_value(shapes[name])}, but should have {axes} axes.")
         return shapes[name]
 
     patch_embedding = shape("patch_embedding.weight", 5)
@@ -177,9 +183,16 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
     if head_rows % patch_volume:
         raise ValueError(f"head.head.weight has {head_rows} rows, which patches of {patch_size} do not divide.")
     numbers = sorted({int(match[1]) for match in map(_BLOCK.match, shapes) if match})
-    absent = sorted(set(range(numbers[-1] + 1 if numbers else 1)) - set(numbers))
-    if absent:
-        raise ValueError(f"the checkpoint lacks every tensor of blocks.{', blocks.'.join(map(str, absent))}.")
+    if len(numbers) > MAX_LAYERS:
+        raise ValueError(f"the checkpoint has {len(numbers)} layers, which is more than {MAX_LAYERS}.")
+    last = numbers[-1] if numbers else 0
+    if last + 1 != len(numbers):
+        # Between numbers that are far apart, more are missing than should be written down.
+        present = set(numbers)
+        absent = (index for index in range(last + 1) if index not in present)
+        names = ", ".join(f"blocks.{index}" for index in islice(absent, 6))
+        more = last + 1 - len(numbers) - 6
+        raise ValueError(f"the checkpoint lacks every tensor of {names}{f' and {more} more' if more > 0 else ''}.")
     config: dict[str, Any] = {
         "patch_size": list(patch_size),
         "num_attention_heads": _head_count(shapes, hidden_size, num_heads),
@@ -207,7 +220,7 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
 def _head_count(shapes: Mapping[str, Shape], hidden_size: int, num_heads: int | None) -> int:
     widths = {shape[0]: name for name, shape in shapes.items() if name.endswith(f".self_attn.{OUTPUT_NORM}")}
     if len(widths) > 1:
-        raise ValueError(f"{' and '.join(sorted(widths.values()))} have different widths.")
+        raise ValueError(f"{shorten_list(widths.values())} have different widths.")
     width, given = next(iter(widths.items()), (DEFAULT_HEAD_DIM, "Wan's usual head width"))
     if num_heads is not None:
         if num_heads < 1 or hidden_size % num_heads or (widths and hidden_size // num_heads != width):
@@ -241,7 +254,8 @@ def mhla_options(shapes: Mapping[str, Shape], blocks: tuple[int, ...] | None) ->
     for index, size in sizes.items():
         if len(size) != 4 or size[0] != size[1] or size[2:] != (1, 1) or size != sizes[layers[0]]:
             raise ValueError(
-                f"blocks.{index}.self_attn.{MIXING} has shape {size}; expected (M, M, 1, 1), M the same everywhere."
+                f"blocks.{index}.self_attn.{MIXING} has shape {shorten_value(size)}; expected (M, M, 1, 1), M the "
+                "same everywhere."
             )
     count = sizes[layers[0]][0]
     if blocks is None:
@@ -252,14 +266,14 @@ def mhla_options(shapes: Mapping[str, Shape], blocks: tuple[int, ...] | None) ->
         blocks = (3, 5, 10)
     if len(blocks) != 3 or math.prod(blocks) != count:
         raise ValueError(
-            f"blocks={','.join(map(str, blocks))} must be three numbers whose product is {count}, "
+            f"blocks={shorten_text(','.join(map(str, blocks)))} must be three numbers whose product is {count}, "
             "the size of the checkpoint's mixing matrices."
         )
 
     def everywhere(name: str) -> bool:
         having = [index for index in layers if f"blocks.{index}.self_attn.{name}" in shapes]
         if having and having != layers:
-            lacking = ", ".join(f"blocks.{index}.self_attn.{name}" for index in layers if index not in having)
+            lacking = shorten_list(f"blocks.{index}.self_attn.{name}" for index in layers if index not in having)
             raise ValueError(f"the checkpoint lacks {lacking}, which its other MHLA layers have.")
         return bool(having)
 
@@ -279,12 +293,14 @@ def _lepe_kernel(shapes: Mapping[str, Shape], layers: list[int]) -> int:
         name = f"blocks.{index}.self_attn.lepe.weight"
         shape = shapes[name]
         if len(shape) not in (4, 5) or shape[1] != 1 or any(size % 2 == 0 for size in shape[2:]):
-            raise ValueError(f"{name} has shape {shape}; expected a depthwise convolution with odd kernel sizes.")
+            raise ValueError(
+                f"{name} has shape {shorten_value(shape)}; expected a depthwise convolution with odd kernel sizes."
+            )
         kernels.add(max(shape[2:]))
     if len(kernels) > 1:
-        raise ValueError(f"self_attn.lepe.weight has kernels of different sizes ({sorted(kernels)}).")
+        raise ValueError(f"self_attn.lepe.weight has kernels of different sizes ({sorted(kernels)[:6]}).")
     return kernels.pop()
 
 
 def _examples(shapes: Mapping[str, Shape]) -> str:
-    return ", ".join(sorted(shapes)[:3])
+    return ", ".join(shorten_text(name, 60) for name in sorted(shapes)[:3])

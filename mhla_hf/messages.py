@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What files and users gave, short enough for one line of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+VALUE_LENGTH = 100
+LIST_LENGTH = 300
+# How many names a list has before the rest is only counted.
+_NAMES = 6
+
+
+def shorten_text(text: str, length: int = VALUE_LENGTH) -> str:
+    """One line of text, its middle left out where it is longer than `length`."""
+    text = " ".join(text[: 2 * length].split() + text[2 * length :][-length:].split())
+    if len(text) <= length:
+        return text
+    head = (length - 3) * 2 // 3
+    return f"{text[:head]}...{text[head + 3 - length :]}"
+
+
+def shorten_value(value: Any, length: int = VALUE_LENGTH) -> str:
+    """The `repr` of a value, its middle left out where it is long."""
+    try:
+        return shorten_text(repr(value), length)
+    except ValueError:
+        # Python writes out no integers of thousands of digits.
+        return f"{type(value).__name__} with thousands of digits"
+
+
+def shorten_list(names: Iterable[object], length: int = LIST_LENGTH) -> str:
+    """Joins sorted names: the first few of many, and those of them that fit."""
+    every = sorted(names)  # type: ignore[type-var]
+    shown: list[str] = []
+    for name in every[:_NAMES]:
+        text = shorten_text(str(name))
+        if shown and sum(map(len, shown)) + len(text) > length:
+            break
+        shown.append(text)
+    rest = len(every) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a diffusers configuration before a model is built of it: types, and sizes that no model has."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..messages import shorten_value
+
+
+MAX_LAYERS = 1000
+"""Published models have up to about a hundred."""
+
+MAX_SIZE = 2**24
+"""The largest width or count."""
+
+MAX_POSITIONS = 2**16
+"""Positions of a table that is computed when a model is built: the longest axis of a video, or an image's patches."""
+
+_POSITIONS = ("rope_max_seq_len", "sample_size")
+_LAYER = re.compile(r"(?:^|\.)(?:transformer_)?blocks\.([0-9]{1,9})\.")
+
+
+def check_model_config(model_class: Any, config: Mapping[str, Any], where: str) -> None:
+    """Checks the arguments that a model's configuration holds for its constructor.
+
+    Args:
+        model_class: A class of diffusers. Its constructor's defaults and annotations tell the types.
+        config: Contents of `config.json`; entries that the constructor does not know are left alone.
+        where: Name of the file, for errors.
+
+    Raises:
+        ValueError: If an entry has a wrong type, is no positive number where one is needed, or is a size that no
+            model has.
+    """
+    for name, parameter in inspect.signature(model_class.__init__).parameters.items():
+        if name in config and parameter.default is not inspect.Parameter.empty:
+            _check_entry(name, config[name], parameter, where)
+    image, patch = config.get("sample_size"), config.get("patch_size")
+    if isinstance(image, int) and isinstance(patch, int) and (image // patch) ** 2 > MAX_POSITIONS:
+        raise ValueError(
+            f"{where}: sample_size={image} in patches of {patch} gives more than {MAX_POSITIONS} positions."
+        )
+    if "num_layers" in config and config["num_layers"] > MAX_LAYERS:
+        raise ValueError(f"{where}: num_layers={config['num_layers']} is more than {MAX_LAYERS}.")
+
+
+def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None:
+    """Checks the number of layers against the names of the weights.
+
+    Args:
+        num_layers: What the configuration says.
+        names: Names of the tensors.
+        where: Name of the configuration, for errors.
+
+    Raises:
+        ValueError: If the weights have more layers, or fewer.
+    """
+    found = {int(match[1]) for match in map(_LAYER.search, names) if match}
+    if found and max(found) + 1 != num_layers:
+        raise ValueError(
+            f"{where}: num_layers={num_layers}, but the weights have layers up to {max(found)}: the two do not belong "
+            "together."
+        )
+
+
+def _check_entry(name: str, value: Any, parameter: inspect.Parameter, where: str) -> None:
+    default, annotation = parameter.default, str(parameter.annotation)
+    if value is None:
+        if default is not None and "None" not in annotation and "Optional" not in annotation:
+            raise ValueError(f"{where}: {name} is null, but must be like {default!r}.")
+        return
+    if isinstance(default, bool) or annotation.startswith("bool"):
+        expected = isinstance(value, bool)
+    elif isinstance(default, float):
+        expected = _is_number(value)
+    elif isinstance(default, str):
+        expected = isinstance(value, str)
+    elif isinstance(default, tuple):
+        expected = isinstance(value, (list, tuple)) and len(value) == len(default) and all(map(_is_size, value))
+    elif isinstance(default, int):
+        expected = _is_size(value)
+    elif annotation.startswith("int"):
+        # Some published configurations have such a number with a decimal point.
+        expected = _is_number(value) and value > 0
+    else:
+        return
+    if not expected:
+        kind = {bool: "true or false", float: "a finite number", str: "text", tuple: "a list of positive integers"}
+        wanted = kind.get(bool if annotation.startswith("bool") else type(default), "a positive integer")
+        raise ValueError(f"{where}: {name}={shorten_value(value)} must be {wanted}.")
+    largest = MAX_POSITIONS if name in _POSITIONS else MAX_SIZE
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if any(_is_number(number) and number > largest for number in numbers):
+        raise ValueError(f"{where}: {name}={shorten_value(value)} is more than {largest}.")
+
+
+def _is_number(value: Any) -> bool:
+    # Not math.isfinite, which integers of hundreds of digits overflow.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
