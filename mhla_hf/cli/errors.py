@@ -21,6 +21,8 @@ _LENGTH = 800
 DEBUG_VARIABLE = "MHLA_HF_DEBUG"
 """Set to 1 to see the traceback of every error."""
 
+_LONGEST_MESSAGE = 800
+
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
@@ -56,6 +58,10 @@ def friendly_errors() -> Iterator[None]:
 
 
 def _print_error(message: str) -> None:
+    # Names and texts of others' files stand in some messages: neither pages of them nor a terminal's control codes.
+    message = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in message)
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[: _LONGEST_MESSAGE - 200]} ... {message[-200:]}"
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] [red]{escape(message)}[/]", highlight=False)
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import init_empty_weights
 
 from ..files import path_inside
-from ..json_files import read_json
+from ..json_files import Types, read_json
 from ..models.registry import current_class, is_mhla_class, mhla_class_for
 from ..sources import download_pipeline, find_pipeline, is_hub_id
 from .config import UNCONVERTED, TrainingConfig
@@ -28,7 +28,8 @@ def component_config(directory: Path, component: str) -> dict[str, Any]:
     path = directory / component / "config.json"
     if not path.exists():
         raise ValueError(f"component: {directory} has no {component}")
-    config = read_json(path, "the model's configuration", required={"_class_name": str})
+    channels: dict[str, Types] = {"in_channels": int, "out_channels": (int, type(None))}
+    config = read_json(path, "the model's configuration", required={"_class_name": str}, optional=channels)
     name = current_class(config["_class_name"], config)
     objective_class(name, f"component: {component} of {directory}").check_config(config)
     return {**config, "_class_name": name}

@@ -72,7 +72,12 @@ class NoiseSchedule:
             raise ValueError("use_flow_sigmas of the scheduler must be False: noise prediction follows its betas.")
         if config.get("rescale_betas_zero_snr"):
             raise ValueError("rescale_betas_zero_snr of the scheduler must be False to predict noise.")
-        betas = DDPMScheduler.from_config(config).betas.double()
+        try:
+            betas = DDPMScheduler.from_config(config).betas.double()
+        except NotImplementedError:
+            raise ValueError(
+                f"beta_schedule={config['beta_schedule']!r:.100} of the scheduler is not known."
+            ) from None
         if len(betas) < 2:
             raise ValueError(f"num_train_timesteps={len(betas)} of the scheduler must be at least 2.")
         alphas_cumprod = (1 - betas).cumprod(0)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ _SCHEDULER_FIELDS: dict[str, Types] = {
     **dict.fromkeys(_SCHEDULER_NUMBERS, (float, _NULL)),
 }
 _MOST_TIMESTEPS = 100_000
+# Shifts are below a hundred and betas below one.
+_LARGEST = 10**6
 
 
 def read_index(directory: Path) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def scheduler_config(directory: Path) -> dict[str, Any]:
     numbers["trained_betas"] = config.get("trained_betas") or []
     for name, values in numbers.items():
         if not all(_is_usable(value) for value in values):
-            raise ValueError(f"{where}: {name!r} must be finite and not negative.")
+            raise ValueError(f"{where}: {name!r} must be from 0 to {_LARGEST:,}.")
     timesteps = config.get("num_train_timesteps")
     if timesteps is not None and not 1 <= timesteps <= _MOST_TIMESTEPS:
         raise ValueError(f"{where}: 'num_train_timesteps' must be from 1 to {_MOST_TIMESTEPS:,}.")
@@ -67,7 +68,4 @@ def scheduler_config(directory: Path) -> dict[str, Any]:
 
 
 def _is_usable(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= float(value) < math.inf
-    except OverflowError:  # An integer beyond what a float can hold.
-        return False
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value <= _LARGEST

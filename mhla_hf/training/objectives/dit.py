@@ -70,7 +70,7 @@ class DiTObjective(Objective):
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
         """See the base class."""
-        channels, outputs = config["in_channels"], config.get("out_channels")
+        channels, outputs = config.get("in_channels", 4), config.get("out_channels")
         if outputs not in (None, channels, 2 * channels):
             raise ValueError(
                 f"model: out_channels must be in_channels, {channels}, or twice that with learned variances, "

@@ -40,7 +40,7 @@ class WanObjective(FlowObjective):
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
         """See the base class; image-to-video models are refused."""
-        if config["in_channels"] != config["out_channels"]:
+        if config.get("in_channels", 16) != config.get("out_channels", 16):
             raise ValueError("model: this is an image-to-video model, which cannot be trained here yet")
 
     @classmethod
