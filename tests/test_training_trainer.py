@@ -559,6 +559,30 @@ class TestFiles:
         with pytest.raises(ValueError, match="pipeline with two"):
             DiffusionTrainer(config.replace(output=str(tmp_path / "other"), validation_prompts=("a",))).run()
 
+    def test_one_expert_is_trained_and_the_other_stays(self, cache_directory, tmp_path):
+        """Of a pipeline whose experts differ in kind, by way of files."""
+        source = tmp_path / "source"
+        pipeline = tiny.wan_pipeline(num_layers=1, second_transformer=True)
+        convert(pipeline, {"transformer_2": MHLA}).save_pretrained(source)
+        config = options(
+            model=source,
+            cache=str(cache_directory),
+            output=tmp_path / "run",
+            component="transformer_2",
+            max_steps=1,
+            checkpointing_steps=0,
+        )
+        result = DiffusionTrainer(config).run()
+        index = json.loads((result.pipeline / "model_index.json").read_text())
+        assert [index[name][1] for name in ("transformer", "transformer_2")] == [
+            "WanTransformer3DModel",
+            "MHLAWanTransformer3DModel",
+        ]
+        weights = "diffusion_pytorch_model.safetensors"
+        kept, trained = ((result.pipeline / name / weights).read_bytes() for name in ("transformer", "transformer_2"))
+        assert kept == (source / "transformer" / weights).read_bytes()
+        assert trained != (source / "transformer_2" / weights).read_bytes()
+
     def test_bad_sources_are_named(self, pipeline_directory, tmp_path):
         with pytest.raises(ValueError, match=r"model_index\.json"):
             find_pipeline(str(tmp_path), "model")

@@ -67,8 +67,8 @@ def test_dequantised_weights_are_within_the_error_of_the_type(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_types_that_only_llama_cpp_writes(kind, tmp_path):
-    """Blocks of random bytes, against the dequantisation of diffusers, which computes in half precision."""
-    from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
+    """Blocks of random bytes, against the functions of diffusers, told to compute in float32."""
+    from diffusers.quantizers.gguf.utils import dequantize_functions
 
     kind = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -82,9 +82,10 @@ def test_types_that_only_llama_cpp_writes(kind, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     found = GGUFFile(tmp_path / "random.gguf").load("weight")
-    expected = dequantize_gguf_tensor(GGUFParameter(torch.from_numpy(content), quant_type=kind)).float()
-    assert found.shape == (4, 2 * block) == expected.shape and found.abs().max() > 0
-    torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3 * expected.abs().max().item())
+    blocks = torch.from_numpy(content.reshape(-1, block_bytes))
+    expected = dequantize_functions[kind](blocks, block, block_bytes, dtype=torch.float32)
+    assert found.shape == (4, 2 * block) and found.abs().max() > 0
+    assert torch.equal(found, expected.reshape(found.shape))
 
 
 @pytest.mark.parametrize("prefix", PREFIXES[:2])
