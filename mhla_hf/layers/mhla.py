@@ -184,6 +184,7 @@ class MHLA(nn.Module):
         rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
         norms: HeadNorms | None = None,
         scaling: float | None = None,
+        identity: bool = False,
     ) -> torch.Tensor:
         """Attends.
 
@@ -200,6 +201,8 @@ class MHLA(nn.Module):
                 `None` where there are none, or they have been applied.
             scaling: What softmax attention would scale q·k with; half of it (its root) goes to each side before the
                 feature map. `None` for 1.
+            identity: Every token attends to itself alone, as perturbed-attention guidance asks; `query` and `key`
+                are ignored, output norm, gate and LePE are not. Needs `grid`.
 
         Returns:
             `[B, T, H, V]` in the dtype of `value`.
@@ -210,7 +213,13 @@ class MHLA(nn.Module):
         layout = None if sequence is not None else self._grid_layout(grid, query.shape[1])
         gate = self._projected_gate(hidden_states)
         backend = choose_backend(self.config.backend, query, key, value)
-        if layout is not None and can_fuse(self.config, backend, query, value, rotary, self.output_norm):
+        if identity:
+            output = repeat_heads(value, self.num_heads, 2)
+            if self.output_norm is not None:
+                output = self.output_norm(output)
+            if gate is not None:
+                output = output * F.silu(gate)
+        elif layout is not None and can_fuse(self.config, backend, query, value, rotary, self.output_norm):
             if norms is not None and not norms.are_plain(query.device):
                 (query, key), norms = norms.apply(query, key), None
             output = fused_attention(

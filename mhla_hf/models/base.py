@@ -187,6 +187,23 @@ class MHLAModelMixin(Upstream):
         return {index: attentions[index].mhla for index in self.mhla_layers}
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As upstream; see the class for the checkpoints that it takes.
+
+        Where upstream takes `low_cpu_mem_usage=False`, it has no effect here: diffusers cannot load like that what it
+        keeps in fp32, and the model is the same either way.
+        """
+        upstream: Any = next(base for base in cls.__mro__ if not issubclass(base, MHLAModelMixin))
+        needs_it = ("device_map", "quantization_config", "ignore_mismatched_sizes")
+        if (
+            kwargs.get("low_cpu_mem_usage") is False
+            and not upstream._keep_in_fp32_modules
+            and not any(map(kwargs.get, needs_it))
+        ):
+            kwargs["low_cpu_mem_usage"] = True
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """As upstream. Options given as `mhla` override single options of the ones in `config`."""
         if isinstance(config, (str, os.PathLike)):

@@ -17,6 +17,7 @@ from diffusers.models.attention_processor import Attention
 
 from ..layers import HeadNorms, PairwiseRotary
 from .base import MHLAModelMixin
+from .guidance import attend_in_parts, is_perturbed, register_processors
 from .processors import KeepsMHLAProcessor
 
 
@@ -31,11 +32,13 @@ class MHLAImageAttnProcessor:
         attention_mask: torch.Tensor | None = None,
         grid: tuple[int, ...] | None = None,
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        perturbed: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attends over `hidden_states` `[B, T, hidden]`, the T tokens of `grid`, row-major.
 
-        `rotary_emb` is cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels.
+        `rotary_emb` is cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels. `perturbed` lets
+        every token attend to itself alone, as a guider's hook on `attn` does.
 
         Raises:
             ValueError: For cross-attention, an attention mask, a missing grid or other arguments: none of them can
@@ -49,6 +52,10 @@ class MHLAImageAttnProcessor:
             raise ValueError("MHLA layers need grid, the number of tokens along each axis; their own model gives it.")
         if kwargs:
             raise ValueError(f"MHLA layers take no {', '.join(kwargs)}.")
+        if perturbed or is_perturbed(attn):
+            value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+            output = attn.mhla(value, value, value, grid=grid, hidden_states=hidden_states, identity=True)
+            return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(hidden_states)))
         if attn.fused_projections:
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
@@ -60,6 +67,9 @@ class MHLAImageAttnProcessor:
         output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
+
+
+register_processors(MHLAImageAttnProcessor)
 
 
 class MHLAImageAttention(KeepsMHLAProcessor, Attention):
@@ -77,7 +87,11 @@ class MHLAImageAttention(KeepsMHLAProcessor, Attention):
     ) -> torch.Tensor:
         if not hasattr(self, "mhla"):
             return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, grid=grid, **kwargs)
+        kwargs.update(encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, grid=grid)
+        if isinstance(self.processor, self.mhla_processor_class):
+            return self.processor(self, hidden_states, **kwargs)
+        # Pipelines of perturbed-attention guidance set the attribute and put the processors back afterwards.
+        return attend_in_parts(self.processor, self.mhla_processor_class(), self, hidden_states, **kwargs)
 
 
 class MHLAImageModelMixin(MHLAModelMixin):

@@ -42,11 +42,21 @@ class KeepsMHLAProcessors(MHLAModelMixin):
             processor: One for all layers, or a dict by the names of `attn_processors`.
 
         Raises:
-            ValueError: If a layer that has MHLA parameters is given another kind of processor; none is changed.
+            ValueError: If a dict has another number of processors than there are attention modules, or a layer that
+                has MHLA parameters is given another kind of processor; none is changed.
+            KeyError: If a dict lacks a name; none is changed.
         """
+        if isinstance(processor, dict):
+            names = self.attn_processors
+            if len(processor) == len(names):
+                for name in names:
+                    processor[name]
+            else:
+                # Upstream refuses it before it changes anything.
+                super().set_attn_processor(processor)
         for name, module in self.named_modules():
             if isinstance(module, KeepsMHLAProcessor):
                 key = f"{name}.processor"
-                module.check_processor(processor.get(key) if isinstance(processor, dict) else processor)
+                module.check_processor(processor[key] if isinstance(processor, dict) else processor)
         # Upstream empties the dict that it is given.
         super().set_attn_processor(dict(processor) if isinstance(processor, dict) else processor)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from types import MappingProxyType
 
 import torch
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import Attention, SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel, SanaTransformerBlock
 
-from .image import MHLAImageAttnProcessor, MHLAImageModelMixin
+from .guidance import register_blocks, register_processors
+from .image import MHLAImageAttention, MHLAImageAttnProcessor, MHLAImageModelMixin
 from .processors import KeepsMHLAProcessors
 
 
@@ -27,6 +28,12 @@ class MHLASanaAttnProcessor(MHLAImageAttnProcessor):
             limit = torch.finfo(torch.float16).max
             output = output.clip(-limit, limit)
         return output
+
+
+class MHLASanaAttention(MHLAImageAttention):
+    """As for other image models, with SANA's processor."""
+
+    mhla_processor_class = MHLASanaAttnProcessor
 
 
 class MHLASanaTransformerBlock(SanaTransformerBlock):
@@ -62,6 +69,10 @@ class MHLASanaTransformerBlock(SanaTransformerBlock):
         return hidden_states + gate_mlp * image.flatten(2, 3).permute(0, 2, 1)
 
 
+register_processors(MHLASanaAttnProcessor, SanaLinearAttnProcessor2_0)
+register_blocks(MHLASanaTransformerBlock)
+
+
 class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaTransformer2DModel):
     """`SanaTransformer2DModel`, SANA-Sprint's too, whose self-attention is MHLA in the chosen layers.
 
@@ -76,6 +87,7 @@ class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaT
 
     default_options = MappingProxyType({"mixing_init": "uniform", "eps": 1e-15})
     upstream_is_linear = True
+    attention_class = MHLASanaAttention
     processor_class = MHLASanaAttnProcessor
     _no_split_modules = [*SanaTransformer2DModel._no_split_modules, "MHLASanaTransformerBlock"]
     _repeated_blocks = ["MHLASanaTransformerBlock"]

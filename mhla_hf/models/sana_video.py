@@ -9,11 +9,21 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel, WanRotaryPosEmbed
+from diffusers.models.transformers.transformer_sana_video import (
+    SanaLinearAttnProcessor3_0,
+    SanaVideoTransformer3DModel,
+    SanaVideoTransformerBlock,
+    WanRotaryPosEmbed,
+)
 
+from .guidance import register_blocks, register_processors
 from .image import MHLAImageAttention, MHLAImageModelMixin
 from .processors import KeepsMHLAProcessors
 from .rotary import tables_of_layer, tables_with_grid
+
+
+register_processors(SanaLinearAttnProcessor3_0)
+register_blocks(SanaVideoTransformerBlock)
 
 
 class MHLASanaVideoRotaryPosEmbed(WanRotaryPosEmbed):

@@ -16,12 +16,14 @@ import torch
 import torch.nn as nn
 from diffusers.models.transformers.transformer_wan import (
     WanAttention,
+    WanAttnProcessor,
     WanRotaryPosEmbed,
     WanTransformer3DModel,
     _get_qkv_projections,
 )
 
 from ..layers import HeadNorms, PairwiseRotary
+from .guidance import is_perturbed, register_processors
 from .processors import KeepsMHLAProcessor, KeepsMHLAProcessors
 from .rotary import tables_of_layer, tables_with_grid
 from .wan_keys import DEFAULT_HEAD_DIM, authors_name, softmax_names, wan_config
@@ -52,6 +54,10 @@ class MHLAWanAttnProcessor:
             raise ValueError("MHLA layers of Wan take no attention_mask.")
         if grid is None or rotary_emb is None:
             raise ValueError("MHLA layers of Wan need the rotary embeddings of their own model, which carry the grid.")
+        if is_perturbed(attn):
+            value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+            output = attn.mhla(value, value, value, grid=grid, hidden_states=hidden_states, identity=True)
+            return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(hidden_states)))
         query, key, value = _get_qkv_projections(attn, hidden_states, None)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
         rotary = PairwiseRotary(*rotary_emb)
@@ -59,6 +65,9 @@ class MHLAWanAttnProcessor:
         output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
+
+
+register_processors(MHLAWanAttnProcessor, WanAttnProcessor)
 
 
 class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
