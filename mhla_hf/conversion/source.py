@@ -11,6 +11,7 @@ from typing import Any
 
 from ..files import path_inside
 from ..json_files import check_fields, read_json
+from ..messages import shorten_list, shorten_text
 from ..models.registry import LEGACY_CLASS, current_class, is_mhla_class
 from ..source_files import list_files, named_file, read_weight_map
 from ..sources import PIPELINE_INDEX, local_directory
@@ -90,7 +91,7 @@ class Component:
             remedy = f"Load the {what} with from_pretrained and write it with save_pretrained first."
             if pickles:
                 raise ValueError(
-                    f"{self.folder} has its weights only as {', '.join(pickles)}; those can run code when read. "
+                    f"{self.folder} has its weights only as {shorten_list(pickles)}; those can run code when read. "
                     f"{remedy}"
                 )
             raise ValueError(
@@ -100,7 +101,7 @@ class Component:
             found = [weights.variant or "(none)" for weights in sets]
             sets = [weights for weights in sets if weights.variant == variant]
             if not sets:
-                raise ValueError(f"variant={variant!r} is not in {self.folder}, which has {', '.join(found)}.")
+                raise ValueError(f"variant={variant!r} is not in {self.folder}, which has {shorten_list(found)}.")
         return sets
 
     def is_weight_file(self, path: Path) -> bool:
@@ -254,7 +255,7 @@ def read_source(
             classes[name] = _read_component(name, named_file(root, name, str(index_path)), location).class_name
         names = [name for name, class_name in classes.items() if class_name in wanted]
         if not names:
-            models = ", ".join(f"{name} ({class_name})" for name, class_name in sorted(classes.items()))
+            models = shorten_list(f"{name} ({class_name})" for name, class_name in classes.items())
             raise ValueError(
                 f"{location} has no model that can be converted; it has {models}. Supported: {supported}."
             )
@@ -263,8 +264,8 @@ def read_source(
         for component in components:
             if component.class_name != classes[component.name]:
                 raise ValueError(
-                    f"{location}: model_index.json calls {component.name} a {classes[component.name]}, "
-                    f"but {component.folder / 'config.json'} says {component.class_name}."
+                    f"{location}: model_index.json calls {component.name} a {shorten_text(classes[component.name])}, "
+                    f"but {component.folder / 'config.json'} says {shorten_text(component.class_name)}."
                 )
         return Source(location, root, pipeline, components, origin)
     if not (root / "config.json").is_file():
@@ -273,7 +274,9 @@ def read_source(
     if component.is_transformers:
         component = replace(component, name="model")
     elif component.class_name not in wanted:
-        raise ValueError(f"{location} is a {component.class_name}, which cannot be converted. Supported: {supported}.")
+        raise ValueError(
+            f"{location} is a {shorten_text(component.class_name)}, which cannot be converted. Supported: {supported}."
+        )
     return Source(location, root, None, (component,), origin)
 
 
@@ -293,7 +296,7 @@ def _read_component(name: str, folder: Path, location: str, *, transformers: boo
         raise ValueError(f"{where}: 'architectures' must be a list of class names.")
     quantization = _quantization(config, where)
     if quantization:
-        method = quantization.get("quant_method", "unknown method")
+        method = shorten_text(str(quantization.get("quant_method", "unknown method")))
         raise ValueError(
             f"{location}: {name} is quantised ({method}) and cannot be converted. "
             "Convert the original weights, then quantise."

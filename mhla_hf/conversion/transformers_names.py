@@ -31,6 +31,7 @@ class StoredNames:
     Attributes:
         expected: Shapes of what a complete source has, by the name in the files written. Tied tensors occur once.
         loaded: Names of the source's tensors in the model; what the model does not know is left out.
+        renamed: What each tensor of the source would be called in the model.
         written: Names of the same tensors in the files written.
         tied_copies: Tensors of the source that the model ties to another one of the source, with that one.
         fresh: Names of the MHLA parameters in the model, with those in the files written.
@@ -66,10 +67,12 @@ class StoredNames:
         converters = [rule for rule in self._renaming if isinstance(rule, WeightConverter)]
         prefix = self._model.base_model_prefix
         loaded, merged = {}, set()
+        self.renamed: dict[str, str] = {}
         for name in stored:
             target, converter = rename_source_key(name, renamings, converters, prefix, self._state)
             if target not in self._state and name in self._state:
                 target, converter = rename_source_key(name, [], [], prefix, self._state)
+            self.renamed[name] = target
             if target in self._state:
                 loaded[name] = target
                 if converter is not None:

@@ -15,8 +15,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..config import MHLAConfig
 from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
+from ..integrations.transformers.layer_count import check_layers, check_sizes
 from ..json_files import read_json
 from ..layers.mhla import MHLA
+from ..messages import shorten_text
 from .options import parse_layers
 from .planning import (
     ComponentPlan,
@@ -60,6 +62,8 @@ def plan_transformers_model(
     if _asks_for_mhla(component.config):
         raise ValueError(f"{component.folder} is MHLA already; convert the model it was made from.")
     weight_sets = component.weight_sets(variant)
+    # Before anything is built: a wrong size may ask for more memory than there is.
+    check_sizes(component.config, str(component.folder / "config.json"))
     model_class = _model_class(component)
     softmax = _empty_model(component, model_class)
     if layers is not None:
@@ -93,7 +97,7 @@ def _model_class(component: Component) -> Any:
         found = transformers.MODEL_MAPPING.get(type(config), None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(
-            f"{component.folder} is a {component.class_name}, which transformers {transformers.__version__} does not "
+            f"{component.folder} is a {shorten_text(component.class_name)}, which transformers {transformers.__version__} does not "
             "have; code that comes with a model is not run."
         )
     return found
@@ -102,8 +106,9 @@ def _model_class(component: Component) -> Any:
 def _load_config(component: Component, **changes: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(component.folder, trust_remote_code=False, **changes)
-    except (ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
+    # What a wrong entry ends in depends on the model's configuration class.
+    except Exception as error:
+        reason = shorten_text(str(error) or type(error).__name__, 300)
         raise ValueError(f"{component.folder / 'config.json'} cannot be read: {reason}") from error
 
 
@@ -115,7 +120,11 @@ def _empty_model(component: Component, model_class: Any, **changes: Any) -> Any:
             return model_class(config)
     except ValueError as error:
         # Errors of transformers may have several lines.
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(shorten_text(str(error), 500)) from error
+    # Sizes that do not fit each other end in errors of all kinds.
+    except Exception as error:
+        reason = shorten_text(f"{type(error).__name__}: {error}", 300)
+        raise ValueError(f"{component.folder / 'config.json'} does not describe a model ({reason}).") from error
 
 
 def _attentions(model: Any) -> list[Any]:
@@ -193,6 +202,7 @@ def _plan_weights(
     if any(".mhla." in name for name in stored):
         raise ValueError(f"{where} has MHLA weights already; convert the model they were made from.")
     names = StoredNames(model, list(stored))
+    check_layers(model, (), _unknown(names, model, stored), where)
     repeated = _equal_copies(names, stored)
     written = {name: target for name, target in names.written.items() if name not in repeated}
     found = {target: stored[name].shapes[name] for name, target in written.items()}
@@ -213,6 +223,16 @@ def _plan_weights(
         initial_entry(model, name, new_dtype, kept, report, stored_name) for name, stored_name in names.fresh.items()
     ]
     return plan_files(weight_set, [group for group in groups if group], fresh, max_bytes)
+
+
+def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:
+    """Tensors of the source that the model does not know, and that its class does not expect to be left over."""
+    ignored = list(model._keys_to_ignore_on_load_unexpected or [])
+    return [
+        names.renamed[name]
+        for name in stored
+        if name not in names.loaded and not any(re.search(pattern, name) for pattern in ignored)
+    ]
 
 
 def _copied_entry(

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..messages import shorten_text
 from .tensors import SafetensorsReader
 
 
@@ -70,6 +71,6 @@ class WeightSet:
         for reader in readers:
             for name in reader.shapes:
                 if name in seen:
-                    raise ValueError(f"{name} is both in {seen[name]} and in {reader.path}.")
+                    raise ValueError(f"{shorten_text(name)} is both in {seen[name]} and in {reader.path}.")
                 seen[name] = reader.path
         return readers

@@ -116,6 +116,8 @@ def resolve_sequence(
     if options.get("causal") not in (None, causal):
         direction = "looks back only" if causal else "attends in both directions"
         raise ValueError(f"causal={options['causal']} contradicts the model, which {direction}.")
+    if options.get("resize") not in (None, "auto", "extend"):
+        raise ValueError(f"resize={options['resize']!r} has no meaning for sequences, which allow 'extend' alone.")
     if options.get("normalizer", defaults.get("normalizer")) == "block_query":
         raise ValueError("normalizer='block_query' needs blocks of equal size; sequences allow 'query' and 'none'.")
     # Every option of a sequence has a default but these, whose None means something.

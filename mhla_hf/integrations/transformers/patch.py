@@ -64,17 +64,21 @@ def install_models(module: ModuleType) -> None:
     install_configuration(configuration_utils)
     # Registers itself; by name, since it may be what is importing transformers just now.
     importlib.import_module(".attention", __package__)
-    for name in ("__init__", "post_init", "_initialize_weights", "_move_missing_keys_from_meta_to_device"):
+    names = ["__init__", "post_init", "_initialize_weights", "_move_missing_keys_from_meta_to_device"]
+    for name in (*names, "_adjust_missing_and_unexpected_keys"):
         _originals[name] = getattr(model_class, name)
 
     @functools.wraps(_originals["__init__"])
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, configuration_utils.PreTrainedConfig):
             from .attaching import check_class
-            from .towers import prepare_config
+            from .layer_count import check_configuration
+            from .towers import prepare_config, wants_mhla
 
             prepare_config(config)
             check_class(self, config)
+            if wants_mhla(config):
+                check_configuration(config)
         _originals["__init__"](self, config, *args, **kwargs)
 
     @functools.wraps(_originals["post_init"])
@@ -106,6 +110,17 @@ def install_models(module: ModuleType) -> None:
         refuse_on_disk(missing_keys, device_map)
         _originals["_move_missing_keys_from_meta_to_device"](self, missing_keys, device_map, *args, **kwargs)
 
+    @functools.wraps(_originals["_adjust_missing_and_unexpected_keys"])
+    def _adjust_keys(self: Any, loading_info: Any, *args: Any, **kwargs: Any) -> None:
+        from .attaching import MHLA
+        from .layer_count import check_layers
+
+        _originals["_adjust_missing_and_unexpected_keys"](self, loading_info, *args, **kwargs)
+        if any(isinstance(module, MHLA) for module in self.modules()):
+            # transformers only reports them.
+            missing, surplus = loading_info.missing_keys, loading_info.unexpected_keys
+            check_layers(self, missing, surplus, str(self.config.name_or_path))
+
     def _resolve_parallel_plans(self: Any, distributed_config: Any) -> Any:
         from .attaching import MHLA
 
@@ -123,6 +138,7 @@ def install_models(module: ModuleType) -> None:
     model_class.post_init = post_init
     model_class._initialize_weights = _initialize_weights
     model_class._move_missing_keys_from_meta_to_device = _move_missing_keys
+    model_class._adjust_missing_and_unexpected_keys = _adjust_keys
     model_class._has_mhla_patch = True
 
 

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of transformers models that contradict their weights or are damaged: one short line each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from mhla_hf.conversion import convert_pretrained
+
+
+OPTIONS = {"block_size": [4]}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A decoder and an encoder with softmax, and the decoder as MHLA."""
+    folder = tmp_path_factory.mktemp("sources")
+    torch.manual_seed(0)
+    sizes = {**SIZES, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1)).save_pretrained(folder / "llama")
+    BertModel(BertConfig(**sizes)).save_pretrained(folder / "bert")
+    convert_pretrained(folder / "llama", folder / "mhla", OPTIONS, progress=False)
+    return folder
+
+
+@pytest.fixture
+def copied(sources, tmp_path):
+    def copy(name: str, **changes) -> Path:
+        folder = Path(shutil.copytree(sources / name, tmp_path / name))
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        return folder
+
+    return copy
+
+
+def refused(call, *names):
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 700, message
+    assert all(name in message for name in names), message
+
+
+def convert(source, tmp_path, mhla=None):
+    convert_pretrained(source, tmp_path / "out", mhla or OPTIONS, progress=False)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_fewer_layers_than_the_weights_have(count, name, copied, tmp_path):
+    folder = copied(name, num_hidden_layers=count)
+    refused(lambda: convert(folder, tmp_path), "layers.2" if name == "llama" else "layer.2", f"={count}")
+    refused(
+        lambda: AutoModel.from_pretrained(folder, attn_implementation="mhla", mhla=OPTIONS), "leaves out", f"={count}"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_more_layers_than_the_weights_have(name, copied, tmp_path):
+    folder = copied(name, num_hidden_layers=5)
+    refused(lambda: convert(folder, tmp_path), "lacks", ".3.", "more")
+    refused(lambda: AutoModel.from_pretrained(folder, attn_implementation="mhla", mhla=OPTIONS), "asks for", "=5")
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_layers_of_mhla_checkpoints(count, copied):
+    folder = copied("mhla", num_hidden_layers=count)
+    refused(lambda: AutoModelForCausalLM.from_pretrained(folder), f"num_hidden_layers={count}")
+
+
+def test_what_transformers_may_leave_out_still_loads(copied, tmp_path):
+    for name in ("llama", "mhla"):
+        AutoModel.from_pretrained(copied(name), attn_implementation="mhla", mhla=OPTIONS)
+    # Without the prefix of the base model, and without a head.
+    folder = copied("bert")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: x for name, x in weights.items() if "pooler" not in name}, folder / "model.safetensors")
+    AutoModel.from_pretrained(folder, attn_implementation="mhla", mhla=OPTIONS)
+    convert(folder, tmp_path)
+
+
+WRONG = {
+    "num_hidden_layers": ["three", 10**6, -1, 1.5, True, {}],
+    "hidden_size": [0, "16", -16, 10**12],
+    "num_attention_heads": [0, "x", [0], 3],
+    "max_position_embeddings": [10**9, "x", 0],
+    "vocab_size": [0, 10**15],
+    "head_dim": [0, "x"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_sizes(name, value, copied, tmp_path):
+    folder = copied("llama", **{name: value})
+    refused(lambda: convert(folder, tmp_path), str(folder))
+
+
+@pytest.mark.parametrize("count", [10**6, 10**9])
+def test_a_million_layers_are_refused_before_they_are_built(count, copied):
+    folder = copied("llama", num_hidden_layers=count)
+    load = AutoModelForCausalLM.from_pretrained
+    refused(lambda: load(folder, attn_implementation="mhla", mhla=OPTIONS), "num_hidden_layers")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [1]},
+        {"architectures": {"a": 1}},
+        {"architectures": ["X" * 10_000]},
+        {"model_type": "x" * 10_000},
+        {"quantization_config": "int8"},
+        {"quantization_config": ["int8"]},
+        {"rope_parameters": "x"},
+        {"layer_types": "x"},
+        {"hidden_act": "x" * 10_000},
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_entries_of_the_wrong_shape(change, copied, tmp_path):
+    folder = copied("llama", **change)
+    refused(lambda: convert(folder, tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("resize", ["x", "blocks", "block_size", 3, ["extend"]], ids=str)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_resize_of_sequences(resize, name, sources, tmp_path):
+    options = {**OPTIONS, "resize": resize}
+    refused(lambda: convert(sources / name, tmp_path, options), "resize")
+    refused(lambda: AutoModel.from_pretrained(sources / name, attn_implementation="mhla", mhla=options), "resize")
