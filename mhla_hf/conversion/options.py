@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
+from numbers import Integral
 
 import torch
+
+from ..messages import shorten_list, shorten_value
 
 
 DTYPES: dict[str, torch.dtype] = {
@@ -71,15 +75,16 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
                 f"layers={layers!r:.100} must be all, layer indices such as 1,2,4, or a fraction such as 2/3."
             )
         layers = [int(part) for part in parts]
+    layers = list(layers)
+    if any(isinstance(index, bool) or not isinstance(index, Integral) for index in layers):
+        raise ValueError(f"layers={shorten_value(layers)} must hold integers.")
     indices = sorted(layers)
-    repeated = sorted({index for index in indices if indices.count(index) > 1})
+    repeated = [index for index, count in Counter(indices).items() if count > 1]
     if repeated:
-        raise ValueError(f"layers names {', '.join(map(str, repeated))} twice.")
+        raise ValueError(f"layers names {shorten_list(repeated)} twice.")
     outside = [index for index in indices if not 0 <= index < num_layers]
     if outside:
-        raise ValueError(
-            f"layers names {', '.join(map(str, outside))}, but the model has layers 0 to {num_layers - 1}."
-        )
+        raise ValueError(f"layers names {shorten_list(outside)}, but the model has layers 0 to {num_layers - 1}.")
     if not indices:
         raise ValueError("layers is empty: no layer would become MHLA.")
     return indices
@@ -107,8 +112,8 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if dtype is None or dtype in DTYPES.values():
         return dtype  # type: ignore[return-value]
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={str(dtype)!r} must be one of {', '.join(DTYPES)}.")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"dtype={shorten_value(str(dtype))} must be one of {', '.join(DTYPES)}.")
     return DTYPES[dtype]  # type: ignore[index]
 
 

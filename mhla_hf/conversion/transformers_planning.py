@@ -97,8 +97,8 @@ def _model_class(component: Component) -> Any:
         found = transformers.MODEL_MAPPING.get(type(config), None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(
-            f"{component.folder} is a {shorten_text(component.class_name)}, which transformers {transformers.__version__} does not "
-            "have; code that comes with a model is not run."
+            f"{component.folder} is a {shorten_text(component.class_name)}, which transformers "
+            f"{transformers.__version__} does not have; code that comes with a model is not run."
         )
     return found
 

@@ -424,6 +424,7 @@ def test_sentence_transformers_directories(tmp_path):
     for name, text in {**texts, **others, **old_weights}.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
+    save_file({"linear.weight": torch.ones(2, 2)}, source / "2_Dense/model.safetensors")
     report = convert(source, tmp_path / "mhla", TEXT_OPTIONS)
     assert set(report.copied_files) == {*texts, *others}
     assert set(report.skipped_files) == set(old_weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in transformers: five methods of `PreTrainedModel`, one class attribute, three registries.
+"""What is changed in transformers: six methods of `PreTrainedModel`, one class attribute, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] takes everything back.
 """
