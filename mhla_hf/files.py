@@ -3,54 +3,31 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from safetensors import SafetensorError
-
-
-TEMPORARY_PREFIX = ".tmp-"
+from .destinations import TEMPORARY_PREFIX, claim_destination, flush_to_disk, restore_hidden
+from .write_errors import clear_write_errors
 
 
 @contextmanager
 def atomic_directory(destination: Path) -> Iterator[Path]:
-    """Gives a temporary sibling to fill, and moves it to `destination` when the block ends well.
+    """Gives a temporary directory to fill, and moves it to `destination` when the block ends well.
 
     What stood at `destination` is replaced then, and kept until that moment. On any exception, Ctrl-C included,
-    nothing new is left behind.
+    nothing new is left behind. See [`claim_destination`][mhla_hf.destinations.claim_destination].
 
     Args:
         destination: The directory to make; its parents are made too.
     """
-    destination = destination.absolute()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary, retired = _temporary_sibling(destination), _temporary_sibling(destination)
-    temporary.mkdir()
-    try:
-        with clear_write_errors(destination):
-            yield temporary
-            for path in temporary.rglob("*"):
-                if path.is_file():
-                    _flush_to_disk(path)
-        if destination.exists():
-            os.replace(destination, retired)
-        try:
-            os.replace(temporary, destination)
-        except BaseException:
-            if retired.exists():
-                os.replace(retired, destination)
-            raise
-        _flush_to_disk(destination.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(retired, ignore_errors=True)
+    with claim_destination(destination, overwrite=True) as claimed, claimed.staging() as temporary:
+        yield temporary
 
 
 @contextmanager
@@ -58,14 +35,17 @@ def atomic_file(destination: Path) -> Iterator[Path]:
     """Gives a temporary sibling to write, and moves it to `destination` when the block ends well.
 
     Args:
-        destination: The file to make; its parents are made too. The temporary name ends like it.
+        destination: The file to make; its parents are made too. Of a link, what it leads to. The temporary name ends
+            like it.
     """
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_sibling(destination)
+    real = Path(os.path.realpath(destination))
+    real.parent.mkdir(parents=True, exist_ok=True)
+    temporary = real.with_name(_temporary_sibling(destination).name)
     try:
         with clear_write_errors(destination):
             yield temporary
-        os.replace(temporary, destination)
+            flush_to_disk(temporary)
+        os.replace(temporary, real)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -75,30 +55,6 @@ def write_json(destination: Path, value: Any) -> None:
     """Writes a JSON file atomically."""
     with atomic_file(destination) as temporary:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def clear_write_errors(destination: Path) -> Iterator[None]:
-    """Says in one line that there is no room for a file, whatever the library that wrote it raises.
-
-    Safetensors and PyTorch have exceptions of their own for it, which name neither the file nor what to do.
-
-    Args:
-        destination: What is written, for the error.
-
-    Raises:
-        OSError: If the disk or a quota is full, or the system limits the size of files.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = _no_room(error, destination.parent)
-        if reason is None:
-            raise
-        raise OSError(
-            f"{destination} cannot be written: {reason}. Make room and run the same command again; what was complete "
-            "before is still there."
-        ) from error
 
 
 def path_inside(root: Path, name: Any, where: str) -> Path:
@@ -131,8 +87,16 @@ def remove_directory(directory: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes what killed processes left under temporary names in a directory."""
+    """Removes what killed processes left under temporary names in a directory, and restores what they put aside.
+
+    Only for a process that holds the directory's lock, or nobody else writes to.
+    """
+    if not parent.is_dir():
+        return
+    kept = restore_hidden(parent)
     for path in parent.glob(f"{TEMPORARY_PREFIX}*"):
+        if path in kept:
+            continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -142,35 +106,3 @@ def remove_leftovers(parent: Path) -> None:
 def _temporary_sibling(path: Path) -> Path:
     """A new name beside a path, another one at every call."""
     return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_NO_ROOM = {
-    errno.ENOSPC: "no space is left on the disk",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file is larger than the system allows",
-}
-
-
-def _no_room(error: Exception, directory: Path) -> str | None:
-    """Why there is no room, if that is what an exception comes from."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return _NO_ROOM.get(error.errno)
-    if not isinstance(error, OSError | RuntimeError | SafetensorError):
-        return None
-    for number, reason in _NO_ROOM.items():
-        # As safetensors puts it, and copies of whole directories.
-        if f"(os error {number})" in str(error) or f"[Errno {number}]" in str(error):
-            return reason
-    # PyTorch's zip files, and programs that files are written by, do not say.
-    with suppress(OSError):
-        if shutil.disk_usage(directory).free < 2**16:
-            return _NO_ROOM[errno.ENOSPC]
-    return "the disk may be full" if "inline_container" in str(error) else None

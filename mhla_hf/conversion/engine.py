@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..files import atomic_directory
+from ..destinations import Destination, claim_destination
 from ..models.component_options import options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES
 from ..source_files import list_files
@@ -19,7 +19,7 @@ from .options import parse_dtype, parse_size
 from .planning import ComponentPlan, plan_component
 from .provenance import ConversionReport, describe_file
 from .source import Component, Source, download_or_find, read_source
-from .staging import byte_progress, check_destination, check_space, copy_file
+from .staging import byte_progress, check_apart, check_space, copy_file
 from .tensors import check_safetensors, write_json, write_shards
 
 
@@ -98,8 +98,6 @@ def convert_pretrained(
     started = time.monotonic()
     destination = Path(destination).expanduser()
     dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
-    local = Path(source).expanduser()
-    check_destination(destination, overwrite, [local if local.exists() else None])
     hub: dict[str, Any] = {
         "revision": revision,
         "token": token,
@@ -110,32 +108,43 @@ def convert_pretrained(
     # It reads files by what writes through this module.
     from .single_file import find_weights, is_original_directory, plan_original
 
-    original = find_weights(source, hub)
-    if original is None:
-        root, origin = download_or_find(source, subfolder=subfolder, **hub)
-    else:
-        _check_unused({"subfolder": subfolder}, f"{source} is a file")
-        root, origin = original
-    if original is not None or is_original_directory(root):
-        _check_unused({"variant": variant}, f"{source} holds original weights")
-        plan, base_source, origin = plan_original(
-            root, str(source), origin, mhla, (layers, dtype, max_bytes), component=component, hub=hub, **original_only
-        )
-        check_destination(destination, overwrite, [root, None if base_source is None else base_source.root])
-        report = ConversionReport("convert", destination, origin)
-        write_result(base_source, [plan], report, progress=progress, started=started)
+    local = Path(source).expanduser()
+    with claim_destination(destination, overwrite=overwrite) as claimed:
+        check_apart(claimed, local if local.exists() else None)
+        original = find_weights(source, hub)
+        if original is None:
+            root, origin = download_or_find(source, subfolder=subfolder, **hub)
+        else:
+            _check_unused({"subfolder": subfolder}, f"{source} is a file")
+            root, origin = original
+        if original is not None or is_original_directory(root):
+            _check_unused({"variant": variant}, f"{source} holds original weights")
+            plan, base_source, origin = plan_original(
+                root,
+                str(source),
+                origin,
+                mhla,
+                (layers, dtype, max_bytes),
+                component=component,
+                hub=hub,
+                **original_only,
+            )
+            check_apart(claimed, root, None if base_source is None else base_source.root)
+            report = ConversionReport("convert", destination, origin)
+            write_result(base_source, [plan], report, claimed, progress=progress, started=started)
+            return report
+        _check_unused(original_only, f"{source} has other files and a configuration of its own")
+        check_apart(claimed, root)
+        found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
+        chosen = _choose(found, mhla, component)
+        plans = [
+            _plan(part, chosen[part.name], layers, dtype, variant, max_bytes)
+            for part in found.components
+            if part.name in chosen
+        ]
+        report = ConversionReport("convert", destination, found.origin)
+        write_result(found, plans, report, claimed, progress=progress, started=started)
         return report
-    _check_unused(original_only, f"{source} has other files and a configuration of its own")
-    found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
-    chosen = _choose(found, mhla, component)
-    plans = [
-        _plan(part, chosen[part.name], layers, dtype, variant, max_bytes)
-        for part in found.components
-        if part.name in chosen
-    ]
-    report = ConversionReport("convert", destination, found.origin)
-    write_result(found, plans, report, progress=progress, started=started)
-    return report
 
 
 def _check_unused(options: Mapping[str, Any], reason: str) -> None:
@@ -177,6 +186,7 @@ def write_result(
     source: Source | None,
     plans: list[ComponentPlan],
     report: ConversionReport,
+    destination: Destination,
     *,
     progress: bool,
     started: float,
@@ -187,11 +197,12 @@ def write_result(
         source: Where the other files come from; `None` writes a model directory with nothing else.
         plans: The models. In a pipeline each goes to its folder, otherwise the only one to the root.
         report: Completed here, and written as `conversion.json`.
+        destination: Where to.
         progress: Show a progress bar.
         started: `time.monotonic()` of the beginning.
 
     Raises:
-        ValueError: If the disk is too small.
+        ValueError: If the disk is too small, or others filled the destination meanwhile.
     """
     is_pipeline = source is not None and source.pipeline is not None
     others, skipped = ([], []) if source is None else other_files(source, {plan.name for plan in plans})
@@ -200,10 +211,10 @@ def write_result(
             check_safetensors(source.root / path)
     copied_bytes = sum((source.root / path).stat().st_size for path in others) if source is not None else 0
     written_bytes = sum(weights.nbytes for plan in plans for weights in plan.weights)
-    check_space(report.destination, copied_bytes + written_bytes)
+    check_space(destination.path, copied_bytes + written_bytes)
     hashed_bytes = sum(path.stat().st_size for plan in plans for weights in plan.weights for path in weights.sources)
     total = copied_bytes + written_bytes + hashed_bytes
-    with atomic_directory(report.destination) as staging, byte_progress(total, progress) as (describe, advance):
+    with destination.staging() as staging, byte_progress(total, progress) as (describe, advance):
         for path in others:
             assert source is not None
             describe(f"copying {path.parts[0]}")

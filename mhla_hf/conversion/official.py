@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
+from ..destinations import claim_destination
 from ..messages import shorten_list, shorten_text, shorten_value
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from ..models.stored_config import to_stored
@@ -33,7 +34,7 @@ from .planning import (
 )
 from .provenance import ConversionReport
 from .source import Source, download_or_find, read_source
-from .staging import check_destination
+from .staging import check_apart
 from .tensors import SafetensorsReader, TensorEntry, split_into_shards
 from .torch_files import torch_entries
 
@@ -98,17 +99,19 @@ def import_official(
     checkpoint, destination = Path(checkpoint).expanduser(), Path(destination).expanduser()
     dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
     base_path = None if base is None or not Path(base).expanduser().exists() else Path(base).expanduser()
-    check_destination(destination, overwrite, [checkpoint if checkpoint.exists() else None, base_path])
-    groups, files = open_checkpoint(checkpoint)
-    plan = _plan_import(groups, files, checkpoint, blocks, normalizer, grid, num_heads, dtype, max_bytes)
-    source = None
-    origin: dict[str, Any] = {"location": checkpoint.resolve().name}
-    if base is not None:
-        source = _read_base(base, plan.config, revision, token, cache_dir)
-        origin["base"] = source.origin
-    report = ConversionReport("import-official", destination, origin)
-    write_result(source, [plan], report, progress=progress, started=started)
-    return report
+    with claim_destination(destination, overwrite=overwrite) as claimed:
+        check_apart(claimed, checkpoint if checkpoint.exists() else None, base_path)
+        groups, files = open_checkpoint(checkpoint)
+        plan = _plan_import(groups, files, checkpoint, blocks, normalizer, grid, num_heads, dtype, max_bytes)
+        source = None
+        origin: dict[str, Any] = {"location": checkpoint.resolve().name}
+        if base is not None:
+            source = _read_base(base, plan.config, revision, token, cache_dir)
+            origin["base"] = source.origin
+            check_apart(claimed, source.root)
+        report = ConversionReport("import-official", destination, origin)
+        write_result(source, [plan], report, claimed, progress=progress, started=started)
+        return report
 
 
 def open_checkpoint(path: Path) -> tuple[list[list[TensorEntry]], tuple[Path, ...]]:

@@ -3,44 +3,43 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ..destinations import Destination
 from .options import format_bytes
 
 
 _COPY_CHUNK = 8 * 2**20
 
 
-def check_destination(destination: Path, overwrite: bool, sources: Iterable[Path | None] = ()) -> None:
-    """Refuses a destination that would destroy something.
+def check_apart(destination: Destination, *sources: Path | None) -> None:
+    """Refuses to write where something is read, or to replace a directory that holds more than a model.
 
     Args:
-        destination: The directory to be written.
-        overwrite: Whether an existing directory may be replaced.
-        sources: What is read while the destination is written.
+        destination: What is to be written.
+        *sources: What is read meanwhile.
 
     Raises:
-        ValueError: If it exists and is not empty without `overwrite`, is a file, or overlaps a source.
+        ValueError: If the destination overlaps a source, or is to be replaced although the home or working directory
+            is in it.
     """
-    if destination.exists() and not destination.is_dir():
-        raise ValueError(f"destination {destination} is a file; give a directory.")
-    if destination.is_dir() and any(destination.iterdir()) and not overwrite:
-        raise ValueError(
-            f"destination {destination} is not empty; choose another one or pass overwrite=True (--overwrite)."
-        )
-    target = destination.resolve()
+    target = destination.path
     for source in sources:
         if source is None:
             continue
         source = source.resolve()
         if target == source or target in source.parents or source in target.parents:
-            raise ValueError(f"destination {destination} overlaps the source {source}.")
+            raise ValueError(f"destination {target} overlaps the source {source}.")
+    home, working = Path(os.path.expanduser("~")).resolve(), Path(os.path.realpath(os.curdir))
+    if destination.overwrite and target in (home, *home.parents, *working.parents):
+        raise ValueError(f"destination {target} has your home or working directory in it and is not overwritten.")
 
 
 def check_space(destination: Path, needed: int) -> None:
@@ -49,7 +48,8 @@ def check_space(destination: Path, needed: int) -> None:
     Raises:
         ValueError: If less than `needed` bytes are free; the message names both figures.
     """
-    folder = next(parent for parent in destination.absolute().parents if parent.exists())
+    absolute = destination.absolute()
+    folder = next(path for path in (absolute, *absolute.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
