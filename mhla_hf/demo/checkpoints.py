@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..files import atomic_file, clear_write_errors
+from ..files import atomic_file
+from ..write_errors import clear_write_errors
 
 
 def save_checkpoint(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
