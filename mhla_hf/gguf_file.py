@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .messages import LIST_LENGTH, shorten_text
+
 
 SUFFIX = ".gguf"
 
@@ -67,7 +69,7 @@ class GGUFFile:
             self._tensors = self._read_header()
         except (struct.error, ValueError, UnicodeDecodeError) as error:
             # Reading past the end is what struct calls an error, and mmap refuses empty files.
-            reason = "it ends too early" if isinstance(error, struct.error) else error
+            reason = "it ends too early" if isinstance(error, struct.error) else shorten_text(str(error), LIST_LENGTH)
             raise ValueError(f"{path} is damaged, truncated or not a GGUF file ({reason}).") from error
         self._check_kinds()
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -177,7 +179,8 @@ class GGUFFile:
                 self._gguf.quants.dequantize(block, kind)
             except NotImplementedError:
                 raise ValueError(
-                    f"{self.path} holds {kind.name} under {name}, which the gguf package does not dequantise."
+                    f"{self.path} holds {kind.name} under {shorten_text(name)}, which the gguf package does not "
+                    "dequantise."
                 ) from None
 
 

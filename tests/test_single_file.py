@@ -109,6 +109,27 @@ def test_no_second_copy_of_the_weights():
     assert {parameter.data_ptr() for name, parameter in model.named_parameters() if ".mhla." not in name} == stored
 
 
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [({"num_layers": 10**6}, "num_layers=1000000 is more than"), ({"num_layers": 3}, "layers up to 1"),
+     ({"rope_max_seq_len": 10**9}, "rope_max_seq_len=1000000000 is more than"), ({"ffn_dim": 96}, "shape|size")],
+)  # fmt: skip
+@pytest.mark.parametrize("way", ["from_single_file", "command"])
+def test_a_configuration_that_contradicts_the_weights(way, entries, message, tmp_path):
+    softmax = write_original(tmp_path / "wan.safetensors")
+    softmax.save_config(tmp_path / "config")
+    stored = json.loads((tmp_path / "config" / "config.json").read_text())
+    (tmp_path / "config" / "config.json").write_text(json.dumps({**stored, **entries}))
+    with pytest.raises(ValueError, match=message) as caught:
+        if way == "command":
+            convert_pretrained(
+                tmp_path / "wan.safetensors", tmp_path / "out", MHLA, config=tmp_path / "config", progress=False
+            )
+        else:
+            MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", config=tmp_path / "config")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
 def changed(path, change):
     weights = load_file(path)
     change(weights)

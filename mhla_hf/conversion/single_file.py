@@ -150,7 +150,8 @@ def plan_original(
     if base is not None:
         source = _read_base(base, name, hub)
         origin["base"] = source.origin
-    part = replace(part, config=_configuration(part, name, config, source))
+    configuration, folder = _configuration(part, name, config, source)
+    part = replace(part, config=configuration, folder=folder)
     layers, dtype, max_bytes = options
     return plan_component(part, chosen[name], layers, dtype, None, max_bytes), source, origin
 
@@ -203,15 +204,16 @@ def _read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
 
 def _configuration(
     part: OriginalComponent, name: str, config: str | Path | None, base: Source | None
-) -> dict[str, Any]:
-    """The configuration of the softmax model: the one given, the base's, or what the weights tell."""
+) -> tuple[dict[str, Any], Path]:
+    """The configuration of the softmax model (the one given, the base's, or what the weights tell) and its folder."""
+    folder = part.folder
     if config is not None:
         path = Path(config).expanduser()
         if path.is_dir():
             path = (path / name if (path / PIPELINE_INDEX).is_file() else path) / "config.json"
-        found, where = read_json(path, "the model's configuration"), str(path)
+        found, where, folder = read_json(path, "the model's configuration"), str(path), path.parent
     elif base is not None:
-        found = next(item.config for item in base.components if item.name == name)
+        found, folder = next((item.config, item.folder) for item in base.components if item.name == name)
         where = f"{name} of base {base.location}"
     else:
         assert part.weights is not None
@@ -226,4 +228,4 @@ def _configuration(
 
     # The options of an expert that was MHLA before are its own, not those of the one that takes its place.
     kept = {key: value for key, value in from_stored(found).items() if key != "mhla"}
-    return {"_diffusers_version": __version__, **kept, "_class_name": UPSTREAM}
+    return {"_diffusers_version": __version__, **kept, "_class_name": UPSTREAM}, folder

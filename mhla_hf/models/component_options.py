@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..config import MHLAConfig
+from ..messages import shorten_value
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))
@@ -41,11 +42,13 @@ def options_by_component(
                 f"{called} has the option {name!r} beside options by component; give it to each component ({allowed})."
             )
         if name not in components:
-            raise ValueError(f"{called} names {name!r}, which is not a component that can be MHLA: {allowed}.")
+            raise ValueError(
+                f"{called} names {shorten_value(name)}, which is not a component that can be MHLA: {allowed}."
+            )
         if options is not None and not isinstance(options, (Mapping, MHLAConfig)):
             raise ValueError(
-                f"{called}[{name!r}]={options!r} must be options (a dict or an MHLAConfig), or None, which leaves "
-                "the component as it is."
+                f"{called}[{name!r}]={shorten_value(options)} must be options (a dict or an MHLAConfig), or "
+                "None, which leaves the component as it is."
             )
     chosen = {name: mhla[name] for name in components if mhla.get(name) is not None}
     if not chosen:

@@ -14,6 +14,8 @@ import torch
 from ..config import MHLAConfig
 from ..gguf_file import SUFFIX as GGUF_SUFFIX
 from ..gguf_file import GGUFFile
+from ..messages import LIST_LENGTH, shorten_list, shorten_text
+from .bounds import check_layer_count, check_model_config
 from .converting import convert_model
 from .fresh_parameters import advice
 from .registry import family_for
@@ -53,7 +55,7 @@ def find_single_file(location: str | os.PathLike[str], **options: Any) -> Path:
         repository, name = _extract_repo_id_and_weights_name(str(location))
         return Path(hf_hub_download(repository, name, **{key: options[key] for key in _HUB_OPTIONS if key in options}))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{location} cannot be downloaded: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"{location} cannot be downloaded: {shorten_text(str(error), LIST_LENGTH)}") from error
 
 
 def load_single_file(
@@ -148,7 +150,7 @@ def _load_config(mhla_class: Any, config: str | os.PathLike[str], options: Mappi
     try:
         content = mhla_class.load_config(str(config), revision=options.get("config_revision"), **hub)
     except OSError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = shorten_text(str(error), LIST_LENGTH)
         raise ValueError(f"config={str(config)!r} has no configuration that can be read: {reason}") from error
     content = from_stored(content)
     return {**content, **{key: value for key, value in options.items() if key in content}}
@@ -160,6 +162,10 @@ def _assign(
     """A softmax model of given weights, which are not copied where they have the right type already."""
     from accelerate import init_empty_weights
 
+    # Before anything is built: a wrong size may ask for more memory than there is.
+    check_model_config(stock, config, f"the configuration for {called}")
+    if "num_layers" in config:
+        check_layer_count(config["num_layers"], weights, f"the configuration for {called}")
     with init_empty_weights():
         model = stock.from_config({**config, "_class_name": stock.__name__})
     names = set(model.state_dict())
@@ -170,7 +176,7 @@ def _assign(
             "is damaged or belongs to another model."
         )
     if surplus:
-        logger.warning("%s has weights that %s does not know: %s", called, stock.__name__, ", ".join(surplus[:5]))
+        logger.warning("%s has weights that %s does not know: %s", called, stock.__name__, shorten_list(surplus))
     # As `from_pretrained`: what is to stay in float32 does.
     kept = set(stock._keep_in_fp32_modules or [])
     for name in names:
@@ -178,7 +184,7 @@ def _assign(
     try:
         model.load_state_dict({name: weights[name] for name in names}, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"{called} does not fit {stock.__name__}: {' '.join(str(error).split())[:250]}") from error
+        raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(str(error), LIST_LENGTH)}") from error
     # Weights that are assigned keep their own setting, and those read from files have none.
     return model.requires_grad_(True).eval()
 
@@ -217,4 +223,4 @@ def _load_upstream(stock: Any, weights: dict[str, torch.Tensor], called: str, op
             f"{called} lacks weights of {stock.__name__}{reason}: it is damaged or belongs to another model."
         ) from error
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{called} does not fit {stock.__name__}: {' '.join(str(error).split())[:250]}") from error
+        raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(str(error), LIST_LENGTH)}") from error
