@@ -82,15 +82,7 @@ def read_picture(path: Path) -> np.ndarray:
     Raises:
         UnusableSampleError: If the file cannot be read as a picture, or its size is out of bounds.
     """
-    try:
-        with open_picture(path, _FORMATS) as image:
-            turned = ImageOps.exif_transpose(image)
-            if turned.mode.startswith("I;16"):
-                # Pillow would cut these off at 255.
-                turned = Image.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
-            return np.array(turned.convert("RGB"))
-    except Exception as error:
-        raise unreadable(path, "picture", error) from error
+    return np.array(_read_rgb(path))
 
 
 def fit_picture(picture: np.ndarray, height: int, width: int) -> torch.Tensor:
@@ -104,7 +96,7 @@ def fit_picture(picture: np.ndarray, height: int, width: int) -> torch.Tensor:
     Returns:
         `[3, height, width]` in [-1, 1], fp32.
     """
-    return to_tensor(fit(Image.fromarray(picture), height, width)[None])[:, 0]
+    return _fitted(Image.fromarray(picture), height, width)
 
 
 def picture_grid(pictures: np.ndarray) -> np.ndarray:
@@ -124,6 +116,22 @@ def picture_grid(pictures: np.ndarray) -> np.ndarray:
     return grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
 
 
+def _read_rgb(path: Path) -> Image.Image:
+    try:
+        with open_picture(path, _FORMATS) as image:
+            ImageOps.exif_transpose(image, in_place=True)
+            if image.mode.startswith("I;16"):
+                # Pillow would cut these off at 255.
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            return image.convert("RGB")
+    except Exception as error:
+        raise unreadable(path, "picture", error) from error
+
+
+def _fitted(picture: Image.Image, height: int, width: int) -> torch.Tensor:
+    return to_tensor(fit(picture, height, width)[None])[:, 0]
+
+
 def _sample(
     path: Path,
     problem: str | None,
@@ -137,6 +145,6 @@ def _sample(
         return unusable_sample(problem, condition, class_name)
 
     def load() -> torch.Tensor:
-        return fit_picture(read_picture(path), height, width)
+        return _fitted(_read_rgb(path), height, width)
 
     return DataSample(folder.key(path), condition, load, class_name)
