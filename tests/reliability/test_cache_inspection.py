@@ -136,7 +136,7 @@ def test_other_caches_generate_the_same(model, implementation):
     assert torch.equal(output, expected)
 
 
-def compilations(model, lengths, padded, caplog):
+def compilations(model, lengths, padded, caplog, **options):
     """How often decoding is compiled in full graphs while texts of these lengths are generated one after another."""
     torch._dynamo.reset()
     torch._logging.set_logs(recompiles=True)
@@ -151,7 +151,7 @@ def compilations(model, lengths, padded, caplog):
             mask[0, : 3 if padded else 0] = 0
             given = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
             expected = model.generate(tokens(length=length), **given)
-            options = {"cache_implementation": "static", "compile_config": compiled}
+            options.update(cache_implementation="static", compile_config=compiled)
             assert torch.equal(model.generate(tokens(length=length), **given, **options), expected)
     finally:
         guards.removeHandler(caplog.handler)
@@ -163,7 +163,8 @@ def compilations(model, lengths, padded, caplog):
 
 
 def test_compiled_generation_serves_all_lengths_by_two_graphs(caplog):
-    assert compilations(mhla_model("llama", sizes={"num_hidden_layers": 1}), (11, 17, 9), True, caplog) == 2
+    model = mhla_model("llama", sizes={"num_hidden_layers": 1})
+    assert compilations(model, (11, 17, 9), True, caplog, output_attentions=True) == 2
 
 
 @pytest.mark.slow

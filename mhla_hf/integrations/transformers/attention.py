@@ -76,7 +76,7 @@ def mhla_attention_forward(
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passes {name} to its attention; MHLA cannot do {what}.")
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions") and not torch.compiler.is_compiling():
         logger.warning_once("MHLA has no attention weights to return: output_attentions gives None for its layers.")
     given = mhla_layer_inputs
     if given is None:
