@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, WanPipeline, WanTransformer3DModel
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -16,7 +16,7 @@ from mhla_hf.cli.main import app
 from tests import tiny
 from tests.models.adapter_checks import TARGETS, randomize_lora
 from tests.models.model_case import assert_same_parameters, perturb_mhla, relative_error
-from tests.test_pipelines import generate
+from tests.test_pipelines import generate, picture
 
 
 FIRST, SECOND = {"blocks": [2, 1, 2]}, {"blocks": [1, 2, 2], "output_gate": True}
@@ -228,17 +228,23 @@ def test_lora_on_both_experts(softmax_dir, tmp_path):
 # Wan 2.2 5B: one transformer, and a timestep for every token
 
 
-def test_a_timestep_for_each_token(tmp_path):
+@pytest.mark.parametrize("with_image", [False, True], ids=["text", "image"])
+def test_a_timestep_for_each_token(with_image, tmp_path):
     parts = {name: part for name, part in tiny.wan_pipeline().components.items() if name != "transformer_2"}
-    softmax = WanPipeline(**parts, expand_timesteps=True)
+    if with_image:
+        softmax = WanImageToVideoPipeline(**parts, image_encoder=None, image_processor=None, expand_timesteps=True)
+    else:
+        softmax = WanPipeline(**parts, expand_timesteps=True)
     softmax.save_pretrained(tmp_path / "softmax")
     converted_on_disk(tmp_path / "softmax", tmp_path / "mhla", FIRST)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
     assert pipeline.config.expand_timesteps and type(pipeline.transformer) is MHLAWanTransformer3DModel
     assert pipeline.transformer_2 is None
-    generate(pipeline)
-    # The same timestep everywhere is one timestep.
-    model, inputs = pipeline.transformer, tiny.wan_inputs(batch=2)
+    generate(pipeline, **({"image": picture()} if with_image else {}))
+
+
+def test_equal_timesteps_of_tokens_are_one_timestep():
+    model, inputs = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=FIRST), tiny.wan_inputs(batch=2)
     with torch.no_grad():
         expected = model(**inputs)[0]
         expanded = model(**{**inputs, "timestep": torch.full((2, 3 * 2 * 4), 500.0)})[0]

@@ -149,6 +149,10 @@ MISTAKES = {
         "holds MHLA weights already.*import-official",
     ),
     "vace": (lambda weights: weights.update({"vace_blocks.0.x.weight": torch.zeros(1)}), "Wan-VACE"),
+    "8 bits": (
+        lambda weights: weights.update({"head.head.weight": weights["head.head.weight"].to(torch.float8_e4m3fn)}),
+        "holds (torch.float8_e4m3fn|F8_E4M3) .*quantised",
+    ),
     "empty": (lambda weights: weights.update({"text_embedding.0.bias": torch.zeros(0)}), "without elements|shape"),
 }
 
@@ -183,6 +187,9 @@ def test_files_that_are_none(tmp_path):
             load(tmp_path / "absent.safetensors")
     with pytest.raises(ValueError, match="takes no quantization_config"):
         MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", quantization_config=object())
+    for dtype in ("bfloat16", torch.int8):
+        with pytest.raises(ValueError, match="torch_dtype=.* must be torch.float32"):
+            MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", torch_dtype=dtype)
     with pytest.raises(ValueError, match="cannot be downloaded"):
         address = "https://huggingface.co/owner/name/blob/main/wan.safetensors"
         MHLAWanTransformer3DModel.from_single_file(address, local_files_only=True)

@@ -45,7 +45,7 @@ def convert_command(
     component: Annotated[
         str | None,
         typer.Option(
-            help="Convert this one alone, such as transformer_2; what a file is in --base.",
+            help="The one to convert, such as transformer_2; of a file, its name in --base.",
             rich_help_panel=_COMPONENTS,
         ),
     ] = None,

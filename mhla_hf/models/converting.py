@@ -14,7 +14,8 @@ from .base import MHLAModelMixin
 from .registry import mhla_class_for
 
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights that are not quantised."""
 
 
 def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
@@ -74,7 +75,7 @@ def check_convertible(model: Any, called: str = "model") -> None:
                 f"Parts of this {called} ({name}) are offloaded or have no weights ({key}). Load it without "
                 "offloading to convert it, or convert its directory."
             )
-        if parameter.dtype not in _FLOATS or type(parameter.data) is not torch.Tensor:
+        if parameter.dtype not in FLOATS or type(parameter.data) is not torch.Tensor:
             raise ValueError(
                 f"This {called} ({name}) has weights that are quantised, sharded or stored in 8 bits ({key}: "
                 f"{parameter.dtype}). Convert the original weights; quantise, shard or cast afterwards."

@@ -16,7 +16,7 @@ from ..gguf_file import SUFFIX as GGUF_SUFFIX
 from ..gguf_file import GGUFFile
 from ..messages import LIST_LENGTH, shorten_list, shorten_text
 from .bounds import check_layer_count, check_model_config
-from .converting import convert_model
+from .converting import FLOATS, convert_model
 from .fresh_parameters import advice
 from .registry import family_for
 from .stored_config import from_stored
@@ -93,6 +93,8 @@ def load_single_file(
         )
     # As upstream: float32 unless another type is asked for.
     dtype = options.get("dtype") or options.get("torch_dtype") or torch.float32
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise ValueError(f"torch_dtype={dtype!r} must be torch.float32, torch.bfloat16 or torch.float16.")
     if isinstance(location, Mapping):
         called, weights = "the state dict", dict(location)
     else:
@@ -162,6 +164,12 @@ def _assign(
     """A softmax model of given weights, which are not copied where they have the right type already."""
     from accelerate import init_empty_weights
 
+    quantised = sorted({str(tensor.dtype) for tensor in weights.values()} - set(map(str, FLOATS)))
+    if quantised:
+        raise ValueError(
+            f"{called} holds {', '.join(quantised)} weights: quantised weights are loaded from GGUF files alone. Take "
+            "the original weights, or a GGUF file."
+        )
     # Before anything is built: a wrong size may ask for more memory than there is.
     check_model_config(stock, config, f"the configuration for {called}")
     if "num_layers" in config:
