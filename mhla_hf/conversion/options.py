@@ -127,7 +127,7 @@ def parse_size(size: int | str | None, name: str = "max_shard_size") -> int | No
         return None
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(size))
     unit = _SIZE_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
+    if match is None or unit is None or float(match[1]) * unit < 1:
         raise ValueError(f"{name}={size!r:.100} must be a size such as 5GB or 512MiB.")
     return int(float(match[1]) * unit)
 

@@ -38,6 +38,7 @@ DIGITS = "digits"
 LONGEST_SIDE = 16_384
 MOST_FRAMES = 16_384
 LONGEST_TEXT = 65_536
+MOST_SAMPLES = 10**7
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -308,7 +309,10 @@ class CacheConfig(_Options):
     )
     cache_dtype: str = _option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES)
     num_samples: int | None = _option(
-        None, "Use at most so many videos or pictures; for 'digits' how many to make (256).", minimum=1
+        None,
+        "Use at most so many videos or pictures; for 'digits' how many to make (256).",
+        minimum=1,
+        maximum=MOST_SAMPLES,
     )
 
     def __post_init__(self) -> None:

@@ -127,8 +127,9 @@ def test_commands_refuse_them_in_one_line(arguments, tmp_path):
         (parse_size, "9" * 5000 + "GB"),
         (parse_size, "nanGB"),
         (parse_size, "-5GB"),
+        (parse_size, "0.5B"),
     ],
-    ids=["blocks", "layers", "fraction", "long size", "nan", "negative"],
+    ids=["blocks", "layers", "fraction", "long size", "nan", "negative", "no byte"],
 )
 def test_conversion_options(parse, text):
     with pytest.raises(ValueError, match="must be") as caught:
