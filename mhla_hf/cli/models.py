@@ -5,13 +5,14 @@ import typer
 
 
 def models_command(
+    refused: bool = typer.Option(False, "--refused", help="List the models that have none, with the reasons."),
     json_output: bool = typer.Option(False, "--json", help="Write JSON instead of a table."),
 ) -> None:
     """List the supported models."""
-    from ..integrations.transformers.families import TransformersFamily
+    from ..integrations.transformers.families import TransformersFamily, refused_families
     from ..models.registry import ModelFamily, describe, supported_models
 
-    families = supported_models()
+    families = refused_families() if refused else supported_models()
     if json_output:
         import dataclasses
         import json
@@ -24,10 +25,12 @@ def models_command(
 
     console = Console()
     for library in (ModelFamily, TransformersFamily):
+        rows = [(name, family) for name, family in families.items() if isinstance(family, library)]
+        if not rows:
+            continue
         # Two tables and few lines leave room for the longest name in 80 columns.
-        table = Table("model", "kind", "note", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
-        table.title = "diffusers" if library is ModelFamily else "transformers"
-        for name, family in families.items():
-            if isinstance(family, library):
-                table.add_row(name, family.kind, describe(family))
+        table = Table("model", "kind", "reason" if refused else "note", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.title, table.title_justify = "diffusers" if library is ModelFamily else "transformers", "left"
+        for name, family in rows:
+            table.add_row(name, family.kind, describe(family))
         console.print(table)

@@ -65,14 +65,9 @@ def plan_transformers_model(
     # Before anything is built: a wrong size may ask for more memory than there is.
     check_sizes(component.config, str(component.folder / "config.json"))
     model_class = _model_class(component)
-    softmax = _empty_model(component, model_class)
+    model = _empty_mhla_model(component, model_class, options)
     if layers is not None:
-        options = _with_layers(softmax, options, layers)
-    options = {} if options is None else options
-    towers = _towers(softmax, options)
-    # Options for some towers alone leave the others softmax.
-    implementation = dict.fromkeys(towers, "mhla") if towers else "mhla"
-    model = _empty_model(component, model_class, attn_implementation=implementation, mhla=options)
+        model = _empty_mhla_model(component, model_class, _with_layers(model, options, layers))
     report = _report(component, model)
     weights = [_plan_weights(weight_set, model, report, dtype, max_bytes) for weight_set in weight_sets]
     main = next((plan for plan in weights if plan.report.variant is None), weights[0])
@@ -127,6 +122,14 @@ def _empty_model(component: Component, model_class: Any, **changes: Any) -> Any:
         raise ValueError(f"{component.folder / 'config.json'} does not describe a model ({reason}).") from error
 
 
+def _empty_mhla_model(component: Component, model_class: Any, options: MHLAConfig | Mapping[str, Any] | None) -> Any:
+    options = {} if options is None else options
+    towers = _towers(model_class.config_class, options)
+    # Options for some towers alone leave the others softmax.
+    implementation = dict.fromkeys(towers, "mhla") if towers else "mhla"
+    return _empty_model(component, model_class, attn_implementation=implementation, mhla=options)
+
+
 def _attentions(model: Any) -> list[Any]:
     """The self-attention modules that could be MHLA, in order."""
     return [
@@ -144,18 +147,19 @@ def _with_layers(model: Any, options: MHLAConfig | Mapping[str, Any] | None, lay
     if not any(key in names for key in towers):
         modules = next(iter(towers.values()), [])
         return _replace_layers(options, _chosen(wanted, modules))
-    given = _towers(model, options)
+    given = _towers(model.config, options)
     chosen = {}
     for key, modules in towers.items():
         name = names.get(key)
-        if name is not None and (not given or name in given):
+        # Towers that cannot be MHLA keep softmax, whatever their layers.
+        if name is not None and (not given or name in given) and any(hasattr(module, "mhla") for module in modules):
             chosen[name] = _replace_layers(given.get(name, options), _chosen(wanted, modules))
     return chosen
 
 
-def _towers(model: Any, options: MHLAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of each tower where they are given so, otherwise nothing."""
-    names = getattr(model.config, "sub_configs", {})
+def _towers(config: Any, options: MHLAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of each tower of a configuration or its class where they are given so, otherwise nothing."""
+    names = getattr(config, "sub_configs", {})
     if isinstance(options, Mapping) and all(name in names for name in options):
         return dict(options)
     return {}

@@ -12,7 +12,7 @@ import transformers
 
 
 VOCABULARY = 128
-MAX_PARAMETERS = 4_000_000
+MAX_PARAMETERS = 8_000_000
 
 # First match wins.
 _SIZES: list[tuple[str, int | float]] = [
@@ -57,17 +57,19 @@ def tiny_config(config_class: Any, **overrides: Any) -> Any:
 
     Args:
         config_class: A configuration class of transformers.
-        **overrides: Fields to set, where their names do not tell all.
+        **overrides: Fields to set, where their names do not tell all; a dict for those of an inner configuration.
     """
     default = config_class().__dict__
     inherited = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
     sizes: dict[str, Any] = {"pad_token_id": 0}
     for field in dataclasses.fields(config_class):
         name, value = field.name, default.get(field.name)
-        if not field.init or name in overrides:
+        if not field.init or (name in overrides and not isinstance(overrides[name], dict)):
             continue
         if isinstance(value, transformers.PreTrainedConfig):
-            sizes[name] = tiny_config(type(value))
+            sizes[name] = tiny_config(type(value), **overrides.pop(name, {}))
+        elif name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
+            sizes[name] = {**value, "mrope_section": [1, 1, 2]}
         elif name == "head_dim" and value is None:
             sizes[name] = 8
         elif name == "eos_token_id":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -124,10 +125,62 @@ def test_a_text_part_that_cannot_is_an_error():
               else "Mistral4ForCausalLM", attn_implementation="mhla")  # fmt: skip
 
 
-def test_the_command(lines, tmp_path):
+@pytest.mark.parametrize("arguments", [[], ["--layers", "1/2"]], ids=["all layers", "half of the layers"])
+def test_the_command(arguments, lines, tmp_path):
     build("InternVLForConditionalGeneration").save_pretrained(tmp_path / "softmax")
-    result = CliRunner().invoke(app, ["convert", str(tmp_path / "softmax"), str(tmp_path / "mhla")])
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "softmax"), str(tmp_path / "mhla"), *arguments])
     assert result.exit_code == 0, result.output
     model = transformers.InternVLForConditionalGeneration.from_pretrained(tmp_path / "mhla")
     assert attentions(model) == {"text_config": "mhla", "vision_config": "sdpa"}
+    assert len(mhla_modules(model)) == (1 if arguments else 2)
     assert any("InternVLVisionModel keeps softmax" in line for line in lines())
+
+
+PACKED = "its inputs are packed"
+NAMED = {
+    "Mistral3ForConditionalGeneration": (PACKED, {"text_config": {"sliding_window": None}}),
+    "InstructBlipForConditionalGeneration": ("learned queries", {}),
+    "GlmImageForConditionalGeneration": (PACKED, {}),
+    "Qwen2VLForConditionalGeneration": ("it has no attention that can be MHLA", {}),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_towers_that_are_given_what_mhla_cannot_see(name, lines):
+    """Pixtral, a Q-Former, and vision towers of packed patches: refused by name, softmax in a whole."""
+    reason, settings = NAMED[name]
+    model_class = getattr(transformers, name)
+    tower = "qformer_config" if "Blip" in name else "vision_config"
+    config = tiny_config(model_class.config_class, **settings)
+    for part, values in settings.items():
+        for field, value in values.items():
+            setattr(getattr(config, part), field, value)
+    named = copy.deepcopy(config)
+    named._attn_implementation = {tower: "mhla"}
+    with pytest.raises(ValueError, match=f"cannot use attn_implementation='mhla': .*{reason}"):
+        model_class(named)
+    model = model_class._from_config(config, attn_implementation="mhla")
+    found = attentions(model)
+    assert found["text_config"] == "mhla" and found[tower] in ("sdpa", "eager")
+    assert any("keeps softmax" in line and reason in line for line in lines())
+
+
+def test_untested_towers_become_mhla_only_by_name(lines):
+    name = "Ovis2ForConditionalGeneration"
+    families = "mhla_hf.integrations.transformers.attaching.is_tested"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, lambda model_type: False)
+        model = build(name, attn_implementation="mhla")
+    assert attentions(model)["text_config"] == "mhla" and attentions(model)["vision_config"] != "mhla"
+    assert any("was not tested with MHLA, and becomes MHLA only where it is asked by name" in line for line in lines())
+    config = tiny_config(transformers.Ovis2Config)
+    config._attn_implementation = {"vision_config": "mhla"}
+    assert attentions(transformers.Ovis2ForConditionalGeneration(config))["vision_config"] == "mhla"
+
+
+def test_a_text_that_looks_ahead_is_refused_before_any_work():
+    with pytest.raises(ValueError, match="use_bidirectional_attention.*can be asked by name, as in"):
+        build("PaliGemmaForConditionalGeneration", attn_implementation="mhla")
+    config = tiny_config(transformers.PaliGemmaConfig)
+    config._attn_implementation = {"vision_config": "mhla"}
+    assert len(mhla_modules(transformers.PaliGemmaForConditionalGeneration(config))) == 2

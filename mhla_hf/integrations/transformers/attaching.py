@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ...config import MHLAConfig
 from ...layers.mhla import MHLA
-from .families import is_tested
+from .families import default_rope, is_tested
 from .geometry import (
     chooses_by_name,
     dispatches,
@@ -23,6 +23,7 @@ from .geometry import (
     is_image_model,
     keywords_reach,
     num_prefix_tokens,
+    packed_reason,
     patch_grid,
     settings_without_windows,
     unsupported_reason,
@@ -37,6 +38,7 @@ from .towers import (
     keep_softmax_in_unserved,
     mark_implementation,
     may_keep_softmax,
+    of_whole,
     prepare_config,
     remember,
     restore,
@@ -47,6 +49,7 @@ from .towers import (
 
 logger = logging.get_logger(__name__)
 
+_OTHER_PARTS = " Other parts can be asked by name, as in attn_implementation={'vision_config': 'mhla'}."
 _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 
 
@@ -70,12 +73,13 @@ def attach(model: PreTrainedModel) -> int:
             _attach_to(model, attentions)
         except ValueError as error:
             if not may_keep_softmax(model.config):
-                raise
+                raise ValueError(f"{error}{_OTHER_PARTS if of_whole(model.config) else ''}") from error
             _keep_softmax(model, model.config, str(error))
     count = sum(isinstance(module, MHLA) for module in model.modules())
     if count == 0 and wants_mhla(model.config) and _is_whole(model):
         if not may_keep_softmax(model.config):
-            raise ValueError(_not_dispatching(model) if _has_attention(model) else _no_attention(model))
+            reason = _not_dispatching(model) if _has_attention(model) else _no_attention(model)
+            raise ValueError(f"{reason}{_OTHER_PARTS if of_whole(model.config) else ''}")
         _keep_softmax(model, model.config, _not_dispatching(model) if _has_attention(model) else _no_attention(model))
     keep_softmax_in_unserved(model)
     return count
@@ -140,11 +144,13 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     config: Any = attentions[0][1].config
     model_name = type(model).__name__
     for name, module in attentions:
-        reason = unsupported_reason(module)
+        reason = unsupported_reason(module) or packed_reason(model)
         if reason is None and not keywords_reach(model, name):
             reason = "its layers drop keyword arguments in this version of transformers"
         if reason is not None:
             raise ValueError(f"{model_name} cannot use attn_implementation='mhla': {reason}.")
+    if may_keep_softmax(config) and not config.mhla.is_text and not is_tested(config.model_type):
+        raise ValueError(_untested(model_name))
     indices = [_layer_index(module, position) for position, (_, module) in enumerate(attentions)]
     windows = {index: window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
     options = _resolve(model, config, attentions[0][1])
@@ -171,6 +177,10 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     config.mhla = options.to_dict()
 
 
+def _untested(model_name: str) -> str:
+    return f"{model_name} was not tested with MHLA, and becomes MHLA only where it is asked by name"
+
+
 def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAConfig:
     if is_image_model(config):
         return resolve_image(config.mhla, patch_grid(config))
@@ -179,7 +189,7 @@ def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAC
         causal=bool(getattr(attention, "is_causal", True)),
         head_dim=heads_of(attention).head_dim,
         positions=max_positions(config),
-        tested=is_tested(config.model_type),
+        rope=default_rope(config.model_type),
     )
 
 

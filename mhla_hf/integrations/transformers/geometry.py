@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dis
 import inspect
 import textwrap
@@ -13,6 +14,7 @@ from types import CodeType
 from typing import Any
 
 import torch.nn as nn
+from huggingface_hub.errors import StrictDataclassError
 
 
 # Attributes that mean that queries and keys are not what the projections and RoPE give.
@@ -33,6 +35,8 @@ _UNSUPPORTED_ARGUMENTS = {
     "position_bias": "it uses position biases",
     "cycle_offset": "its layers run several times for each token, and keep a cache for each time",
 }
+# Arguments of towers that are given inputs of several sizes in one row.
+_PACKED = ("grid_thw", "image_sizes", "spatial_shapes", "target_sizes", "feature_lens", "merge_sizes")
 _RELATIVE = ("relative_key", "relative_key_query")
 _PREFIX_PARAMETERS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
 
@@ -115,6 +119,10 @@ def unsupported_reason(module: nn.Module) -> str | None:
     for name, reason in _UNSUPPORTED_CONFIG.items():
         if getattr(config, name, None):
             return reason
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return "its text looks ahead within an image or a prompt (use_bidirectional_attention)"
+    if "QFormer" in type(module).__name__:
+        return "it reads an image by learned queries (cross-attention)"
     if getattr(config, "position_embedding_type", None) in _RELATIVE:
         return "it uses relative position biases"
     for name in ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias"):
@@ -162,6 +170,18 @@ def settings_without_windows(module: nn.Module) -> dict[str, Any]:
     Returns:
         Names and values; empty where the module has no window, or where more than the window would change.
     """
+    config: Any = copy.deepcopy(module.config)
+    settings = _settings_without_windows(module)
+    try:
+        for name, value in settings.items():
+            setattr(config, name, value)
+    except (StrictDataclassError, ValueError):
+        # Some configurations do not allow a model without windows.
+        return {}
+    return settings
+
+
+def _settings_without_windows(module: nn.Module) -> dict[str, Any]:
     config: Any = module.config
     types = getattr(config, "layer_types", None)
     if not isinstance(types, Sequence):
@@ -225,6 +245,13 @@ def _global_names(code: Any) -> set[str]:
     if not isinstance(code, CodeType):
         return set()
     return set(code.co_names).union(*(_global_names(constant) for constant in code.co_consts))
+
+
+def packed_reason(model: nn.Module) -> str | None:
+    """Why a tower that is given several images, or stretches of sound, in one row cannot be MHLA, or None."""
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    found = [name for name in _PACKED if name in parameters and "input_ids" not in parameters]
+    return f"its inputs are packed ({found[0]}), and do not tell it their grid or ends" if found else None
 
 
 def is_image_model(config: Any) -> bool:

@@ -89,9 +89,7 @@ def max_positions(config: Any) -> int | None:
     return None
 
 
-def resolve_sequence(
-    given: Any, *, causal: bool, head_dim: int, positions: int | None, tested: bool = True
-) -> MHLAConfig:
+def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int | None, rope: str) -> MHLAConfig:
     """Options of a language model or encoder: what was given, over the defaults.
 
     Args:
@@ -99,15 +97,13 @@ def resolve_sequence(
         causal: Whether the model looks back only.
         head_dim: K.
         positions: Longest sequence that the model was made for.
-        tested: Whether the architecture was; others keep their rotary embeddings before the feature map unless told
-            otherwise, where nothing has to be known about them.
+        rope: Where rotary embeddings are by default.
 
     Raises:
         ValueError: If the options ask for a number of blocks, or contradict the model.
     """
     defaults = causal_defaults(head_dim, positions) if causal else encoder_defaults(positions)
-    if not tested:
-        defaults["rope"] = "before_feature_map"
+    defaults["rope"] = rope
     options = _checked(given)
     if options.get("blocks") is not None:
         raise ValueError(

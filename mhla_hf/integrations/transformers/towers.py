@@ -20,7 +20,15 @@ logger = logging.get_logger(__name__)
 
 
 class OptionsOfWhole(dict[str, Any]):
-    """Options that a tower has because the whole model was asked: it may keep softmax."""
+    """Options that a part has because the whole model was asked.
+
+    Attributes:
+        optional: Whether the part may keep softmax.
+        is_text: Whether it is the text part of the model it sits in.
+    """
+
+    optional: bool = True
+    is_text: bool = False
 
 
 def wants_mhla(config: Any) -> bool:
@@ -28,9 +36,14 @@ def wants_mhla(config: Any) -> bool:
     return getattr(config, "mhla", None) is not None or getattr(config, "_attn_implementation", None) == NAME
 
 
-def may_keep_softmax(config: Any) -> bool:
-    """Whether MHLA was asked of a tower only as part of the whole model."""
+def of_whole(config: Any) -> bool:
+    """Whether MHLA was asked of a part only since the whole model was asked."""
     return isinstance(getattr(config, "mhla", None), OptionsOfWhole)
+
+
+def may_keep_softmax(config: Any) -> bool:
+    """Whether a part was asked only since the whole model was, and is not the text part."""
+    return of_whole(config) and config.mhla.optional
 
 
 def towers_of(config: Any) -> dict[str, Any]:
@@ -76,13 +89,16 @@ def _ask_towers(config: Any, towers: dict[str, Any]) -> None:
         # Complete options are those of layers that the model has beside its towers, and was made with.
         return
     named = [] if whole else [tower for tower in towers.values() if tower._attn_implementation == NAME]
-    must = [*named, text] if not may_keep_softmax(config) else named
+    optional = may_keep_softmax(config)
     for tower in named or towers.values():
         if tower._attn_implementation not in (None, NAME):
             continue
         options = dict(given or {})
         if tower.mhla is None:
-            tower.mhla = options if any(tower is one for one in must) else OptionsOfWhole(options)
+            tower.mhla = options if named else OptionsOfWhole(options)
+            if not named:
+                tower.mhla.is_text = tower is text
+                tower.mhla.optional = optional or tower is not text
         elif given is not None and not may_keep_softmax(tower):
             tower.mhla = options
     if text is not config or named:
@@ -99,17 +115,27 @@ def keep_softmax(name: str, config: Any, implementation: str, reason: str) -> No
         reason: Why.
     """
     config.mhla = None
+    # Its own model may have marked it before it turned out that it has nothing that can be MHLA.
+    config.__dict__.pop("attn_implementation", None)
     if config._attn_implementation == NAME:
         config._attn_implementation_internal = implementation
     logger.warning_once(f"{name} keeps softmax: {reason}. The parts of this model that can be MHLA are.")
 
 
 def keep_softmax_in_unserved(model: Any) -> None:
-    """Takes the request from towers that a whole model was asked for and that have no attention of their own."""
+    """Takes the request from towers that have no attention of their own, if a whole model was asked.
+
+    Raises:
+        ValueError: If such a tower was named.
+    """
     for name, tower in towers_of(model.config).items():
-        unserved = tower._attn_implementation == NAME and not towers_of(tower)
-        if unserved and (tower.mhla is None or may_keep_softmax(tower)):
-            keep_softmax(f"{name} of {type(model).__name__}", tower, "sdpa", "it has no attention that can be MHLA")
+        if tower._attn_implementation != NAME or towers_of(tower):
+            continue
+        which, reason = f"{name} of {type(model).__name__}", "it has no attention that can be MHLA"
+        if may_keep_softmax(tower):
+            keep_softmax(which, tower, "sdpa", reason)
+        elif tower.mhla is None and any(getattr(module, "config", None) is tower for module in model.modules()):
+            raise ValueError(f"{which} cannot use attn_implementation='mhla': {reason}.")
 
 
 def mark_implementation(config: Any) -> None:
