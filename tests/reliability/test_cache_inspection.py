@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, QuantizedCache, StaticCache
 
 from mhla_hf import MHLACache
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer
@@ -113,9 +113,26 @@ def test_what_would_be_wrong_is_refused(model):
         model(tokens(batch=3, length=1), past_key_values=cache)
 
 
-def test_quantised_caches_are_refused_with_the_way_out(model):
+@pytest.mark.parametrize("options", [{}, {"cache_config": {"backend": "fp8"}}], ids=["default", "fp8"])
+def test_quantised_caches_are_refused_with_the_way_out(model, stock, options):
+    options = {"max_new_tokens": 2, "cache_implementation": "quantized", **options}
     with pytest.raises(ValueError, match="Leave out cache_implementation='quantized' and cache_config; model.to"):
-        model.generate(tokens(), max_new_tokens=2, cache_implementation="quantized", cache_config={"backend": "fp8"})
+        model.generate(tokens(), **options)
+    # Softmax models, and those that were switched back to it, keep theirs.
+    softmax = copy.deepcopy(model)
+    softmax.set_attn_implementation("sdpa")
+    for other in (stock, softmax):
+        try:
+            assert other.generate(tokens(), **options).shape == (2, 13)
+        except ImportError as error:
+            assert "quanto" in str(error)
+
+
+@torch.no_grad()
+def test_a_quantised_cache_made_for_softmax_is_refused(model, stock):
+    cache = QuantizedCache("fp8", config=stock.config)
+    with pytest.raises(ValueError, match="Leave out cache_implementation='quantized'"):
+        model(tokens(), past_key_values=cache)
 
 
 @pytest.mark.parametrize(

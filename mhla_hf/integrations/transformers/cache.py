@@ -29,6 +29,10 @@ from ...ops.numerics import accumulation_dtype
 
 # How many of the last tokens can be taken back (assisted decoding drafts fewer).
 REWINDABLE_TOKENS = 64
+QUANTISED = (
+    "A quantised cache keeps keys and values, MHLA keeps summaries. Leave out cache_implementation='quantized' and "
+    "cache_config; model.to(torch.bfloat16) halves the summaries."
+)
 
 
 class MHLACacheLayer(CacheLayerMixin):
@@ -362,10 +366,7 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     if isinstance(layer, MHLACacheLayer):
         return layer
     if isinstance(cache, QuantizedCache):
-        raise ValueError(
-            "A quantised cache keeps keys and values, MHLA keeps summaries. Leave out "
-            "cache_implementation='quantized' and cache_config; model.to(torch.bfloat16) halves the summaries."
-        )
+        raise ValueError(QUANTISED)
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(
             f"{type(layer).__name__} (layer {index} of {type(cache).__name__}) cannot keep MHLA state. "

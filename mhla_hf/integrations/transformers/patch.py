@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in transformers: six methods of `PreTrainedModel`, one class attribute, three registries.
+"""What is changed in transformers: six methods of `PreTrainedModel`, one constructor, one attribute, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] takes everything back.
 """
@@ -134,6 +134,7 @@ def install_models(module: ModuleType) -> None:
     if hasattr(model_class, "_resolve_parallel_plans"):
         _originals["_resolve_parallel_plans"] = model_class._resolve_parallel_plans
         model_class._resolve_parallel_plans = _resolve_parallel_plans
+    _install_cache()
     model_class.__init__ = __init__
     model_class.post_init = post_init
     model_class._initialize_weights = _initialize_weights
@@ -142,12 +143,32 @@ def install_models(module: ModuleType) -> None:
     model_class._has_mhla_patch = True
 
 
+def _install_cache() -> None:
+    """Refuses quantised caches for MHLA models as they are made, before anything has to be installed for them."""
+    from transformers.cache_utils import QuantizedCache
+
+    original = QuantizedCache.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, backend: str, config: Any, *args: Any, **kwargs: Any) -> None:
+        from .cache import QUANTISED
+
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "mhla", None) is not None and text._attn_implementation == "mhla":
+            raise ValueError(QUANTISED)
+        original(self, backend, config, *args, **kwargs)
+
+    QuantizedCache.__init__ = __init__
+
+
 def uninstall() -> None:
-    """Takes back what [`install_models`] changed in `PreTrainedModel`; the registered names stay."""
+    """Takes back what [`install_models`] changed in the classes of transformers; the registered names stay."""
     if not _originals:
         return
     from transformers import PreTrainedModel
+    from transformers.cache_utils import QuantizedCache
 
+    QuantizedCache.__init__ = QuantizedCache.__init__.__wrapped__
     for name, original in _originals.items():
         setattr(PreTrainedModel, name, original)
     del PreTrainedModel._has_mhla_patch
