@@ -31,7 +31,7 @@ def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> IO[str] 
     return take_lock(directory / ".lock", taken, patience)
 
 
-def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS) -> IO[str] | None:
+def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS, *, shared: bool = False) -> IO[str] | None:
     """Takes the lock of a file, which the system releases when the process ends, however it ends.
 
     The holder may remove the file before it closes it: who waits for it then locks the new one.
@@ -40,6 +40,7 @@ def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS) -> IO[
         path: The lock file; made if it does not exist, in a directory that does.
         taken: The error message if another process holds the lock.
         patience: Seconds to wait for a lock that is taken.
+        shared: Let others that ask for a shared one have it too, for reading.
 
     Returns:
         The open file: keep it open as long as the lock is needed. None where the system has no such locks.
@@ -54,9 +55,9 @@ def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS) -> IO[
         return None
     deadline = time.monotonic() + patience
     while True:
-        file = path.open("a")
+        file = path.open("a+")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             if time.monotonic() < deadline:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,13 +20,14 @@ from safetensors.torch import load_file, save_file
 
 from ..files import atomic_file, path_inside
 from ..json_files import check_fields, read_json
+from ..locks import take_lock
+from .config import LONGEST_TEXT
 from .fingerprints import file_fingerprint, spread
 
 
 FORMAT_VERSION = 3
-# Longest text that is padded. The encoders of text-to-image and text-to-video models take a few hundred tokens.
-MAX_SEQUENCE_LENGTH = 8192
 MANIFEST = "cache.json"
+LOCK = ".lock"
 NULL_CONDITION = "null_condition.safetensors"
 # Stored without their padding.
 _PADDED = ("prompt_embeds", "prompt_attention_mask")
@@ -58,9 +60,10 @@ class LatentDataset:
         self.files = [path_inside(self.directory / "samples", name, where) for name in self.manifest["samples"]]
         if not self.files:
             raise ValueError(f"cache {directory} has no samples")
-        missing = [path.name for path in self.files if not path.is_file()]
+        # Unlike `Path.is_file`, this one takes names that are too long for files.
+        missing = [path.name for path in self.files if not os.path.isfile(path)]
         if missing:
-            raise ValueError(f"cache {directory} lacks {len(missing)} samples, for instance {missing[0]}")
+            raise ValueError(f"cache {directory} lacks {len(missing)} samples, for instance {missing[0]:.100}")
         self.null_condition = self._read(self.directory / NULL_CONDITION)
 
     def __len__(self) -> int:
@@ -85,6 +88,26 @@ class LatentDataset:
     def latent_shape(self) -> tuple[int, ...]:
         """`[C, F, H, W]` of videos, `[C, H, W]` of pictures."""
         return tuple(self.manifest["latent_shape"])
+
+    def lock(self) -> IO[str] | None:
+        """Keeps the cache step of other processes from changing the cache while it is read.
+
+        Returns:
+            The lock, shared with other readers: keep it open. None where there are no locks, or no right to write.
+
+        Raises:
+            ValueError: If the cache is being changed, or has changed since it was opened.
+        """
+        try:
+            taken = f"cache {self.directory} is being changed by another run; wait for it"
+            lock = take_lock(self.directory / LOCK, taken, shared=True)
+        except OSError:
+            lock = None
+        if read_manifest(self.directory) != self.manifest:
+            if lock is not None:
+                lock.close()
+            raise ValueError(f"cache {self.directory} has changed since it was opened; start again")
+        return lock
 
     def fingerprint(self) -> str:
         """A hash that tells the samples from those of other caches.
@@ -144,9 +167,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     sizes = ("height", "width", "num_frames", "max_sequence_length")
     check_fields(manifest["settings"], f"{where}: 'settings'", optional=dict.fromkeys(sizes, (int, type(None))))
     length = manifest["settings"].get("max_sequence_length")
-    if length is not None and not 1 <= length <= MAX_SEQUENCE_LENGTH:
+    if length is not None and not 1 <= length <= LONGEST_TEXT:
         shown = str(length)[:20]
-        raise ValueError(f"{where}: 'max_sequence_length' must be from 1 to {MAX_SEQUENCE_LENGTH}, and is {shown}.")
+        raise ValueError(f"{where}: 'max_sequence_length' must be from 1 to {LONGEST_TEXT}, and is {shown}.")
     return manifest
 
 

@@ -6,12 +6,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
+from ..locks import PATIENCE_SECONDS, take_lock
 from ..sources import find_pipeline
 from . import cache_building
+from .cache import LOCK
 from .class_labels import pipeline_labels
 from .config import DIGITS, VIDEO_FAMILIES, CacheConfig, TrainingConfig
 from .digits import digit_pictures
@@ -65,13 +69,57 @@ def make_cache(
             sizes.own_size,
         )
     samples = find_samples(source, sizes, cache_config, digit_videos)
-    encoder_class = ENCODERS[sizes.family]
-    settings = cache_building.cache_settings(source, cache_config, encoder_class.folders, sizes.num_classes)
-    work = cache_building.start_cache(directory, settings, samples, main_process=accelerator.is_main_process)
-    # Nobody writes before all have looked: the main process may already be done when another one starts.
-    accelerator.wait_for_everyone()
+    folders = ENCODERS[sizes.family].folders
+    settings = cache_building.cache_settings(source, cache_config, folders, sizes.num_classes)
+    work, lock = _start(directory, settings, samples, accelerator)
     if not work:
         return directory
+    try:
+        _encode(source, directory, config, cache_config, sizes, samples, accelerator)
+    except KeyboardInterrupt as stop:
+        stop.args = ("stopped; the same command goes on where the cache is",)
+        raise
+    finally:
+        if lock is not None:
+            lock.close()
+    return directory
+
+
+def _start(
+    directory: Path, settings: dict[str, Any], samples: Sequence[DataSample], accelerator: Accelerator
+) -> tuple[bool, IO[str] | None]:
+    """Whether there is work to do, and the cache's lock if so; the main process decides, and all raise its error."""
+    found: list[Any] = [False, None]
+    lock, failure = None, None
+    if accelerator.is_main_process:
+        try:
+            # A finished cache is not locked: several runs can train on it.
+            if cache_building.start_cache(directory, settings, samples, main_process=False):
+                directory.mkdir(parents=True, exist_ok=True)
+                taken = f"cache {directory} is in use by another run; wait for it or choose another cache"
+                lock = take_lock(directory / LOCK, taken, PATIENCE_SECONDS)
+                # Another process may have written it while this one waited.
+                found[0] = cache_building.start_cache(directory, settings, samples)
+        except (OSError, ValueError) as error:
+            failure, found[1] = error, str(error)
+    broadcast_object_list(found)
+    if lock is not None and not found[0]:
+        lock.close()
+    if found[1] is not None:
+        raise failure or ValueError(found[1])
+    return found[0], lock
+
+
+def _encode(
+    source: Path,
+    directory: Path,
+    config: TrainingConfig,
+    cache_config: CacheConfig,
+    sizes: PipelineSizes,
+    samples: Sequence[DataSample],
+    accelerator: Accelerator,
+) -> None:
+    """Encodes the samples, each process its share, and marks the cache complete."""
     pipeline = load_encoders(source)
     if accelerator.device.type != "cpu" and "text_encoder" in pipeline.components:
         # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
@@ -79,7 +127,7 @@ def make_cache(
     pipeline.to(accelerator.device)
     cache_building.build_cache(
         directory,
-        encoder_class(pipeline, cache_config, sizes.num_classes),
+        ENCODERS[sizes.family](pipeline, cache_config, sizes.num_classes),
         samples,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
@@ -92,7 +140,6 @@ def make_cache(
     del pipeline
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return directory
 
 
 def find_samples(

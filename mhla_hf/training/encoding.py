@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from .config import COMPONENTS, CacheConfig
+from .loading import check_weights, damage_named
 from .pipeline_files import read_index
 
 
@@ -152,7 +153,11 @@ ENCODERS: dict[str, type[Encoder]] = {"wan": WanEncoder, "sana": SanaEncoder, "d
 
 
 def load_encoders(directory: Path) -> Any:
-    """A pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU."""
+    """A pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
+
+    Raises:
+        ValueError: If diffusers has no such pipeline, or its files are damaged; the message names them.
+    """
     import diffusers
 
     index = read_index(directory)
@@ -161,7 +166,10 @@ def load_encoders(directory: Path) -> Any:
     known = inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)
     if not known:
         raise ValueError(f"{directory} is a {index['_class_name']!r:.100}, and diffusers has no such pipeline")
-    pipeline = pipeline_class.from_pretrained(directory, **transformers)
+    for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name not in transformers):
+        check_weights(folder)
+    with damage_named(directory):
+        pipeline = pipeline_class.from_pretrained(directory, **transformers)
     pipeline.set_progress_bar_config(disable=True)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
 
 from ..files import path_inside
 from ..json_files import Types, read_json
@@ -59,6 +63,8 @@ def check_run(directory: Path, config: TrainingConfig) -> None:
     """
     stored = component_config(directory, config.component)
     objective_class(stored["_class_name"]).from_run(config, directory)
+    for name in (config.component, "vae", "text_encoder"):
+        check_weights(directory / name)
     model_class = student_class(directory, config.component, config.mhla)
     if config.train == "lora":
         check_takes_adapters(model_class)
@@ -67,6 +73,36 @@ def check_run(directory: Path, config: TrainingConfig) -> None:
             model_class.from_config({**stored, "mhla": config.mhla})
     if config.transfer_steps:
         find_teacher(directory, config.component, config.teacher)
+
+
+def check_weights(folder: Path) -> None:
+    """Checks that the weight files of a component are whole, by their headers and sizes.
+
+    Raises:
+        ValueError: If one of them is truncated or damaged; the message names it.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        if not path.is_file():
+            raise ValueError(f"weights {path} are not a regular file")
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Names the folder that is loaded from when a library meets damaged files there.
+
+    Raises:
+        ValueError: In place of exceptions that only say what is wrong with the bytes.
+    """
+    try:
+        yield
+    except (EOFError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{folder} cannot be loaded: files are damaged or of another model ({reason})") from error
 
 
 def student_class(directory: Path, component: str, mhla: dict | str | None) -> Any:
@@ -99,7 +135,10 @@ def load_student(directory: Path, component: str = "transformer", mhla: dict | s
     options: dict[str, Any] = {"subfolder": component, "torch_dtype": torch.float32}
     if isinstance(mhla, dict):
         options["mhla"] = mhla
-    return student_class(directory, component, mhla).from_pretrained(directory, **options)
+    model_class = student_class(directory, component, mhla)
+    check_weights(directory / component)
+    with damage_named(directory / component):
+        return model_class.from_pretrained(directory, **options)
 
 
 def load_teacher(
@@ -117,7 +156,9 @@ def load_teacher(
         ValueError: If no ordinary pipeline is to be found.
     """
     source, name = find_teacher(directory, component, teacher)
-    model = _upstream_class(name).from_pretrained(source, subfolder=component, torch_dtype=dtype)
+    check_weights(source / component)
+    with damage_named(source / component):
+        model = _upstream_class(name).from_pretrained(source, subfolder=component, torch_dtype=dtype)
     return model.requires_grad_(False).eval()
 
 

@@ -135,9 +135,9 @@ def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
 
 
 def find_start(
-    config: TrainingConfig, accelerator: Accelerator, current: dict[str, Any]
-) -> tuple[Path | None, Position | None, IO[str] | None]:
-    """Locks the output and finds where to go on.
+    config: TrainingConfig, accelerator: Accelerator, current: dict[str, Any], dataset: LatentSamples | None = None
+) -> tuple[Path | None, Position | None, list[IO[str]]]:
+    """Locks the output, and the cache for reading, and finds where to go on.
 
     The main process decides, so that all agree even while files appear; an error it meets is raised in all.
 
@@ -145,35 +145,39 @@ def find_start(
         config: The options; `output` must be given.
         accelerator: The processes.
         current: See `run_state`.
+        dataset: The samples.
 
     Returns:
-        The checkpoint and its position, None to start anew; and the lock, to be closed when the run ends.
+        The checkpoint and its position, None to start anew; and the locks, to be closed when the run ends.
 
     Raises:
-        ValueError: If the output is in use, or the checkpoint does not exist or fit.
+        ValueError: If the output or the cache is in use, or the checkpoint does not exist or fit.
     """
     from accelerate.utils import broadcast_object_list
 
     output = Path(str(config.output))
-    lock = None
+    locks: list[IO[str] | None] = []
     found: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
-            lock = lock_output(output)
+            locks.append(lock_output(output))
+            if isinstance(dataset, LatentDataset):
+                locks.append(dataset.lock())
             path = checkpoints.find_checkpoint(config.resume, output / "checkpoints")
             if config.resume is None and (output / "pipeline").exists():
                 raise ValueError(f"output already holds the finished {output / 'pipeline'}; choose another output")
             if path is not None:
                 check_state(path, current)
                 found[0] = str(path)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             found[1] = str(error)
     broadcast_object_list(found)
+    held = [lock for lock in locks if lock is not None]
     if found[1] is not None:
-        if lock is not None:
+        for lock in held:
             lock.close()
         raise ValueError(found[1])
     if found[0] is None:
-        return None, None, lock
+        return None, None, held
     checkpoint = Path(found[0])
-    return checkpoint, checkpoints.checkpoint_position(checkpoint), lock
+    return checkpoint, checkpoints.checkpoint_position(checkpoint), held

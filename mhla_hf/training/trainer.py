@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
@@ -129,13 +129,16 @@ class DiffusionTrainer:
         """
         result = TrainingResult(self.model)
         stages = self._stages()
-        position, lock = None, None
+        position: Position | None = None
+        locks: list[IO[str]] = []
         if self.output is not None:
             if self.accelerator.is_main_process:
                 self.inputs = run_inputs(
                     self.config, self.dataset, self.source, None if self.own_model else self.model, self.teacher
                 )
-            result.resumed_from, position, lock = find_start(self.config, self.accelerator, self._state())
+            result.resumed_from, position, locks = find_start(
+                self.config, self.accelerator, self._state(), self.dataset
+            )
         try:
             with StopSignals() as signals:
                 run = self._prepare(position, signals)
@@ -156,7 +159,7 @@ class DiffusionTrainer:
         finally:
             if self.metrics is not None:
                 self.metrics.close()
-            if lock is not None:
+            for lock in locks:
                 lock.close()
         return result
 
