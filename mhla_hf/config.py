@@ -164,7 +164,8 @@ class MHLAConfig:
     def _check_axes(self) -> None:
         if self.blocks is not None and self.block_size is not None:
             raise ValueError(
-                f"Give blocks or block_size, not both (got blocks={self.blocks}, block_size={self.block_size})."
+                f"Give blocks or block_size, not both (got blocks={shorten_value(self.blocks)}, "
+                f"block_size={shorten_value(self.block_size)})."
             )
         lengths = {name: len(getattr(self, name)) for name in _AXES if getattr(self, name) is not None}
         if len(set(lengths.values())) > 1:
@@ -272,7 +273,7 @@ def _axis_tuple(name: str, value: Any) -> tuple[int, ...] | None:
         return None
     if isinstance(value, Integral) and not isinstance(value, bool):
         value = (value,)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not 1 <= len(value) <= 3:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not 1 <= len(value) <= 3:
         raise ValueError(
             f"{name}={shorten_value(value)} must be one to three positive integers, one for each axis of the grid."
         )
@@ -284,7 +285,7 @@ def _axis_tuple(name: str, value: Any) -> tuple[int, ...] | None:
 def _layer_tuple(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         raise ValueError(
             f"layers={shorten_value(value)} must be a non-empty list of layer indices, or None for every layer."
         )

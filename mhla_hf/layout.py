@@ -15,6 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from .caching import cached
+from .config import MAX_BLOCKS, MAX_TOKENS
+from .messages import shorten_value
+
+
+MAX_TILES = 2**22
+"""Blocks on an axis: a text of four million tokens in blocks of one."""
 
 
 class BlockLayout:
@@ -53,17 +59,21 @@ class BlockLayout:
     ) -> None:
         check_count("num_prefix_tokens", num_prefix_tokens, minimum=0)
         self.num_prefix_tokens = num_prefix_tokens
-        self.grid = _positive_axes("grid", grid)
+        self.grid = positive_axes("grid", grid)
         if (blocks is None) == (block_size is None):
             raise ValueError("BlockLayout takes exactly one of blocks and block_size.")
         if blocks is not None:
-            counts = _positive_axes("blocks", blocks, len(self.grid))
+            counts = positive_axes("blocks", blocks, len(self.grid))
             if any(count > length for count, length in zip(counts, self.grid)):
-                raise ValueError(f"blocks={counts} has more blocks than grid={self.grid} has tokens on an axis.")
+                raise ValueError(
+                    f"blocks={shorten_value(counts)} has more blocks than grid={self.grid} has tokens on an axis."
+                )
+            _check_tiles(f"blocks={counts}", counts)
             self.tile_lengths = tuple(_balanced_tiles(n, count) for n, count in zip(self.grid, counts))
             self._sizes: tuple[int, ...] | None = None
         else:
-            sizes = _positive_axes("block_size", block_size, len(self.grid))
+            sizes = positive_axes("block_size", block_size, len(self.grid))
+            _check_tiles(f"block_size={sizes}", [n // size for n, size in zip(self.grid, sizes)])
             self.tile_lengths = tuple(_full_tiles(n, size) for n, size in zip(self.grid, sizes))
             self._sizes = sizes
         self.blocks = tuple(len(lengths) for lengths in self.tile_lengths)
@@ -147,6 +157,7 @@ class BlockLayout:
         Raises:
             ValueError: If axis 1 does not have T entries.
         """
+        _check_tensor("tokens", tokens, 2)
         self.check_length(tokens.shape[1], "tokens")
         if self.is_uniform:
             grouped = self._split(tokens, 1)
@@ -170,6 +181,7 @@ class BlockLayout:
         Raises:
             ValueError: If axis 1 does not have T entries.
         """
+        _check_tensor("tokens", tokens, 4)
         self.check_length(tokens.shape[1], "tokens")
         by_head = tokens.transpose(1, 2)
         dtype = tokens.dtype if dtype is None else dtype
@@ -199,7 +211,16 @@ class BlockLayout:
 
         Returns:
             `[B, T, ...]` in row-major token order; empty slots are dropped.
+
+        Raises:
+            ValueError: If axes 1 and 2 do not have M and N entries.
         """
+        _check_tensor("grouped", grouped, 3)
+        if grouped.shape[1] != self.num_blocks or grouped.shape[2] != self.max_block_tokens:
+            raise ValueError(
+                f"grouped has shape {tuple(grouped.shape)}, but the layout has {self.num_blocks} blocks of "
+                f"{self.max_block_tokens} tokens."
+            )
         if self.is_uniform:
             axes, tail = len(self.grid), grouped.shape[3:]
             lengths = [tiles[0] for tiles in self.tile_lengths]
@@ -221,6 +242,7 @@ class BlockLayout:
 
 def block_centers(blocks: Sequence[int]) -> torch.Tensor:
     """Returns the centres of a grid of blocks, in blocks: float32 `[M, number of axes]`, first centre at 0.5."""
+    blocks = block_axes("blocks", blocks)
     axes = [torch.arange(count, dtype=torch.float32) + 0.5 for count in blocks]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(axes))
 
@@ -237,7 +259,9 @@ def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
     Returns:
         Number of blocks along each axis.
     """
-    grid = _positive_axes("grid", grid)
+    grid = positive_axes("grid", grid)
+    if math.prod(grid) > MAX_TOKENS:
+        raise ValueError(f"grid={shorten_value(grid)} has more than {MAX_TOKENS} tokens.")
     counts = [1] * len(grid)
     while True:
         for axis in sorted(range(len(grid)), key=lambda index: counts[index] / grid[index]):
@@ -249,6 +273,12 @@ def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
             return tuple(counts)
 
 
+def _check_tensor(name: str, tensor: Any, axes: int) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < axes:
+        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(f"{name} must be a tensor of {axes} axes or more, got {found}.")
+
+
 def is_integer(value: Any) -> bool:
     """Whether a value is an integer, those of numpy and the symbols of an exported model included; not a bool."""
     return not isinstance(value, bool) and isinstance(value, (int, torch.SymInt, Integral))
@@ -256,19 +286,53 @@ def is_integer(value: Any) -> bool:
 
 def check_count(name: str, value: Any, minimum: int = 1) -> None:
     """Raises `ValueError` unless a value is an integer of at least `minimum`."""
-    if not is_integer(value) or value < minimum:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {minimum}.")
+    if not is_integer(value) or not minimum <= value < 2**62:
+        raise ValueError(f"{name}={shorten_value(value)} must be an integer of at least {minimum}.")
 
 
-def _positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
-    axes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+def check_flag(name: str, value: Any) -> None:
+    """Raises `ValueError` unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shorten_value(value)} must be True or False.")
+
+
+def positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
+    """Returns one positive integer for each axis.
+
+    Args:
+        name: Name of the argument, for the error.
+        value: A sequence of them.
+        length: How many axes there have to be; `None` for one to three.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    axes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
     if axes is None or not 1 <= len(axes) <= 3:
-        raise ValueError(f"{name}={value!r} must have one to three entries, one for each axis.")
+        raise ValueError(f"{name}={shorten_value(value)} must have one to three entries, one for each axis.")
     if length is not None and len(axes) != length:
-        raise ValueError(f"{name}={axes} has {len(axes)} axes, but the grid has {length}.")
-    if not all(is_integer(entry) and entry >= 1 for entry in axes):
-        raise ValueError(f"{name}={axes} must hold positive integers only.")
+        raise ValueError(f"{name}={shorten_value(axes)} has {len(axes)} axes, but the grid has {length}.")
+    if not all(is_integer(entry) and 1 <= entry < 2**62 for entry in axes):
+        raise ValueError(f"{name}={shorten_value(axes)} must hold positive integers only.")
     return axes
+
+
+def block_axes(name: str, value: Any) -> tuple[int, ...]:
+    """[`positive_axes`] whose product is a number of blocks that mixing weights are made for.
+
+    Raises:
+        ValueError: If it is anything else, or more than `MAX_BLOCKS`.
+    """
+    axes = positive_axes(name, value)
+    if math.prod(axes) > MAX_BLOCKS:
+        raise ValueError(f"{name}={shorten_value(axes)} makes more than {MAX_BLOCKS} blocks.")
+    return axes
+
+
+def _check_tiles(name: str, counts: Sequence[int]) -> None:
+    # One number for each tile is kept.
+    if max(counts) > MAX_TILES:
+        raise ValueError(f"{name} makes {max(counts)} tiles on an axis, which is more than {MAX_TILES}.")
 
 
 def _balanced_tiles(length: int, count: int) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from .caching import cached
+from .layout import block_axes, check_count
+from .sequence_layout import check_mixing_shape
 
 
 def interpolation_matrix(
@@ -29,7 +31,14 @@ def interpolation_matrix(
 
     Returns:
         float32 `[M_target, M_source]`; rows sum to one.
+
+    Raises:
+        ValueError: If the numbers are no positive integers, or the two have another number of axes.
     """
+    source_blocks = block_axes("source_blocks", source_blocks)
+    target_blocks = block_axes("target_blocks", target_blocks)
+    if len(source_blocks) != len(target_blocks):
+        raise ValueError(f"target_blocks={target_blocks} has other axes than source_blocks={source_blocks}.")
     result = torch.ones(1, 1, device=device)
     for source, target in zip(source_blocks, target_blocks, strict=True):
         position = ((torch.arange(target, device=device) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
@@ -63,8 +72,12 @@ def resample_mixing(
     Raises:
         ValueError: If `mixing` is not for `source_blocks`, or the two have another number of axes.
     """
+    source_blocks = block_axes("source_blocks", source_blocks)
+    target_blocks = block_axes("target_blocks", target_blocks)
+    check_count("num_prefix_blocks", num_prefix_blocks, minimum=0)
+    check_mixing_shape(mixing)
     count = num_prefix_blocks + math.prod(source_blocks)
-    if mixing.dim() not in (2, 3) or mixing.shape[-1] != count or mixing.shape[-2] != count:
+    if mixing.shape[-1] != count:
         raise ValueError(
             f"mixing has shape {tuple(mixing.shape)}, but source_blocks={tuple(source_blocks)} are {count}."
         )

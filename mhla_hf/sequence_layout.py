@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .layout import check_count
+from .layout import check_count, check_flag
 
 
 class SequenceLayout:
@@ -217,6 +217,7 @@ def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> tor
     """
     check_mixing_shape(mixing)
     check_count("num_blocks", num_blocks)
+    check_flag("causal", causal)
     if num_blocks <= mixing.shape[-1]:
         weights = mixing[..., :num_blocks, :num_blocks]
     else:
@@ -229,6 +230,8 @@ def check_mixing_shape(mixing: torch.Tensor) -> None:
     """Raises `ValueError` unless a value is a tensor `[M, M]` or `[H, M, M]`."""
     if not isinstance(mixing, torch.Tensor):
         raise ValueError(f"mixing must be a tensor, got {type(mixing).__name__}.")
+    if not mixing.is_floating_point():
+        raise ValueError(f"mixing must be floating point, got {mixing.dtype}.")
     shape = mixing.shape
     if len(shape) not in (2, 3) or shape[-1] != shape[-2] or shape[-1] < 1:
         raise ValueError(f"mixing must be [blocks, blocks] or [heads, blocks, blocks], got shape {tuple(shape)}.")

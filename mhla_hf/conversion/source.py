@@ -101,7 +101,9 @@ class Component:
             found = [weights.variant or "(none)" for weights in sets]
             sets = [weights for weights in sets if weights.variant == variant]
             if not sets:
-                raise ValueError(f"variant={variant!r} is not in {self.folder}, which has {shorten_list(found)}.")
+                raise ValueError(
+                    f"variant={variant!r} is not in {self.folder}, which has {shorten_text(', '.join(found))}."
+                )
         return sets
 
     def is_weight_file(self, path: Path) -> bool:

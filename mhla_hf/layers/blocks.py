@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from ..config import MAX_BLOCKS, MAX_LEPE_WEIGHTS, MHLAConfig
-from ..layout import BlockLayout, choose_blocks
+from ..layout import BlockLayout, choose_blocks, positive_axes
 
 
 def layout_at(
@@ -26,7 +26,7 @@ def layout_at(
     Raises:
         ValueError: If the grid has another number of axes than the blocks.
     """
-    grid = tuple(grid)
+    grid = positive_axes("grid", grid)
     if len(grid) != len(blocks):
         raise ValueError(
             f"grid={grid} has {len(grid)} axes, but this layer's blocks {tuple(blocks)} have more or fewer."

@@ -10,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..config import FEATURE_MAPS
+from ..messages import shorten_value
 
 
 FIXED_FEATURE_MAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -46,8 +47,8 @@ def fixed_feature_map(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     Raises:
         ValueError: If there is none of that name.
     """
-    if name not in FIXED_FEATURE_MAPS:
-        raise ValueError(f"feature_map={name!r} is not one of {', '.join(map(repr, FEATURE_MAPS))}.")
+    if not isinstance(name, str) or name not in FIXED_FEATURE_MAPS:
+        raise ValueError(f"feature_map={shorten_value(name)} is not one of {', '.join(map(repr, FEATURE_MAPS))}.")
     return FIXED_FEATURE_MAPS[name]
 
 

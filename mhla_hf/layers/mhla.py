@@ -7,6 +7,7 @@ Shape letters: B batch, T tokens, H feature heads, K query/key width, V value wi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..layout import BlockLayout, check_count
+from ..layout import BlockLayout, check_count, positive_axes
+from ..messages import shorten_value
 from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, repeat_heads
 from ..resampling import resample_mixing
@@ -119,7 +121,7 @@ class MHLA(nn.Module):
         """
         shapes = {key: parameter.shape for key, parameter in self.named_parameters()}
         if name not in shapes:
-            raise ValueError(f"MHLA has no parameter {name!r}; it has {', '.join(shapes)}.")
+            raise ValueError(f"MHLA has no parameter {shorten_value(name)}; it has {', '.join(shapes)}.")
         with torch.device("cpu"):
             if name == "mixing":
                 weights = initial_mixing(self.config, self.blocks, int(self.num_prefix_tokens > 0)).expand(
@@ -208,8 +210,15 @@ class MHLA(nn.Module):
             `[B, T, H, V]` in the dtype of `value`.
 
         Raises:
-            ValueError: If the grid does not have T tokens, or the gate misses its hidden states.
+            ValueError: If the grid does not have T tokens, an argument has a wrong type, shape or value, or the gate
+                misses its hidden states.
         """
+        for name, tokens in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tokens, torch.Tensor) or tokens.dim() != 4:
+                found = f"shape {tuple(tokens.shape)}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+                raise ValueError(f"{name} must be a tensor [batch, tokens, heads, width], got {found}.")
+        if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
+            raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
         layout = None if sequence is not None else self._grid_layout(grid, query.shape[1])
         gate = self._projected_gate(hidden_states)
         backend = choose_backend(self.config.backend, query, key, value)
@@ -303,6 +312,7 @@ class MHLA(nn.Module):
     def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int) -> BlockLayout:
         if grid is None:
             raise ValueError("grid is needed: the number of tokens along each axis.")
+        grid = positive_axes("grid", grid)
         if math.prod(grid) + self.num_prefix_tokens != num_tokens:
             prefix = f" after {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
             raise ValueError(f"grid={tuple(grid)} has {math.prod(grid)} tokens{prefix}, but query has {num_tokens}.")

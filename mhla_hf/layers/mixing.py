@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..layout import block_centers
+from ..layout import block_centers, check_count
 
 
 # Under a finite `mixing_range` the bias bottoms out here instead of at 0, relative to the block's own weight.
@@ -46,6 +46,7 @@ def initial_mixing(config: MHLAConfig, blocks: Sequence[int], num_prefix_blocks:
     Returns:
         float32 `[M, M]`.
     """
+    check_count("num_prefix_blocks", num_prefix_blocks, minimum=0)
     centers = block_centers(blocks).double()
     distance = (centers[:, None] - centers[None, :]).square().sum(-1).sqrt()
     if config.causal:

@@ -10,7 +10,7 @@ import torch
 
 from ..layout import BlockLayout, check_count
 from ..ops import attend_blocks, extend_mixing
-from ..ops.checks import check_eps, check_flag, check_mixing, check_tokens
+from ..ops.checks import check_mixing, check_options, check_tokens
 from ..ops.numerics import check_normalizer
 from ..ops.recurrent_checks import check_valid
 from ..sequence_layout import SequenceLayout
@@ -93,8 +93,7 @@ def sequence_attention(
             query, key, value, mixing, block_size=block_size, valid=sequence.valid, backend=backend, **options
         )
     check_count("block_size", block_size)
-    check_flag("causal", sequence.causal)
-    check_eps(options.get("eps", 0.0))
+    check_options("query", sequence.causal, options.get("eps", 0.0), backend)
     # Blocks of a sequence are not all full.
     check_normalizer(options.get("normalizer", "query"), ("query", "none"), " for sequences")
     pair = options.get("normalizer_query"), options.get("normalizer_key")

@@ -7,10 +7,12 @@ import logging
 import os
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from ..config import BACKENDS
+from ..messages import shorten_value
 
 
 logger = logging.getLogger(__name__)
@@ -56,10 +58,10 @@ def choose_backend(
     Raises:
         ValueError: If the request, or the environment variable, is not one of these.
     """
-    wanted = os.environ.get(ENVIRONMENT_VARIABLE) or requested
-    if wanted not in BACKENDS:
-        where = ENVIRONMENT_VARIABLE if wanted != requested else "backend"
-        raise ValueError(f"{where}={wanted!r} is not one of {', '.join(map(repr, BACKENDS))}.")
+    wanted: Any = os.environ.get(ENVIRONMENT_VARIABLE) or requested
+    if not isinstance(wanted, str) or wanted not in BACKENDS:
+        where = ENVIRONMENT_VARIABLE if wanted is not requested else "backend"
+        raise ValueError(f"{where}={shorten_value(wanted)} is not one of {', '.join(map(repr, BACKENDS))}.")
     if wanted == "torch":
         return wanted
     obstacle = triton_obstacle(query, key, value, *(tensor for tensor in others if tensor is not None))

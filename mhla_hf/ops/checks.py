@@ -6,12 +6,14 @@ Every error is a `ValueError` that names the argument. torch.compile traces thro
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
 from ..config import BACKENDS
-from ..layout import BlockLayout
+from ..layout import BlockLayout, check_flag
+from ..messages import shorten_value
 from ..sequence_layout import SequenceLayout, check_mixing_shape
 from .numerics import check_normalizer
 
@@ -24,7 +26,7 @@ def check_options(normalizer: Any, causal: Any, eps: Any, backend: Any = "auto")
     """Checks the options that [`mhla_hf.ops.mhla_attention`] takes beside tensors."""
     check_normalizer(normalizer)
     if not isinstance(backend, str) or backend not in OPERATOR_BACKENDS:
-        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, OPERATOR_BACKENDS))}.")
+        raise ValueError(f"backend={shorten_value(backend)} is not one of {', '.join(map(repr, OPERATOR_BACKENDS))}.")
     check_flag("causal", causal)
     check_eps(eps)
 
@@ -85,16 +87,11 @@ def check_dense(
             raise ValueError(f"{name} is {tensor.dtype}, but query is {query.dtype}: the dense form takes one dtype.")
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raises `ValueError` unless a value is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False.")
-
-
 def check_eps(eps: Any) -> None:
     """Raises `ValueError` unless `eps` is a finite number of at least 0."""
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
-        raise ValueError(f"eps={eps!r} must be a finite number of at least 0.")
+    # Integers beyond the largest float count as infinite.
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= sys.float_info.max:
+        raise ValueError(f"eps={shorten_value(eps)} must be a finite number of at least 0.")
 
 
 def check_tokens(query: Any, key: Any, value: Any, normalizer_query: Any = None, normalizer_key: Any = None) -> None:

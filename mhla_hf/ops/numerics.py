@@ -7,6 +7,7 @@ import torch
 
 from ..config import NORMALIZERS
 from ..layout import BlockLayout
+from ..messages import shorten_value
 from ..sequence_layout import SequenceLayout
 
 
@@ -18,7 +19,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_normalizer(normalizer: str, allowed: tuple[str, ...] = NORMALIZERS, why: str = "") -> None:
     """Raises `ValueError` unless `normalizer` is one of `allowed`; `why` says what the others lack."""
     if not isinstance(normalizer, str) or normalizer not in allowed:
-        raise ValueError(f"normalizer={normalizer!r} is not one of {', '.join(map(repr, allowed))}{why}.")
+        raise ValueError(f"normalizer={shorten_value(normalizer)} is not one of {', '.join(map(repr, allowed))}{why}.")
 
 
 def records_gradients(*tensors: torch.Tensor | None) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import BACKENDS
+from ..messages import shorten_value
 from .checks import check_eps, check_mixing, check_tokens
 from .numerics import accumulation_dtype, check_normalizer
 
@@ -36,7 +37,7 @@ def check_recurrent_arguments(
     """
     check_recurrent_normalizer(normalizer)
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}.")
+        raise ValueError(f"backend={shorten_value(backend)} is not one of {', '.join(map(repr, BACKENDS))}.")
     check_eps(eps)
     check_tokens(query, key, value, normalizer_query, normalizer_key)
     # Summaries carry z as a column. That the two agree is known by now.
