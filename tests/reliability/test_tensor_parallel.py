@@ -14,7 +14,7 @@ import transformers
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 
 from ..transformers.mhla_models import default_options, inputs, mhla_model
-from ..transformers.tiny_models import softmax_model
+from ..transformers.tiny_models import FAMILIES, names, softmax_model
 
 
 SIZES = {"num_hidden_layers": 2}
@@ -48,9 +48,9 @@ def load(case: str, path: Path, **options: Any) -> Any:
     return model_class.from_pretrained(path / case, **options)
 
 
-def observe(case: str, path: Path, model: Any) -> dict[str, Any]:
+def observe(family: str, model: Any) -> dict[str, Any]:
     """What a model computes, whole on every process."""
-    given = inputs(CASES[case][0], length=LENGTH)
+    given = inputs(family, length=LENGTH)
     model.train()
     output = model(**given)[0]
     output.square().mean().backward()
@@ -59,7 +59,7 @@ def observe(case: str, path: Path, model: Any) -> dict[str, Any]:
         "gradients": {name: gathered(p.grad) for name, p in model.named_parameters() if p.grad is not None},
         "state": {name: gathered(tensor.detach()) for name, tensor in model.state_dict().items()},
     }
-    if case != "image":
+    if family != "vit":
         generated = model.eval().generate(**given, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
         seen["generated"] = generated.sequences
         seen["cache"] = [tuple(layer.keys.shape) for layer in generated.past_key_values.layers]
@@ -80,7 +80,7 @@ def work(rank: int, path: Path) -> None:
         if case in PLANS:
             options = {"distributed_config": DistributedConfig(tp_size=2, tp_plan=PLANS[case])}
         model = load(case, path, **options)
-        results[case] = observe(case, path, model)
+        results[case] = observe(CASES[case][0], model)
         results[case]["local"] = {
             name: tuple(parameter.to_local().shape if hasattr(parameter, "to_local") else parameter.shape)
             for name, parameter in model.named_parameters()
@@ -102,6 +102,15 @@ def work(rank: int, path: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(found["output"], expected["output"], rtol=1e-5, atol=2e-5)
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    for name, tensor in expected["state"].items():
+        assert torch.equal(found["state"][name], tensor), name
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     pytest.importorskip("transformers.distributed.tensor_parallel")
@@ -121,13 +130,8 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_compute_what_one_does(results, case):
     path, seen = results
-    expected, found = observe(case, path, load(case, path)), seen[case]
-    torch.testing.assert_close(found["output"], expected["output"], rtol=1e-5, atol=1e-5)
-    assert found["gradients"].keys() == expected["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-    for name, tensor in expected["state"].items():
-        assert torch.equal(found["state"][name], tensor), name
+    expected, found = observe(CASES[case][0], load(case, path)), seen[case]
+    compare(found, expected)
     if case != "image":
         assert torch.equal(found["generated"], expected["generated"])
         # Each process keeps the state of its own key/value heads.
@@ -173,3 +177,33 @@ def test_heads_that_cannot_be_split_are_refused_before_loading(results):
 def test_a_split_model_is_not_converted_in_place(results):
     _, seen = results
     assert "Convert the checkpoint first (mhla-hf convert)" in seen["converted"]
+
+
+def work_on_families(rank: int, path: Path, families: list[str]) -> None:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    results = {
+        family: observe(family, load(family, path, distributed_config=DistributedConfig(tp_size=2)))
+        for family in families
+    }
+    if rank == 0:
+        torch.save(results, path / "results.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_every_family_that_has_a_plan(tmp_path):
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    families = [name for name in names(generates=True) if FAMILIES[name].config().base_model_tp_plan]
+    # Phi-3 and OLMo 2 keep the whole attention in every process.
+    assert {"llama", "qwen3", "gemma3", "gpt_neox", "phi3", "olmo2"} <= set(families)
+    for family in families:
+        mhla_model(family, output_norm=True).save_pretrained(tmp_path / family)
+    torch.multiprocessing.spawn(work_on_families, (tmp_path, families), nprocs=2)
+    found = torch.load(tmp_path / "results.pt", weights_only=True)
+    for family in families:
+        compare(found[family], observe(family, load(family, tmp_path)))
