@@ -109,8 +109,12 @@ class GGUFFile:
             if name in found:
                 raise ValueError(f"{name} occurs twice")
             found[name] = tensor
-        start = -(-self._position // alignment) * alignment
+        start, offset = _padded(self._position, alignment), 0
         for name, tensor in found.items():
+            # As llama.cpp has it: one after the other. A wrong type or size shows here.
+            if tensor.offset != offset:
+                raise ValueError(f"{name} begins at {tensor.offset} and not at {offset}, after the tensor before it")
+            offset += _padded(tensor.nbytes, alignment)
             if start + tensor.offset + tensor.nbytes > len(self._data):
                 raise ValueError(f"{name} reaches past its end")
         return {name: tensor._replace(offset=start + tensor.offset) for name, tensor in found.items()}
@@ -182,6 +186,10 @@ class GGUFFile:
                     f"{self.path} holds {kind.name} under {shorten_text(name)}, which the gguf package does not "
                     "dequantise."
                 ) from None
+
+
+def _padded(count: int, alignment: int) -> int:
+    return -(-count // alignment) * alignment
 
 
 def _import_gguf() -> Any:

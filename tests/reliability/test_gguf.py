@@ -189,6 +189,17 @@ def test_truncated_files(wan_gguf, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_another_type_for_a_tensor(wan_gguf, tmp_path):
+    """Weights that were read as another type would fit the model, and be wrong."""
+    content = bytearray(wan_gguf.read_bytes())
+    name = b"blocks.0.self_attn.q.weight"
+    kind = content.index(name) + len(name) + 4 + 2 * 8
+    assert content[kind] == gguf.GGMLQuantizationType.Q8_0
+    content[kind] = gguf.GGMLQuantizationType.Q4_0
+    message = refused(tmp_path / "other.gguf", bytes(content), tmp_path / "out")
+    assert message is not None and "begins at" in message
+
+
 def test_flipped_bytes_of_the_header(wan_gguf, tmp_path):
     """Any byte of the header may be wrong: refused in one line, or harmless."""
     content = wan_gguf.read_bytes()
@@ -233,7 +244,12 @@ HOSTILE = {
     "name": (header(1) + struct.pack("<Q", 2**40), "too short|a name has"),
     "axes": (header(1) + struct.pack("<Q", 1) + b"w" + struct.pack("<I", 2**31) + bytes(64), "axes"),
     "size": (header(1) + tensor([2**40, 2**40]) + bytes(64), "w reaches past its end"),
-    "offset": (header(1) + tensor([4], offset=2**60) + bytes(64), "w reaches past its end"),
+    "offset": (header(1) + tensor([4], offset=2**60) + bytes(64), "w begins at 1152921504606846976 and not at 0"),
+    "overlap": (header(2) + tensor([16]) + tensor([16], name=b"v") + bytes(256), "v begins at 0 and not at 64"),
+    "alignment": (
+        header(0, 1) + struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, 0),
+        "its alignment is 0",
+    ),
     "no elements": (header(1) + tensor([0, 2**60]) + bytes(64), "axis of no elements"),
     "half a block": (header(1) + tensor([33], kind=8) + bytes(640), "not whole blocks of Q8_0"),
     "kind of tensor": (header(1) + tensor([4], kind=999) + bytes(64), "999"),
