@@ -209,6 +209,7 @@ class TestManifest:
         text = str(error.value)
         assert str(cache) in text and "\n" not in text and len(text) < 700
 
+    @pytest.mark.slow
     def test_nothing_is_allocated_for_them(self, cache):
         """A billion tokens of text would take 128 GB."""
         self.change(cache, settings={"max_sequence_length": 10**9})

@@ -108,12 +108,15 @@ class TestDamage:
             ("no_state", "state.json is not valid JSON"),
         ],
     )
-    def test_the_newest_is_named_and_the_one_before_it_offered(self, damage, message, output, resume, finished):
+    def test_the_newest_is_named_and_the_one_before_it_offered(self, damage, message, output, resume):
         getattr(self, damage)(checkpoint(output))
         with pytest.raises(ValueError, match=message) as error:
             resume()
         text = one_line(error)
         assert "finetune-00000003" in text and text.endswith("--resume previous goes on from finetune-00000002")
+
+    def test_the_one_before_goes_on_to_the_same_end(self, output, resume, finished):
+        self.truncated(checkpoint(output))
         result = resume("previous")
         assert result.resumed_from == checkpoint(output, 2)
         assert all(torch.equal(value, finished[1][name]) for name, value in result.model.state_dict().items())
