@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ..files import atomic_file
+from ..tensor_files import read_tensors
 from ..write_errors import clear_write_errors
 
 
@@ -55,8 +56,12 @@ def load_checkpoint(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str,
         directory = directory.with_name(directory.name + ".old")
         if not directory.exists():
             return None
-    state = torch.load(directory / "state.pt", map_location="cpu", weights_only=True)
-    return load_file(directory / "weights.safetensors"), state
+    remedy = f"remove {directory} to start again"
+    try:
+        state = torch.load(directory / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # Of many types, by where the file is damaged.
+        raise ValueError(f"{directory / 'state.pt'} cannot be read ({type(error).__name__}); {remedy}") from error
+    return read_tensors(directory / "weights.safetensors", remedy), state
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
+from ..tensor_files import read_tensors
 from ..training.encoding import encode_videos
 from .checkpoints import write_safetensors
 from .digits import MovingDigits, MovingDigitsConfig, stack_videos
@@ -80,7 +80,9 @@ def encode_digits(
         write_safetensors(path, tensors)
     else:
         on_encoded(count)
-    return DigitLatents(**load_file(path))
+    names = ("latents", "prompt_embeds", "null_prompt_embeds")
+    tensors = read_tensors(path, "remove it to encode the videos again", names)
+    return DigitLatents(**{name: tensors[name] for name in names})
 
 
 def _encode(vae: Any, dataset: MovingDigits, on_encoded: Callable[[int], None]) -> torch.Tensor:

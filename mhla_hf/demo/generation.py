@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from ..files import atomic_file, write_json
 from ..json_files import read_json
+from ..tensor_files import read_tensors
 from .config import DemoConfig
 from .digits import MovingDigitsConfig
 from .progress import DemoProgress
@@ -42,7 +43,8 @@ def generate_videos(
                 with atomic_file(path) as temporary:
                     save_file({"frames": frames}, temporary)
                 write_json(record, {"seconds": took})
-            videos[name] = load_file(path)["frames"]
+            remedy = f"remove it and {record.name} to generate again"
+            videos[name] = read_tensors(path, remedy, ("frames",))["frames"].numpy()
             stored = read_json(record, "the demo's record (remove it to repeat):", required={"seconds": float})
             seconds[name] = stored["seconds"]
             stage.advance(1)

@@ -5,12 +5,16 @@ import json
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from mhla_hf.benchmarks.quality_dit import SETTINGS
 from mhla_hf.benchmarks.quality_dit.runner import measure_quality
 from mhla_hf.cli.main import app
+from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
 from mhla_hf.demo.config import DemoConfig
+from mhla_hf.demo.data import encode_digits
 from mhla_hf.demo.runner import Demo, token_grid
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.class_labels import pipeline_labels
@@ -182,6 +186,26 @@ class TestRecords:
             demo._train("mhla", "transfer", 5, tmp_path, None)
         with pytest.raises(ValueError, match=r"softmax\.json has no field 'sigmas'"):
             demo._evaluate(tmp_path, None, "softmax")
+
+    def test_tensors_of_the_demo_and_the_benchmark(self, tmp_path):
+        damaged = {"empty": b"", "text": b"no tensors", "long header": b"\xff" * 100}
+        for content in damaged.values():
+            path = tmp_path / "data.safetensors"
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match=r"data\.safetensors cannot be read \(.*\); remove it to encode"):
+                encode_digits(None, path, "train", 1, seed=0, on_encoded=lambda count: None)
+        save_file({"latents": torch.zeros(1)}, path)
+        with pytest.raises(ValueError, match="has no tensor prompt_embeds, null_prompt_embeds; remove it"):
+            encode_digits(None, path, "train", 1, seed=0, on_encoded=lambda count: None)
+        save_checkpoint(tmp_path / "checkpoint", 3, {"weight": torch.zeros(2)}, {"optimizer": 1})
+        for name in ("weights.safetensors", "state.pt"):
+            (tmp_path / "checkpoint" / name).write_bytes(b"damaged")
+            with pytest.raises(ValueError, match=f"{name} cannot be read .*remove .*checkpoint to start again"):
+                load_checkpoint(tmp_path / "checkpoint")
+        (tmp_path / "work").mkdir()
+        save_file({"weight": torch.zeros(1)}, tmp_path / "work" / "classifier.safetensors")
+        with pytest.raises(ValueError, match=r"classifier\.safetensors holds another classifier; remove it to train"):
+            measure_quality(SETTINGS["smoke"], tmp_path / "work", device="cpu")
 
     def test_the_demos_base(self, directory):
         with pytest.raises(ValueError, match="is a dit pipeline; the demo takes those of Wan"):

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ...demo.progress import DemoProgress
 from ...files import atomic_directory, atomic_file, remove_leftovers, write_json
 from ...json_files import read_json
+from ...tensor_files import read_tensors
 from ..machine import choose_device, machine_facts, synchronize
 from .data import NUM_CLASSES, Pictures, load_pictures
 from .fidelity import (
@@ -114,7 +115,8 @@ def measure_quality(
     samples = {"digits": held_out.images[_grid_indices(held_out.labels)]}
     for variant in VARIANTS:
         file = _directory(work_directory, variant, options.seeds[0]) / _PICTURES
-        samples[variant] = load_file(file)["pictures"].float() / 127.5 - 1
+        stored = read_tensors(file, "remove its directory to repeat the training", ("pictures",))
+        samples[variant] = stored["pictures"].float() / 127.5 - 1
     return Measurement(report, samples)
 
 
@@ -169,7 +171,12 @@ def _make_reference(options: QualityOptions, work_directory: Path) -> _Reference
     file = work_directory / _CLASSIFIER
     if file.is_file():
         classifier = DigitClassifier().eval().requires_grad_(False)
-        classifier.load_state_dict(load_file(file))
+        remedy = "remove it to train the classifier again"
+        weights = read_tensors(file, remedy)
+        try:
+            classifier.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(f"{file} holds another classifier; {remedy}") from error
     else:
         classifier = train_classifier(pictures)
         with atomic_file(file) as temporary:
