@@ -11,6 +11,7 @@ from typing import Any
 
 from .config import MHLAConfig
 from .files import path_inside
+from .integrations.diffusers_loading import loading_as_mhla
 from .json_files import read_json
 from .models.component_options import is_by_component, options_by_component
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
@@ -30,8 +31,6 @@ _DOWNLOAD_OPTIONS = (
     "use_safetensors",
     "variant",
 )
-# What a component's own `from_pretrained` is given of the pipeline's options.
-_COMPONENT_OPTIONS = ("device_map", "disable_mmap", "low_cpu_mem_usage", "use_safetensors")
 
 
 def load_pipeline(
@@ -52,7 +51,8 @@ def load_pipeline(
             by component, `{"transformer": {...}, "transformer_2": {...}}`; a component that is not named, or named
             with `None`, is loaded as it was saved. So is the softmax one beside an MHLA one, unless it is named.
         **kwargs: As for `DiffusionPipeline.from_pretrained`: `torch_dtype`, `variant`, `revision`, `token`,
-            components by name, ... Files are loaded from safetensors unless `use_safetensors` says otherwise.
+            `device_map`, `quantization_config`, components by name, ... Files are loaded from safetensors unless
+            `use_safetensors` says otherwise.
 
     Returns:
         The pipeline that the checkpoint's `model_index.json` names, for example a `WanPipeline`.
@@ -91,30 +91,36 @@ def load_pipeline(
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     chosen = _chosen_components(found, mhla) if attn_implementation == "mhla" else {}
-    components = {}
+    converted = {}
     for name, component_class in found.items():
         if name in kwargs:
             if name in chosen or attn_implementation != "mhla":
                 _check_given_component(name, kwargs[name], attn_implementation, chosen.get(name))
-            continue
-        if attn_implementation == "softmax" and _is_stored_as_mhla(folder, name, component_class):
+        elif attn_implementation == "softmax" and _is_stored_as_mhla(folder, name, component_class):
             raise ValueError(
                 f"The {name} of {repo_or_dir} is an MHLA checkpoint; attn_implementation='softmax' would drop its "
                 "trained weights. Load the softmax original that it was converted from, or use None."
             )
-        if name in chosen:
-            options = _component_options(kwargs, folder, name)
-            if chosen[name] is not None:
-                options["mhla"] = chosen[name]
-            if component_class == LEGACY_CLASS:
-                config = diffusers.Transformer2DModel.load_config(folder, subfolder=name)
-                component_class = current_class(component_class, config)
-            mhla_class = mhla_class_for(component_class)
-            with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]):
-                components[name] = mhla_class.from_pretrained(folder, subfolder=name, **options)
+        elif name in chosen:
+            converted[name] = {} if chosen[name] is None else {"mhla": chosen[name]}
+            _check_options(folder, name, component_class, converted[name])
     passed_on = {key: value for key, value in kwargs.items() if key not in _DOWNLOAD_OPTIONS[:-2]}
-    with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]):
-        return pipeline_class.from_pretrained(folder, **components, **passed_on)
+    folders = {os.path.join(folder, name): options for name, options in converted.items()}
+    with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]), loading_as_mhla(folders):
+        pipeline = pipeline_class.from_pretrained(folder, **passed_on)
+    left = [name for name in converted if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
+    if left:
+        raise RuntimeError(f"This version of diffusers loads components in another way: {', '.join(left)} is softmax.")
+    return pipeline
+
+
+def _check_options(folder: str, name: str, class_name: str, options: Mapping[str, Any]) -> None:
+    """Builds a component without memory for its weights, so that wrong options show before anything is loaded."""
+    from accelerate import init_empty_weights
+
+    config = read_json(path_inside(Path(folder), name, "model_index.json") / "config.json", "configuration")
+    with init_empty_weights():
+        mhla_class_for(current_class(class_name, config)).from_config(config, **options)
 
 
 @contextmanager
@@ -217,23 +223,3 @@ def _is_stored_as_mhla(folder: str, name: str, class_name: str) -> bool:
     path = path_inside(Path(folder), name, "model_index.json") / "config.json"
     own = read_json(path, "configuration").get("_class_name") if path.is_file() else None
     return is_mhla_class(own if isinstance(own, str) else class_name)
-
-
-def _component_options(kwargs: Mapping[str, Any], folder: str, name: str) -> dict[str, Any]:
-    """The pipeline's options as one component's own `from_pretrained` takes them."""
-    if kwargs.get("quantization_config") is not None:
-        raise ValueError(
-            f"quantization_config would not reach the {name}. Load it with its own `from_pretrained(..., "
-            f"quantization_config=...)` and pass it as {name}=..."
-        )
-    if kwargs.get("device_map") == "balanced":
-        raise ValueError("device_map='balanced' is not supported; give one device, or move the pipeline afterwards.")
-    options = {key: kwargs[key] for key in _COMPONENT_OPTIONS if key in kwargs}
-    # Both spellings, as diffusers does; the newer one wins there too.
-    dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
-    options["torch_dtype"] = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
-    variant = kwargs.get("variant")
-    # As in diffusers, a component that was not saved in this variant is loaded from its ordinary files.
-    if variant and any(f".{variant}" in file for file in os.listdir(os.path.join(folder, name))):
-        options["variant"] = variant
-    return {key: value for key, value in options.items() if value is not None}

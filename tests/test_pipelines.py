@@ -127,7 +127,6 @@ def test_options_override_those_of_an_mhla_checkpoint(mhla_dir):
         ({"attn_implementation": "softmax", "mhla": MHLA}, "mhla options have no effect"),
         ({"mhla": {"blocks": [1, 1, 1]}}, "blocks"),
         ({"mhla": {"no_such": 1}}, "no_such"),
-        ({"device_map": "balanced"}, "device_map='balanced'"),
         ({"quantization_config": object()}, "quantization_config"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -9,8 +9,10 @@ does for classes that were renamed; subclasses and other models refuse. [`uninst
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ..models.registry import FAMILIES, MHLA_CLASSES
@@ -30,6 +32,9 @@ _LOCATION_OPTIONS = (
 # In names of weights: as this package saves them, and as the authors of MHLA do.
 _MHLA_WEIGHTS = (".mhla.", ".block_attn.")
 
+# Directories that are loaded as MHLA whatever class is asked to, with arguments for `from_pretrained`.
+_as_mhla: ContextVar[Mapping[str, Mapping[str, Any]]] = ContextVar("as_mhla", default=MappingProxyType({}))
+
 _originals: list[tuple[Any, str, Any]] = []
 
 
@@ -45,6 +50,20 @@ def uninstall() -> None:
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
+
+
+@contextmanager
+def loading_as_mhla(directories: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Makes `from_pretrained` load these directories as MHLA, so that diffusers loads a pipeline's parts as it does.
+
+    Args:
+        directories: Arguments for the MHLA class by model directory, as diffusers will name it.
+    """
+    token = _as_mhla.set(directories)
+    try:
+        yield
+    finally:
+        _as_mhla.reset(token)
 
 
 def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
@@ -110,9 +129,13 @@ def guard_models(module: ModuleType) -> None:
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        options = _as_mhla.get().get(str(pretrained_model_name_or_path))
+        kwargs.update(options or {})
         if cls.__name__ in FAMILIES:
-            location = {name: kwargs[name] for name in _LOCATION_OPTIONS if name in kwargs}
-            target = mhla_class_of(cls, cls.load_config(pretrained_model_name_or_path, **location))
+            target = FAMILIES[cls.__name__].load_class() if options is not None else None
+            if target is None:
+                location = {name: kwargs[name] for name in _LOCATION_OPTIONS if name in kwargs}
+                target = mhla_class_of(cls, cls.load_config(pretrained_model_name_or_path, **location))
             if target is not None:
                 return target.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
