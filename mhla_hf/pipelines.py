@@ -162,10 +162,15 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
 
     if not _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline"):
         return convert_model(model_or_pipeline, mhla)
-    found = {
-        name: component
+    classes = {
+        # A compiled model is found too, and refused with what to do.
+        name: type(getattr(component, "_orig_mod", component)).__name__
         for name, component in model_or_pipeline.components.items()
-        if type(component).__name__ in FAMILIES or is_mhla_class(type(component).__name__)
+    }
+    found = {
+        name: getattr(model_or_pipeline, name)
+        for name, class_name in classes.items()
+        if class_name in FAMILIES or is_mhla_class(class_name)
     }
     if not found:
         raise ValueError(

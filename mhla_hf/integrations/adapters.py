@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps peft from dropping MHLA parameters: an adapter that trained them needs a base model that has them."""
+"""Adapters that carry MHLA parameters: they need a base that has them, and pipelines of diffusers load them too."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ MODULE = "mhla"
 def register_with_peft() -> None:
     """Checks every adapter against its base model, now or as soon as peft is imported."""
     after_import("peft.tuners.tuners_utils", install_check)
+    after_import("diffusers.loaders.lora_pipeline", install_loading)
 
 
 def install_check(module: ModuleType) -> None:
@@ -38,6 +39,60 @@ def install_check(module: ModuleType) -> None:
 
     inject_adapter.checks_mhla = True  # type: ignore[attr-defined]
     module.BaseTuner.inject_adapter = inject_adapter
+
+
+def install_loading(module: ModuleType) -> None:
+    """Lets `load_lora_weights` of diffusers' pipelines take files that hold MHLA parameters beside those of a LoRA.
+
+    diffusers takes names with "lora" only there, although its models load other modules of an adapter.
+
+    Args:
+        module: `diffusers.loaders.lora_pipeline`.
+    """
+    for name in ("WanLoraLoaderMixin", "SanaLoraLoaderMixin"):
+        mixin = getattr(module, name, None)
+        if mixin is not None and not hasattr(mixin.load_lora_weights, "loads_mhla"):
+            mixin.load_lora_weights = _loading_mhla(mixin.load_lora_weights)
+
+
+def _loading_mhla(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_lora_weights(self: Any, source: Any, adapter_name: str | None = None, **kwargs: Any) -> Any:
+        into = "transformer_2" if kwargs.get("load_into_transformer_2") else "transformer"
+        model = getattr(self, into)
+        if not hasattr(model, "mhla_modules"):
+            return original(self, source, adapter_name=adapter_name, **kwargs)
+        taken = ("load_into_transformer_2", "low_cpu_mem_usage", "hotswap", "return_lora_metadata")
+        where = {key: value for key, value in kwargs.items() if key not in taken}
+        weights, metadata = self.lora_state_dict(source, return_lora_metadata=True, **where)
+        prefix = f"{self.transformer_name}."
+        carried = {key.removeprefix(prefix): value for key, value in weights.items() if f".{MODULE}." in key}
+        if not carried:
+            return original(self, source, adapter_name=adapter_name, **kwargs)
+        modules = (metadata or {}).get(f"{prefix}modules_to_save")
+        if kwargs.get("hotswap") or MODULE not in (modules or ()):
+            raise ValueError(
+                f"This LoRA holds MHLA parameters, which need modules_to_save=['{MODULE}'] in its metadata, and "
+                "cannot be hot-swapped. Save it with `save_lora_adapter` of the model, or give `save_lora_weights` "
+                "transformer_lora_adapter_metadata=model.peft_config[...].to_dict()."
+            )
+        shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+        wrong = [
+            key
+            for key, value in carried.items()
+            if shapes.get(key, shapes.get(key.replace(f".{MODULE}.", f".{MODULE}.original_module."))) != value.shape
+        ]
+        if wrong:
+            raise ValueError(
+                f"The MHLA parameters of this LoRA are not those of the {into}: {len(wrong)} of them, such as "
+                f"{min(wrong)}. Load it onto a model with the layers and options that it was trained with."
+            )
+        self.load_lora_into_transformer(
+            weights, transformer=model, adapter_name=adapter_name, metadata=metadata, _pipeline=self
+        )
+
+    load_lora_weights.loads_mhla = True  # type: ignore[attr-defined]
+    return load_lora_weights
 
 
 def check_base(model: Any, modules_to_save: Any) -> None:

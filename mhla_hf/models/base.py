@@ -18,6 +18,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
+from . import adapter_modules
 from .bounds import check_layer_count, check_model_config
 from .fresh_parameters import advice, initialize_fresh
 from .stored_config import from_stored, to_stored
@@ -282,6 +283,53 @@ class MHLAModelMixin(Upstream):
         from .single_file import load_single_file
 
         return load_single_file(cls, pretrained_model_link_or_path_or_dict, mhla, config, kwargs)
+
+    def enable_lora(self) -> None:
+        """As upstream; MHLA parameters that an adapter carries go with it, here and in the methods below."""
+        super().enable_lora()
+        adapter_modules.switch(self, True)
+
+    def disable_lora(self) -> None:
+        """As upstream, back to the model's own MHLA parameters."""
+        super().disable_lora()
+        adapter_modules.switch(self, False)
+
+    def enable_adapters(self) -> None:
+        """As `enable_lora`."""
+        super().enable_adapters()
+        adapter_modules.switch(self, True)
+
+    def disable_adapters(self) -> None:
+        """As `disable_lora`."""
+        super().disable_adapters()
+        adapter_modules.switch(self, False)
+
+    def set_adapters(self, adapter_names: list[str] | str, weights: Any = None) -> None:
+        """As upstream. MHLA parameters that an adapter carries are used whole, or not at all where its weight is 0.
+
+        Raises:
+            ValueError: If several of the adapters carry MHLA parameters.
+        """
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        each = weights if isinstance(weights, list) else [weights] * len(names)
+        adapter_modules.activate(self, names, each)
+        super().set_adapters(adapter_names, weights)
+
+    def set_adapter(self, adapter_name: list[str] | str) -> None:
+        """As `set_adapters`, without weights."""
+        names = [adapter_name] if isinstance(adapter_name, str) else adapter_name
+        adapter_modules.activate(self, names, [None] * len(names))
+        super().set_adapter(adapter_name)
+
+    def unload_lora(self) -> None:
+        """As upstream; the model's own MHLA parameters are back in their place."""
+        adapter_modules.unwrap(self)
+        super().unload_lora()
+
+    def delete_adapters(self, adapter_names: list[str] | str) -> None:
+        """As upstream, with the MHLA parameters of the adapters."""
+        adapter_modules.delete(self, [adapter_names] if isinstance(adapter_names, str) else adapter_names)
+        super().delete_adapters(adapter_names)
 
     def enable_parallelism(self, *args: Any, **kwargs: Any) -> None:
         """Refused: block summaries would need a reduction across ranks, and silently lack it.

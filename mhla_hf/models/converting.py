@@ -32,8 +32,8 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
         The same object, now of the MHLA class.
 
     Raises:
-        ValueError: If the model is not supported, is MHLA already, or is offloaded, hooked or quantised; it is left
-            as it was.
+        ValueError: If the model is not supported, is MHLA already, or is compiled, offloaded, hooked or quantised; it
+            is left as it was.
     """
     check_convertible(model)
     target = mhla_class_for(type(model).__name__)
@@ -62,11 +62,18 @@ def check_convertible(model: Any, called: str = "model") -> None:
         called: What to call it in the error.
 
     Raises:
-        ValueError: If the model is not supported, is MHLA already, its weights are not all there as plain floats, or
-            hooks hold on to the methods of its class.
+        ValueError: If the model is not supported, is MHLA already or compiled, its weights are not all there as plain
+            floats, or hooks hold on to the methods of its class.
     """
-    name = type(model).__name__
-    if isinstance(model, MHLAModelMixin):
+    original = getattr(model, "_orig_mod", model)
+    name = type(original).__name__
+    compiled = original is not model or any(module._compiled_call_impl is not None for module in model.modules())
+    if compiled and not isinstance(original, MHLAModelMixin):
+        raise ValueError(
+            f"This {called} ({name}) is compiled, and would go on running the code of its softmax layers. Convert the "
+            "model as it was loaded, and compile it afterwards."
+        )
+    if isinstance(original, MHLAModelMixin):
         raise ValueError(f"This {called} ({name}) is MHLA already; load its softmax original to convert it anew.")
     mhla_class_for(name)
     for key, parameter in model.named_parameters():

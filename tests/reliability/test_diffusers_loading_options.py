@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways in which users of diffusers load, compile and adapt models: device maps, quantisation, LoRA with parameters."""
+
+import copy
+
+import pytest
+import torch
+from diffusers import AutoModel, DiffusionPipeline, PipelineQuantizationConfig, SanaPipeline, WanPipeline
+from diffusers.training_utils import _collate_lora_metadata
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from mhla_hf import MHLAWanTransformer3DModel, convert, load_pipeline
+from tests import tiny, tiny_images
+from tests.models.adapter_checks import TARGETS
+from tests.models.model_case import OPTION_SETS, assert_fresh, assert_same_parameters, perturb_mhla, relative_error
+from tests.models.sana_case import SanaCase
+from tests.models.wan_case import WanCase
+
+
+OPTIONS = {**WanCase.options, "output_gate": True}
+
+
+@pytest.fixture(scope="module")
+def softmax_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("softmax")
+    tiny.wan_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mhla_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mhla")
+    pipeline = convert(tiny.wan_pipeline(), OPTIONS)
+    perturb_mhla(pipeline.transformer)
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_memory": {"cpu": 10**9}}], ids=["plain", "max_memory"])
+def test_balanced_device_map(arguments, softmax_dir, mhla_dir):
+    plain = DiffusionPipeline.from_pretrained(mhla_dir, device_map="balanced", **arguments)
+    loaded = load_pipeline(mhla_dir, device_map="balanced", **arguments)
+    assert loaded.hf_device_map == plain.hf_device_map
+    assert_same_parameters(loaded.transformer, plain.transformer)
+    converted = load_pipeline(softmax_dir, device_map="balanced", mhla=OPTIONS, **arguments)
+    assert type(converted.transformer) is MHLAWanTransformer3DModel
+    assert_fresh(converted.transformer)
+
+
+def test_wrong_options_show_before_anything_is_loaded(softmax_dir, tmp_path, monkeypatch):
+    from transformers import UMT5EncoderModel
+
+    def loaded(*arguments, **options):
+        raise AssertionError("the text encoder was loaded")
+
+    monkeypatch.setattr(UMT5EncoderModel, "from_pretrained", loaded)
+    for mhla in ({"no_such": 1}, {"layers": [9]}, {"blocks": [4]}):
+        with pytest.raises(ValueError):
+            load_pipeline(softmax_dir, mhla=mhla)
+
+
+def test_quantisation_of_other_kinds_is_refused_as_by_diffusers(mhla_dir):
+    for load in (DiffusionPipeline.from_pretrained, load_pipeline):
+        with pytest.raises(ValueError, match="must be an instance of `PipelineQuantizationConfig`"):
+            load(mhla_dir, quantization_config=object())
+
+
+def test_pipeline_quantisation(softmax_dir, mhla_dir):
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao, which is not among the extras")
+    from diffusers import TorchAoConfig
+
+    def config():
+        quantized = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2), modules_to_not_convert=["mhla"])
+        return PipelineQuantizationConfig(quant_mapping={"transformer": quantized})
+
+    arguments = {"torch_dtype": torch.bfloat16}
+    plain = DiffusionPipeline.from_pretrained(mhla_dir, quantization_config=config(), **arguments)
+    for folder, mhla in ((mhla_dir, None), (softmax_dir, OPTIONS)):
+        loaded = load_pipeline(folder, mhla=mhla, quantization_config=config(), **arguments)
+        model = loaded.transformer
+        assert type(model) is MHLAWanTransformer3DModel
+        assert type(model.blocks[0].attn1.to_q.weight) is type(plain.transformer.blocks[0].attn1.to_q.weight)
+        assert type(model.blocks[0].attn1.to_q.weight) is not torch.nn.Parameter
+        assert model.blocks[0].attn1.mhla.mixing.dtype == torch.float32
+        with torch.no_grad():
+            output = model(**tiny.wan_inputs(dtype=torch.bfloat16)).sample
+        assert output.isfinite().all()
+        if mhla is None:
+            expected = WanCase().run(DiffusionPipeline.from_pretrained(mhla_dir).transformer)
+            assert relative_error(WanCase().run(model, dtype=torch.bfloat16).float(), expected) < 0.05
+
+
+def test_auto_model_builds_from_every_form_of_a_configuration(mhla_dir):
+    folder = str(mhla_dir / "transformer")
+    model = AutoModel.from_pretrained(folder)
+    forms = (model.config, dict(model.config), AutoModel.load_config(folder), folder)
+    for form in forms:
+        built = AutoModel.from_config(form)
+        assert type(built) is MHLAWanTransformer3DModel and built.mhla_config == model.mhla_config
+    changed = AutoModel.from_config(model.config, mhla={"lepe_kernel": 3})
+    assert changed.mhla_config == model.mhla_config.replace(lepe_kernel=3)
+
+
+# Compiled models
+
+
+@pytest.mark.parametrize("way", ["wrapper", "method", "blocks"])
+def test_compiled_models_are_refused(way):
+    pipeline = tiny.wan_pipeline()
+    model = pipeline.transformer
+    if way == "wrapper":
+        pipeline.transformer = torch.compile(model)
+    elif way == "method":
+        model.compile()
+    else:
+        model.compile_repeated_blocks()
+    for target in (pipeline, pipeline.transformer):
+        with pytest.raises(ValueError, match=r"WanTransformer3DModel\) is compiled.* compile it afterwards"):
+            convert(target, OPTIONS)
+    assert not any(hasattr(block.attn1, "mhla") for block in model.blocks)
+    mhla = copy.deepcopy(convert(tiny.wan_pipeline(), OPTIONS))
+    mhla.transformer = torch.compile(mhla.transformer)
+    with pytest.raises(ValueError, match="is MHLA already"):
+        convert(mhla, OPTIONS)
+
+
+# LoRA with MHLA parameters
+
+
+PIPELINES = {
+    "wan": (tiny.wan_pipeline, WanPipeline, WanCase()),
+    "sana": (tiny_images.sana_pipeline, SanaPipeline, SanaCase()),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+class TestLora:
+    def pipeline(self, name, **options):
+        make, _, case = PIPELINES[name]
+        return convert(make(), {**case.options, **OPTION_SETS["everything"], **options})
+
+    def trained(self, name):
+        pipeline = self.pipeline(name)
+        config = LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["mhla"], init_lora_weights="gaussian")
+        pipeline.transformer.add_adapter(config)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for key, parameter in pipeline.transformer.named_parameters():
+                if "modules_to_save" in key or "lora_B" in key:
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        return pipeline.transformer
+
+    def save(self, name, model, folder, **metadata):
+        weights = get_peft_model_state_dict(model)
+        PIPELINES[name][1].save_lora_weights(folder, transformer_lora_layers=weights, **metadata)
+        stored = load_file(folder / "pytorch_lora_weights.safetensors")
+        assert sum(".mhla." in key for key in stored) == len(
+            [key for key in model.state_dict() if ".mhla.modules_to_save." in key]
+        )
+
+    def test_saved_and_loaded_by_the_pipeline(self, name, tmp_path):
+        case, model = PIPELINES[name][2], self.trained(name)
+        expected = case.run(model)
+        self.save(name, model, tmp_path, **_collate_lora_metadata({"transformer": model}))
+        pipeline = self.pipeline(name)
+        plain = case.run(pipeline.transformer)
+        assert relative_error(expected, plain) > 1e-3
+        pipeline.load_lora_weights(tmp_path, adapter_name="trained")
+        torch.testing.assert_close(case.run(pipeline.transformer), expected)
+        assert pipeline.get_active_adapters() == ["trained"]
+        pipeline.disable_lora()
+        torch.testing.assert_close(case.run(pipeline.transformer), plain)
+        pipeline.enable_lora()
+        torch.testing.assert_close(case.run(pipeline.transformer), expected)
+        pipeline.load_lora_weights(tmp_path, adapter_name="again")
+        with pytest.raises(ValueError, match="trained, again each carry .*only one of them can be active"):
+            pipeline.set_adapters(["trained", "again"])
+        pipeline.set_adapters(["trained", "again"], [0.0, 1.0])
+        torch.testing.assert_close(case.run(pipeline.transformer), expected)
+        pipeline.set_adapters(["trained", "again"], [0.0, 0.0])
+        torch.testing.assert_close(case.run(pipeline.transformer), plain)
+        pipeline.transformer.set_adapter("trained")
+        pipeline.delete_adapters("trained")
+        pipeline.set_adapters("again")
+        torch.testing.assert_close(case.run(pipeline.transformer), expected)
+        pipeline.unload_lora_weights()
+        torch.testing.assert_close(case.run(pipeline.transformer), plain)
+        assert set(pipeline.transformer.state_dict()) == set(self.pipeline(name).transformer.state_dict())
+
+    def test_saved_and_loaded_by_the_model(self, name, tmp_path):
+        case, model = PIPELINES[name][2], self.trained(name)
+        model.save_lora_adapter(tmp_path)
+        other = self.pipeline(name).transformer
+        other.load_lora_adapter(tmp_path, prefix=None, use_safetensors=True)
+        torch.testing.assert_close(case.run(other), case.run(model))
+
+    def test_what_cannot_be_loaded_is_refused(self, name, tmp_path):
+        make, _, case = PIPELINES[name]
+        model = self.trained(name)
+        self.save(name, model, tmp_path / "bare")
+        self.save(name, model, tmp_path / "full", **_collate_lora_metadata({"transformer": model}))
+        for pipeline, folder, message in (
+            (self.pipeline(name), "bare", "needs? modules_to_save=.*save_lora_adapter"),
+            (self.pipeline(name, lepe_kernel=5), "full", "not those of the transformer.*lepe"),
+            (self.pipeline(name, layers=[1]), "full", "not those of the transformer.*blocks.0"),
+            (make(), "full", "Invalid LoRA checkpoint"),
+        ):
+            before = set(pipeline.transformer.state_dict())
+            with pytest.raises(ValueError, match=message):
+                pipeline.load_lora_weights(tmp_path / folder)
+            assert set(pipeline.transformer.state_dict()) == before
+
+    def test_ordinary_loras_load_as_before(self, name, tmp_path):
+        case, pipeline = PIPELINES[name][2], self.pipeline(name)
+        model = pipeline.transformer
+        model.add_adapter(LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False))
+        weights = get_peft_model_state_dict(model)
+        PIPELINES[name][1].save_lora_weights(tmp_path, transformer_lora_layers=weights)
+        other = self.pipeline(name)
+        other.load_lora_weights(tmp_path)
+        assert relative_error(case.run(other.transformer), case.run(self.pipeline(name).transformer)) > 1e-3
+        other.unload_lora_weights()
+        torch.testing.assert_close(case.run(other.transformer), case.run(self.pipeline(name).transformer))
