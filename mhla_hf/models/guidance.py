@@ -13,21 +13,15 @@ from typing import Any
 import torch
 import torch.nn as nn
 from diffusers.hooks._helpers import AttentionProcessorRegistry, TransformerBlockMetadata, TransformerBlockRegistry
-from diffusers.models.attention_processor import (
-    AttnProcessor2_0,
-    PAGCFGIdentitySelfAttnProcessor2_0,
-    PAGCFGSanaLinearAttnProcessor2_0,
-    PAGIdentitySanaLinearAttnProcessor2_0,
-    PAGIdentitySelfAttnProcessor2_0,
-)
+from diffusers.models.attention_processor import AttnProcessor2_0
 
 
-# Parts of the batch that each processor expects.
-_PARTS: dict[type, int] = {
-    PAGCFGIdentitySelfAttnProcessor2_0: 3,
-    PAGCFGSanaLinearAttnProcessor2_0: 3,
-    PAGIdentitySelfAttnProcessor2_0: 2,
-    PAGIdentitySanaLinearAttnProcessor2_0: 2,
+# Parts of the batch that each processor expects, by name, since diffusers may drop these classes.
+_PARTS = {
+    "PAGCFGIdentitySelfAttnProcessor2_0": 3,
+    "PAGCFGSanaLinearAttnProcessor2_0": 3,
+    "PAGIdentitySelfAttnProcessor2_0": 2,
+    "PAGIdentitySanaLinearAttnProcessor2_0": 2,
 }
 
 
@@ -81,7 +75,7 @@ def attend_in_parts(processor: object, own: Any, attn: nn.Module, hidden_states:
     Raises:
         ValueError: If it is another processor, which would ignore the layer's weights.
     """
-    parts = _PARTS.get(type(processor))
+    parts = _PARTS.get(type(processor).__name__)
     if parts is None:
         raise ValueError(
             f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Set the processors that "
