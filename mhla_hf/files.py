@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -14,6 +15,9 @@ from typing import Any
 
 from .destinations import TEMPORARY_PREFIX, claim_destination, flush_to_disk, restore_hidden
 from .write_errors import clear_write_errors
+
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -94,13 +98,15 @@ def remove_leftovers(parent: Path) -> None:
     if not parent.is_dir():
         return
     kept = restore_hidden(parent)
-    for path in parent.glob(f"{TEMPORARY_PREFIX}*"):
-        if path in kept:
-            continue
+    leftovers = [path for path in parent.glob(f"{TEMPORARY_PREFIX}*") if path not in kept]
+    for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    count = sum(not path.name.startswith(f"{TEMPORARY_PREFIX}lock-") for path in leftovers)
+    if count:
+        logger.warning("Removed %d temporary files or folders of a killed run from %s.", count, parent)
 
 
 def _temporary_sibling(path: Path) -> Path:

@@ -11,15 +11,16 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..conversion import convert_pretrained
-from ..files import write_json
+from ..files import remove_leftovers, write_json
 from ..json_files import read_json
+from ..locks import lock_output
 from ..training import DiffusionTrainer, EvaluationResult, TrainingConfig, evaluate, objective_for
 from ..training.loading import load_student, load_teacher
 from ..training.metrics import read_metrics
@@ -59,17 +60,24 @@ class Demo:
         config: The options.
 
     Raises:
-        ValueError: If `output` holds the work of a demo with other options.
+        ValueError: If `output` holds the work of a demo with other options, or another one is running there.
     """
 
     def __init__(self, config: DemoConfig) -> None:
         self.config = config
         self.work = config.output / "work"
         self.progress = DemoProgress(config.progress)
-        self._claim_output()
+        with lock_output(config.output) or nullcontext():
+            self._claim_output()
 
     def run(self) -> dict[str, Any]:
         """Run every stage that is not done."""
+        with lock_output(self.config.output) or nullcontext():
+            for folder in (self.config.output, *self.config.output.rglob("*/")):
+                remove_leftovers(folder)
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         from .generation import generate_videos
         from .report import write_outputs
 

@@ -187,6 +187,18 @@ def test_an_output_that_was_put_aside_comes_back_when_an_output_folder_is_cleane
     remove_leftovers(tmp_path / "nowhere")
 
 
+def test_leftovers_in_an_output_folder_are_named(tmp_path, caplog):
+    killed(tmp_path, "0123abcd", "")
+    (tmp_path / ".tmp-0123abcd-file").touch()
+    (tmp_path / ".tmp-lock-out").touch()
+    for _ in range(2):
+        remove_leftovers(tmp_path)
+        assert names(tmp_path) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Removed 2 temporary files or folders of a killed run from {tmp_path}."
+    ]
+
+
 @pytest.mark.parametrize("clean", [lambda path: write(path / "out", "newer"), remove_leftovers])
 def test_what_was_put_aside_is_kept_while_others_are_in_its_place(clean, tmp_path, caplog):
     paths = killed(tmp_path, "0123abcd", "", "old-")

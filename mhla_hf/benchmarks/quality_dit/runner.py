@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from ...demo.progress import DemoProgress
 from ...files import atomic_directory, atomic_file, remove_leftovers, write_json
 from ...json_files import read_json
+from ...locks import lock_output
 from ...tensor_files import read_tensors
 from ..machine import choose_device, machine_facts, synchronize
 from .data import NUM_CLASSES, Pictures, load_pictures
@@ -80,44 +82,44 @@ def measure_quality(
         variant and seed, with its own machine), and `summary` and `differences` as `summarize` returns them.
 
     Raises:
-        ValueError: If the work directory holds trainings with other options, or the device is unknown.
+        ValueError: If the work directory holds trainings with other options or is in use, or the device is unknown.
         FloatingPointError: If a loss is not finite.
     """
     target = choose_device(device)
-    _claim(work_directory, options)
-    with DemoProgress(show_progress) as progress:
-        with progress.stage("classifier", 1):
-            reference = _make_reference(options, work_directory)
-        for seed in options.seeds:
-            for variant in VARIANTS:
-                directory = _directory(work_directory, variant, seed)
-                with progress.stage(f"{variant}, seed {seed}", options.steps) as stage:
-                    if not directory.is_dir():
-                        _run(directory, options, variant, seed, reference, target, stage.advance)
-    directories = [_directory(work_directory, variant, seed) for seed in options.seeds for variant in VARIANTS]
-    what = "the result of a training (remove its directory to repeat it):"
-    runs = [read_json(directory / _RESULT, what) for directory in directories]
-    held_out = reference.held_out
-    floor = frechet_distance(feature_statistics(reference.classifier, held_out.images), reference.statistics)
-    report = {
-        "benchmark": "quality_dit",
-        "setting": setting,
-        "machine": _machine(target),
-        "options": asdict(options),
-        "data": {"train": len(reference.train), "held_out": len(held_out)},
-        "classifier": {
-            "held_out_accuracy": accuracy(reference.classifier, held_out.images, held_out.labels),
-            "frechet_distance_of_held_out_digits": floor,
-        },
-        "runs": runs,
-        **summarize(runs),
-    }
-    samples = {"digits": held_out.images[_grid_indices(held_out.labels)]}
-    for variant in VARIANTS:
-        file = _directory(work_directory, variant, options.seeds[0]) / _PICTURES
-        stored = read_tensors(file, "remove its directory to repeat the training", ("pictures",))
-        samples[variant] = stored["pictures"].float() / 127.5 - 1
-    return Measurement(report, samples)
+    with _claim(work_directory, options) or nullcontext():
+        with DemoProgress(show_progress) as progress:
+            with progress.stage("classifier", 1):
+                reference = _make_reference(options, work_directory)
+            for seed in options.seeds:
+                for variant in VARIANTS:
+                    directory = _directory(work_directory, variant, seed)
+                    with progress.stage(f"{variant}, seed {seed}", options.steps) as stage:
+                        if not directory.is_dir():
+                            _run(directory, options, variant, seed, reference, target, stage.advance)
+        directories = [_directory(work_directory, variant, seed) for seed in options.seeds for variant in VARIANTS]
+        what = "the result of a training (remove its directory to repeat it):"
+        runs = [read_json(directory / _RESULT, what) for directory in directories]
+        held_out = reference.held_out
+        floor = frechet_distance(feature_statistics(reference.classifier, held_out.images), reference.statistics)
+        report = {
+            "benchmark": "quality_dit",
+            "setting": setting,
+            "machine": _machine(target),
+            "options": asdict(options),
+            "data": {"train": len(reference.train), "held_out": len(held_out)},
+            "classifier": {
+                "held_out_accuracy": accuracy(reference.classifier, held_out.images, held_out.labels),
+                "frechet_distance_of_held_out_digits": floor,
+            },
+            "runs": runs,
+            **summarize(runs),
+        }
+        samples = {"digits": held_out.images[_grid_indices(held_out.labels)]}
+        for variant in VARIANTS:
+            file = _directory(work_directory, variant, options.seeds[0]) / _PICTURES
+            stored = read_tensors(file, "remove its directory to repeat the training", ("pictures",))
+            samples[variant] = stored["pictures"].float() / 127.5 - 1
+        return Measurement(report, samples)
 
 
 def write_measurement(measurement: Measurement, directory: Path, stem: str) -> list[Path]:
@@ -185,21 +187,22 @@ def _make_reference(options: QualityOptions, work_directory: Path) -> _Reference
     return _Reference(pictures, load_pictures("held_out", options.image_size), classifier, statistics)
 
 
-def _claim(work_directory: Path, options: QualityOptions) -> None:
-    """Ties a work directory to options; other seeds may be added to it later."""
-    work_directory.mkdir(parents=True, exist_ok=True)
+def _claim(work_directory: Path, options: QualityOptions) -> IO[str] | None:
+    """Locks a work directory and ties it to options; other seeds may be added to it later."""
+    lock = lock_output(work_directory)
     remove_leftovers(work_directory)
     wanted = {name: value for name, value in asdict(options).items() if name != "seeds"}
     file = work_directory / _OPTIONS
     if not file.is_file():
         write_json(file, wanted)
-        return
+        return lock
     found = read_json(file, "the options of the trainings:")
     changed = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
     if changed:
         raise ValueError(
             f"{work_directory} holds trainings with another {', '.join(changed)}; choose a new directory."
         )
+    return lock
 
 
 def _directory(work_directory: Path, variant: str, seed: int) -> Path:
