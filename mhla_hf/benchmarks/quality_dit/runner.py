@@ -199,6 +199,8 @@ def _claim(work_directory: Path, options: QualityOptions) -> IO[str] | None:
     found = read_json(file, "the options of the trainings:")
     changed = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
     if changed:
+        if lock is not None:
+            lock.close()
         raise ValueError(
             f"{work_directory} holds trainings with another {', '.join(changed)}; choose a new directory."
         )
