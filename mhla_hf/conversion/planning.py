@@ -15,7 +15,7 @@ import torch
 
 from ..config import MHLAConfig
 from ..messages import shorten_list, shorten_value
-from ..models.bounds import check_layer_count, check_model_config
+from ..models.bounds import check_layer_count, check_model_config, check_new_size
 from ..models.registry import family_for, is_mhla_class
 from ..models.stored_config import to_stored
 from .options import parse_layers
@@ -23,10 +23,6 @@ from .provenance import ComponentReport, WeightSetReport
 from .source import Component
 from .tensors import TensorEntry, split_into_shards
 from .weight_files import DIFFUSERS_FILES, FileNames, WeightSet
-
-
-# Parameters that any model may get: 256 MB of them.
-_LITTLE = 2**26
 
 
 @dataclass
@@ -119,25 +115,6 @@ def plan_component(
 def _argument(model_class: Any, config: Mapping[str, Any], name: str) -> Any:
     """What a configuration gives a model's constructor, or its default."""
     return config.get(name, inspect.signature(model_class.__init__).parameters[name].default)
-
-
-def check_new_size(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks that options do not add more to a model than it has already.
-
-    Args:
-        old: Shapes of the source's tensors by name.
-        new: Shapes of those to be written.
-
-    Raises:
-        ValueError: If they do, unless it is little in any case.
-    """
-    added = sum(math.prod(shape) for name, shape in new.items() if name not in old)
-    had = sum(map(math.prod, old.values()))
-    if added > max(had, _LITTLE):
-        raise ValueError(
-            f"The mhla options add {added:,} parameters to a model of {had:,}: choose fewer blocks (blocks), or a "
-            "smaller convolution (lepe_kernel)."
-        )
 
 
 def empty_model(model_class: type, config: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
 from . import adapter_modules
-from .bounds import check_layer_count, check_model_config
+from .bounds import check_layer_count, check_model_config, check_new_size
 from .fresh_parameters import advice, initialize_fresh
 from .stored_config import from_stored, to_stored
 
@@ -362,6 +362,8 @@ class MHLAModelMixin(Upstream):
                 "original anew."
             )
         _check_overrides(name, model)
+        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        check_new_size({key: shapes[key] for key in expected.difference(fresh)}, shapes)
         try:
             # Told that the fresh keys are there, upstream neither warns about them nor touches them.
             result = super()._load_pretrained_model(

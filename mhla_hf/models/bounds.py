@@ -21,6 +21,9 @@ MAX_SIZE = 2**24
 MAX_POSITIONS = 2**16
 """Positions of a table that is computed when a model is built: the longest axis of a video, or an image's patches."""
 
+LITTLE = 2**26
+"""Parameters that any model may get: 256 MB of them."""
+
 _POSITIONS = ("rope_max_seq_len", "sample_size")
 _LAYER = re.compile(r"(?:^|\.)(?:transformer_)?blocks\.([0-9]{1,9})\.")
 
@@ -65,6 +68,25 @@ def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None
         raise ValueError(
             f"{where}: num_layers={num_layers}, but the weights have layers up to {max(found)}: the two do not belong "
             "together."
+        )
+
+
+def check_new_size(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
+    """Checks that options do not add more to a model than it has already.
+
+    Args:
+        old: Shapes of the source's tensors by name.
+        new: Shapes of those to be written.
+
+    Raises:
+        ValueError: If they do, unless it is little in any case.
+    """
+    added = sum(math.prod(shape) for name, shape in new.items() if name not in old)
+    had = sum(map(math.prod, old.values()))
+    if added > max(had, LITTLE):
+        raise ValueError(
+            f"The mhla options add {added:,} parameters to a model of {had:,}: choose fewer blocks (blocks), or a "
+            "smaller convolution (lepe_kernel)."
         )
 
 

@@ -296,6 +296,7 @@ def test_more_new_parameters_than_old_ones(pipeline_dir, tmp_path):
     # 16 M² numbers in two layers, beside some ten thousand.
     options = {"blocks": (100, 100, 1), "grid": (200, 200, 2)}
     refused(lambda: convert(pipeline_dir, tmp_path, options), "add", "parameters")
+    refused(lambda: load_pipeline(pipeline_dir, mhla=options), "add", "parameters")
 
 
 @pytest.mark.parametrize("width", ["hidden_size", "num_heads", "head_dim", "value_head_dim", "num_key_value_heads"])
