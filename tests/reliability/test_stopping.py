@@ -94,6 +94,17 @@ class TestOneProcess:
         assert capsys.readouterr().err == "stopped\n"
 
 
+def test_a_lost_process_is_one_line(capsys):
+    with pytest.raises(typer.Exit) as stop, friendly_errors():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:23")
+    assert stop.value.exit_code == 1
+    assert capsys.readouterr().err == (
+        "error: process 0 has lost another process of the run, whose own error says why\n"
+    )
+    with pytest.raises(RuntimeError, match="of our own"), friendly_errors():
+        raise RuntimeError("a fault of our own")
+
+
 LAUNCHERS = {
     "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--quiet", "-m"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m"],
