@@ -52,6 +52,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clip_text_model": {"eos_token_id": 2},
     "exaone4": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
     "exaone_moe": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+    },
     "gpt_neo": {"attention_types": [[["global"], 2]], "num_layers": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -105,7 +110,9 @@ def sweep(kind: str, name: str) -> Outcome:
             return Outcome("not checked", f"not built: {count // 10**6}M parameters at the smallest")
         model_class(copy.deepcopy(config))
     except Exception as error:
-        return Outcome("not checked", f"not built: {type(error).__name__}: {_line(error)}")
+        return Outcome(
+            "not checked", f"not built: {_line(error) if isinstance(error, ImportError) else type(error).__name__}"
+        )
     softmax = copy.deepcopy(config)
     softmax._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
     try:

@@ -18,7 +18,7 @@ from .family_sweep import MAPPINGS, entries, names
 
 STORED = json.loads(families.DATA.read_text(encoding="utf-8"))
 SAMPLE = {
-    "language model": ("cohere2", "exaone4", "jamba", "mamba", "ministral", "qwen3_moe", "diffllama"),
+    "language model": ("cohere2", "exaone4", "jamba", "mamba", "ministral", "qwen3_moe", "diffllama", "gemma4_text"),
     "encoder": ("bert", "deberta"),
     "multi-modal": ("internvl", "paligemma", "qwen2_vl"),
     "vision": ("vit", "internvl_vision"),
@@ -35,8 +35,10 @@ def recorded(kind, name):
 
 def check(kind, name):
     found = entries(kind, name)
-    if transformers.__version__ == STORED["transformers"]:
-        assert found == recorded(kind, name), "run: python -m tests.transformers.family_sweep"
+    stored = recorded(kind, name)
+    # What could not be built may need a package that is here and was not there.
+    if transformers.__version__ == STORED["transformers"] and stored[0]["status"] != "not checked":
+        assert found == stored, "run: python -m tests.transformers.family_sweep"
     assert found[0]["status"] in ("works", "refused", "not checked")
     if found[0]["status"] != "works":
         assert found[0]["note"] and "\n" not in found[0]["note"]

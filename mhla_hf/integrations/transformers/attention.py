@@ -133,7 +133,10 @@ def mhla_mask(
     # Names of functions cannot be read while compiling; a model does the same thing uncompiled.
     name = "" if torch.compiler.is_compiling() else getattr(mask_function, "__qualname__", "")
     if kwargs.get("use_vmap") or name.startswith("or_masks"):
-        raise ValueError("This model changes its attention mask (for images or prefixes in a text); MHLA cannot.")
+        raise ValueError(
+            "This model changes its attention mask (for images or prefixes in a text); MHLA cannot. Other parts can "
+            "be asked by name, as in attn_implementation={'vision_config': 'mhla'}."
+        )
     if config.mhla is None:
         raise ValueError(_NOT_BUILT)
     if _is_hybrid(config):

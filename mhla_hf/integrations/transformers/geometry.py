@@ -23,6 +23,7 @@ _UNSUPPORTED_CONFIG = {
     "alibi": "it uses ALiBi biases",
     "add_cross_attention": "it attends to an encoder as well (cross-attention)",
     "kv_lora_rank": "its keys and values are compressed (multi-head latent attention)",
+    "num_kv_shared_layers": "some of its layers use the keys and values of others (num_kv_shared_layers)",
     "cross_attention_layers": "some of its layers attend to an image (cross-attention)",
     "keep_window_size": "it chooses the tokens to attend to (dynamic masks)",
 }

@@ -50,7 +50,8 @@ def check_configuration(config: Any) -> None:
     Raises:
         ValueError: See [`check_sizes`].
     """
-    sizes = {name: getattr(config, name, None) for name in (*_LAYER_FIELDS, *_SIZE_FIELDS)}
+    # Not by attribute: configurations whose layers differ refuse to name a size that is one layer's.
+    sizes = {name: vars(config).get(name) for name in (*_LAYER_FIELDS, *_SIZE_FIELDS)}
     check_sizes(sizes, str(getattr(config, "name_or_path", "") or type(config).__name__))
 
 
