@@ -87,7 +87,7 @@ def run(path, backend, normalizer, name, bad):
 
 
 @pytest.mark.parametrize(("path", "backend"), PATHS)
-@pytest.mark.parametrize("normalizer", ["query", "none"])
+@pytest.mark.parametrize("normalizer", ["query", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", QUERIES)
 def test_a_bad_query_stays_with_its_token(path, backend, normalizer, name):
     before, after = run(path, backend, normalizer, name, float("nan"))
@@ -98,7 +98,7 @@ def test_a_bad_query_stays_with_its_token(path, backend, normalizer, name):
 
 
 @pytest.mark.parametrize(("path", "backend"), PATHS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_bad_key_or_value_does_not_reach_earlier_tokens(path, backend, name, bad):
     before, after = run(path, backend, "query", name, bad)
