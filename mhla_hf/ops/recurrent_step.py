@@ -150,6 +150,9 @@ def _upcoming_share(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor,
     if state.num_blocks == 0:
         return torch.zeros_like(state.upcoming)
     strides = -(-state.num_blocks // state.block_size)
+    if torch.compiler.is_compiling():
+        # One more than needed: a single one would be compiled in, and others compiled anew.
+        strides = strides + 1
     index = offset[:, None] + state.block_size * torch.arange(strides, device=block.device)
     weights = mixing_at(mixing, (block + 1)[:, None, None], index[:, None, :])
     weights = torch.where((index < block[:, None])[:, None, None], weights, 0)

@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+import torch._dynamo.testing
 from transformers import CompileConfig, DynamicCache, QuantizedCache, StaticCache
 
 from mhla_hf import MHLACache
@@ -191,3 +192,28 @@ def test_generation_is_compiled_as_often_as_with_softmax(padded, lengths, caplog
     stock = compilations(softmax_model("llama", num_hidden_layers=2), lengths, padded, caplog)
     ours = compilations(mhla_model("llama", sizes={"num_hidden_layers": 2}), lengths, padded, caplog)
     assert ours == stock == (1 if lengths[0] == lengths[-1] else 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("padded", "allowed"), [(False, 2), pytest.param(True, 3, marks=pytest.mark.slow)])
+def test_a_growing_cache_is_not_compiled_anew_for_every_block(padded, allowed):
+    model = mhla_model("llama", sizes={"num_hidden_layers": 1})
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+
+    def decode(step):
+        cache, mask = DynamicCache(config=model.config), torch.ones(2, 11, dtype=torch.long)
+        mask[0, :3] = 0
+        logits = [model(tokens(), attention_mask=mask if padded else None, past_key_values=cache).logits[:, -1:]]
+        # Ten blocks of four tokens, of which the prompt fills three.
+        for _ in range(28):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            given = {"attention_mask": mask if padded else None, "past_key_values": cache}
+            logits.append(step(logits[-1].argmax(-1), **given).logits)
+        return torch.cat(logits, dim=1)
+
+    output = decode(torch.compile(model, fullgraph=True, backend=counter))
+    torch.testing.assert_close(output, decode(model))
+    # One that finds room and one that makes room; another for masks of any length.
+    assert counter.frame_count <= allowed
+    torch._dynamo.reset()

@@ -9,6 +9,7 @@ state through [`MHLACacheLayer.attend`].
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,10 +56,12 @@ class MHLACacheLayer(CacheLayerMixin):
         self.max_cache_len = max_cache_len
         self.is_compileable = is_compileable and max_cache_len is not None
         self.state: MHLAState | None = None
-        self._length: int | torch.Tensor = 0
+        # In a static cache a number on the device. In others the width of an empty tensor: unlike an integer it is not
+        # compiled into a graph as a constant.
+        self._seen: torch.Tensor | None = None
         self._before: int | torch.Tensor = 0
-        # How many tokens can be taken back just now.
-        self._rewindable: int | torch.Tensor = 0
+        # The first column that the rings may hold.
+        self._oldest: int | torch.Tensor = 0
         self._mixing: torch.Tensor | None = None
         self._unusable: str | None = None
 
@@ -96,9 +99,7 @@ class MHLACacheLayer(CacheLayerMixin):
         """Notes dtype and device; the state itself is made by the first attention."""
         self.dtype, self.device = key_states.dtype, key_states.device
         if self.max_cache_len is not None:
-            # A tensor, so that compiled decoding is not compiled anew for every token.
-            self._length = torch.zeros((), dtype=torch.long, device=self.device)
-            self._rewindable = torch.zeros((), dtype=torch.long, device=self.device)
+            self._seen = torch.zeros((), dtype=torch.long, device=self.device)
         self.is_initialized = True
 
     def update(
@@ -114,11 +115,8 @@ class MHLACacheLayer(CacheLayerMixin):
         if self._last and self.batch_size != key_states.shape[0]:
             raise ValueError(f"The cache has a batch of {self.batch_size}, but the input has {key_states.shape[0]}.")
         new = key_states.shape[-2]
-        self._before, self._length = self._length, self._length + new
-        more = self._rewindable + min(new, REWINDABLE_TOKENS)
-        self._rewindable = (
-            more.clamp(max=REWINDABLE_TOKENS) if isinstance(more, torch.Tensor) else min(more, REWINDABLE_TOKENS)
-        )
+        self._before = self._length
+        self._set_length(self._before + new)
         self._record(2, model_key=key_states, model_value=value_states)
         return key_states, value_states
 
@@ -152,7 +150,7 @@ class MHLACacheLayer(CacheLayerMixin):
         """Forgets everything."""
         self.state = self._mixing = self._unusable = None
         self._last = {}
-        self._length = self._before = self._rewindable = 0
+        self._seen, self._before, self._oldest = None, 0, 0
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -185,9 +183,10 @@ class MHLACacheLayer(CacheLayerMixin):
         if count >= length:
             self.reset()
             return
-        if count > int(self._rewindable) or self._mixing is None:
+        rewindable = int(self._rewindable)
+        if count > rewindable or self._mixing is None:
             raise ValueError(
-                f"An MHLA cache can take back its last {REWINDABLE_TOKENS} tokens, of which {int(self._rewindable)} "
+                f"An MHLA cache can take back its last {REWINDABLE_TOKENS} tokens, of which {rewindable} "
                 f"are left, not {count}: it keeps summaries. Assisted decoding must draft fewer (num_assistant_tokens "
                 "or prompt_lookup_num_tokens); else start again from the beginning of the text."
             )
@@ -197,9 +196,30 @@ class MHLACacheLayer(CacheLayerMixin):
             self._last[name].index_select(1, slots) for name in ("key", "normalizer_key", "valid")
         )
         self.state = rewind_state(self.state, self._mixing, key, normalizer_key, value, valid)
-        self._length, self._rewindable = self._length - count, self._rewindable - count
+        self._oldest = self._length - rewindable
+        self._set_length(self._length - count)
 
     # What attention uses.
+
+    @property
+    def _length(self) -> int | torch.Tensor:
+        """Tokens seen."""
+        if self.max_cache_len is not None:
+            return 0 if self._seen is None else self._seen
+        return 0 if self._seen is None else self._seen.shape[1]
+
+    def _set_length(self, length: int | torch.Tensor) -> None:
+        if isinstance(length, torch.Tensor):
+            self._seen = length
+        else:
+            self._seen = torch.empty(0, length, device="cpu")
+            _allow_other_sizes(self._seen, 1)
+
+    @property
+    def _rewindable(self) -> int | torch.Tensor:
+        """How many tokens can be taken back just now."""
+        count = self._length - self._oldest
+        return count.clamp(max=REWINDABLE_TOKENS) if isinstance(count, torch.Tensor) else min(count, REWINDABLE_TOKENS)
 
     @property
     def num_bytes(self) -> int:
@@ -246,12 +266,14 @@ class MHLACacheLayer(CacheLayerMixin):
         self._record(1, key=key, normalizer_key=key if normalizer_key is None else normalizer_key, valid=valid)
         self._mixing = mixing.detach()
         self.state = state
+        if self.max_cache_len is None:
+            _allow_other_sizes(state.summaries, 2)
         return output
 
     def _state_for(self, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, block_size: int) -> MHLAState:
         state = self.state
         # The positions in `_before` and `_length` bound those of every batch entry.
-        needed = self.max_cache_len if self.max_cache_len is not None else int(self._length)
+        needed = self.max_cache_len if self.max_cache_len is not None else self._length
         room = -(-needed // block_size)
         self._check_room(key.shape[1])
         if state is None:
@@ -259,7 +281,8 @@ class MHLACacheLayer(CacheLayerMixin):
             return empty_state(
                 key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size,
                 num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0],
-                num_blocks=room, dtype=dtype, summary_dtype=_summary_dtype(self.dtype, dtype), device=key.device,
+                num_blocks=max(room, 2), dtype=dtype, summary_dtype=_summary_dtype(self.dtype, dtype),
+                device=key.device,
             )  # fmt: skip
         # Grown by half as much again, so that growing costs little for each token.
         return state if room <= state.num_blocks else state.with_room(max(room, state.num_blocks * 3 // 2))
@@ -393,6 +416,13 @@ def check_softmax_cache(cache: Any, index: int) -> None:
     layers = getattr(cache, "layers", ())
     if index < len(layers) and isinstance(layers[index], MHLACacheLayer):
         raise ValueError("This cache was filled by MHLA attention; softmax attention needs a new one.")
+
+
+def _allow_other_sizes(tensor: torch.Tensor, dim: int) -> None:
+    """Lets graphs that are compiled for this tensor serve other sizes from the start, where a compiler is in use."""
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None and not torch.compiler.is_compiling():
+        compiler.maybe_mark_dynamic(tensor, dim)
 
 
 def _summary_dtype(model_dtype: torch.dtype, accumulation: torch.dtype) -> torch.dtype:
