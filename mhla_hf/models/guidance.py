@@ -73,13 +73,18 @@ def attend_in_parts(processor: object, own: Any, attn: nn.Module, hidden_states:
         **kwargs: Further arguments of `own`.
 
     Raises:
-        ValueError: If it is another processor, which would ignore the layer's weights.
+        ValueError: If it is another processor, which would ignore the layer's weights, or the batch has no such parts.
     """
     parts = _PARTS.get(type(processor).__name__)
     if parts is None:
         raise ValueError(
             f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Set the processors that "
             "the model had before."
+        )
+    if hidden_states.shape[0] % parts:
+        raise ValueError(
+            f"{type(processor).__name__} needs a batch of {parts} parts, not of {hidden_states.shape[0]}. If it is "
+            "left from a pipeline that was interrupted, set the processors that the model had before."
         )
     size = hidden_states.shape[0] // parts
     attended = own(attn, hidden_states[:-size], **kwargs)

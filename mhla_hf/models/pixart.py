@@ -99,10 +99,9 @@ class MHLAPixArtTransformer2DModel(
                     delattr(attention, name)
 
     def set_default_attn_processor(self) -> None:
-        """As upstream for the layers that are not MHLA; those keep their processor."""
+        """As upstream for the layers that are not MHLA; those get the MHLA processor."""
         for attention in self._attentions():
-            if not hasattr(attention, "mhla"):
-                attention.set_processor(AttnProcessor())
+            attention.set_processor(self.processor_class() if hasattr(attention, "mhla") else AttnProcessor())
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         """As in `PeftAdapterMixin`; `ValueError` while projections are fused, which would pass adapters by."""

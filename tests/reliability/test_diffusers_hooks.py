@@ -167,6 +167,19 @@ def test_other_processors_set_by_attribute_are_refused():
         case.run(model)
 
 
+def test_processors_that_an_interrupted_pipeline_leaves_behind():
+    case = PixArtCase()
+    model = case.make_mhla(layers=[1])
+    plain = case.run(model)
+    for attention in model._self_attentions():
+        attention.processor = PAGCFGIdentitySelfAttnProcessor2_0()
+    model._self_attentions()[0].set_processor(AttnProcessor())
+    with pytest.raises(ValueError, match="needs a batch of 3 parts, not of 1.* that the model had before"):
+        case.run(model)
+    model.set_default_attn_processor()
+    torch.testing.assert_close(case.run(model), plain)
+
+
 # Guiders and layer skipping
 
 
