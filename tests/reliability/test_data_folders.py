@@ -192,9 +192,13 @@ class TestFolders:
             deep = Path(os.getcwd())
         finally:
             os.chdir(here)
-        picture(deep / "a.png")
-        (deep / "a.txt").write_text("deep")
-        assert {sample.condition for sample in self.samples(folder)} == {"good", "deep"}
+        try:
+            picture(deep / "a.png")
+            (deep / "a.txt").write_text("deep")
+            assert {sample.condition for sample in self.samples(folder)} == {"good", "deep"}
+        finally:
+            # Python's own removal of trees, which pytest uses, does not get that far down.
+            subprocess.run(["rm", "-rf", str(folder / "d")], check=True)
 
     def test_files_without_permission_are_named(self):
         with tempfile.TemporaryDirectory() as name:
