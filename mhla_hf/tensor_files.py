@@ -9,6 +9,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from .messages import shorten_text
+
 
 def read_tensors(path: Path, remedy: str, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """Reads a safetensors file.
@@ -24,7 +26,7 @@ def read_tensors(path: Path, remedy: str, names: tuple[str, ...] = ()) -> dict[s
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({str(error).splitlines()[0]:.200}); {remedy}") from error
+        raise ValueError(f"{path} cannot be read ({shorten_text(str(error), 200)}); {remedy}") from error
     missing = [name for name in names if name not in tensors]
     if missing:
         raise ValueError(f"{path} has no tensor {', '.join(missing)}; {remedy}")

@@ -3,7 +3,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +19,13 @@ from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.conversion.options import format_bytes, parse_axes, parse_dtype, parse_layers, parse_size
 from mhla_hf.conversion.staging import check_space
-from mhla_hf.conversion.tensors import SafetensorsReader, TensorEntry, split_into_shards, write_safetensors
+from mhla_hf.conversion.tensors import (
+    SafetensorsReader,
+    TensorEntry,
+    check_safetensors,
+    split_into_shards,
+    write_safetensors,
+)
 from mhla_hf.files import atomic_directory
 from mhla_hf.models.stored_config import to_stored
 from mhla_hf.source_files import list_files
@@ -162,6 +170,29 @@ def test_writer_agrees_with_the_library(tmp_path):
     reader = SafetensorsReader(tmp_path / "w.safetensors")
     assert reader.shapes["strided"] == (6, 4)
     assert torch.equal(reader.load("half"), tensors["half"])
+
+
+def test_files_larger_than_the_memory(tmp_path):
+    size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    spans = {"first": [0, 8], "large": [8, size], "last": [size, size + 8], "none": [size + 8, size + 8]}
+    shapes = {"first": [2], "large": [size // 4 - 2], "last": [2, 1], "none": [0, 3]}
+    header = {name: {"dtype": "F32", "shape": shapes[name], "data_offsets": spans[name]} for name in spans}
+    encoded = json.dumps(header).encode()
+    path = tmp_path / "w.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + size)
+        file.seek(0, os.SEEK_END)
+        file.write(struct.pack("<2f", 3.0, 4.0))
+    check_safetensors(path)
+    reader = SafetensorsReader(path)
+    assert reader.shapes == {name: tuple(shape) for name, shape in shapes.items()}
+    assert reader.load("first").tolist() == [0.0, 0.0]
+    assert reader.load("last").tolist() == [[3.0], [4.0]]
+    assert reader.load("none").shape == (0, 3)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match="w.safetensors is truncated: last reaches past its end"):
+        reader.load("last")
 
 
 def test_writer_casts_and_checks(tmp_path):

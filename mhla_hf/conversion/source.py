@@ -11,7 +11,7 @@ from typing import Any
 
 from ..files import path_inside
 from ..json_files import check_fields, read_json
-from ..messages import shorten_list, shorten_text
+from ..messages import LIST_LENGTH, shorten_list, shorten_text
 from ..models.registry import LEGACY_CLASS, current_class, is_mhla_class
 from ..source_files import list_files, named_file, read_weight_map
 from ..sources import PIPELINE_INDEX, local_directory
@@ -101,9 +101,7 @@ class Component:
             found = [weights.variant or "(none)" for weights in sets]
             sets = [weights for weights in sets if weights.variant == variant]
             if not sets:
-                raise ValueError(
-                    f"variant={variant!r} is not in {self.folder}, which has {shorten_text(', '.join(found))}."
-                )
+                raise ValueError(f"variant={variant!r} is not in {self.folder}, which has {shorten_list(found)}.")
         return sets
 
     def is_weight_file(self, path: Path) -> bool:
@@ -220,7 +218,7 @@ def _download(
             ],
         )
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = shorten_text(str(error) or type(error).__name__, LIST_LENGTH)
         raise ValueError(
             f"source {repository} is neither a directory nor a Hub repository that can be read: {reason}"
         ) from error

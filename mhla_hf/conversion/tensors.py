@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -71,8 +72,14 @@ def check_safetensors(path: Path) -> None:
     Raises:
         ValueError: If it is truncated or no safetensors file.
     """
+    _open_header(path)
+
+
+def _open_header(path: Path) -> Any:
+    """Opens a file for its header alone; errors as in [`check_safetensors`]."""
     try:
-        safe_open(str(path), framework="pt", device="cpu")
+        # For torch it would be mapped to be written to, which systems refuse for files larger than their memory.
+        return safe_open(str(path), framework="np")
     except (SafetensorError, OSError) as error:
         reason = shorten_text(str(error), 200)
         raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
@@ -98,15 +105,12 @@ class SafetensorsReader:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path} is missing, although the checkpoint needs it.")
-        try:
-            self._file = safe_open(str(path), framework="pt", device="cpu")
-            slices = {name: self._file.get_slice(name) for name in self._file.keys()}
-        except (SafetensorError, OSError) as error:
-            reason = shorten_text(str(error), 200)
-            raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
+        header = _open_header(path)
+        slices = {name: header.get_slice(name) for name in header.keys()}
         self._refuse({entry.get_dtype() for entry in slices.values()} - set(FLOAT_TYPES if floats_only else _TYPES))
         self.shapes = {name: tuple(entry.get_shape()) for name, entry in slices.items()}
         self.dtypes = {name: _TYPES[entry.get_dtype()] for name, entry in slices.items()}
+        self._offsets = _read_offsets(path)
 
     def check_floats(self, names: Iterable[str]) -> None:
         """Raises `ValueError` unless these tensors have plain floats: quantised weights cannot be converted."""
@@ -120,8 +124,18 @@ class SafetensorsReader:
             )
 
     def load(self, name: str) -> torch.Tensor:
-        """Reads one tensor."""
-        return self._file.get_tensor(name)
+        """Reads one tensor.
+
+        Raises:
+            ValueError: If the file has become shorter since it was opened.
+        """
+        tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        stored = tensor.reshape(-1).view(torch.uint8).numpy()
+        with self.path.open("rb") as file:
+            file.seek(self._offsets[name])
+            if file.readinto(stored) != stored.size:
+                raise ValueError(f"{self.path} is truncated: {shorten_text(name)} reaches past its end.")
+        return tensor
 
     def entries(self) -> list[TensorEntry]:
         """Every tensor as it is."""
@@ -129,6 +143,14 @@ class SafetensorsReader:
             TensorEntry(name, shape, self.dtypes[name], lambda name=name: self.load(name))  # type: ignore[misc]
             for name, shape in self.shapes.items()
         ]
+
+
+def _read_offsets(path: Path) -> dict[str, int]:
+    """Where each tensor begins in a file whose header was checked."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def write_safetensors(

@@ -85,7 +85,8 @@ def check_weights(folder: Path) -> None:
         if not path.is_file():
             raise ValueError(f"weights {path} are not a regular file")
         try:
-            with safe_open(path, framework="pt"):
+            # For torch it would be mapped to be written to, which systems refuse for files larger than their memory.
+            with safe_open(path, framework="np"):
                 pass
         except (OSError, SafetensorError) as error:
             raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
