@@ -21,8 +21,6 @@ _LENGTH = 800
 DEBUG_VARIABLE = "MHLA_HF_DEBUG"
 """Set to 1 to see the traceback of every error."""
 
-_LONGEST_MESSAGE = 800
-
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
@@ -45,23 +43,29 @@ def friendly_errors() -> Iterator[None]:
         raise typer.Exit(getattr(stop, "exit_code", 130)) from stop
     except RuntimeError as error:
         # Gloo's words for it; NCCL waits until the launcher ends the process.
-        if not any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")):
+        lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
+        if not lost or _debugging():
             raise
         process = os.environ.get("RANK", "0")
         _print_error(f"process {process} has lost another process of the run, whose own error says why")
         raise typer.Exit(1) from error
     except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
-        if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        if _debugging():
             raise
-        _print_error(shorten_text(str(error), _LENGTH) or type(error).__name__)
+        _print_error(str(error) or type(error).__name__)
         raise typer.Exit(1) from error
+
+
+def _debugging() -> bool:
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
 def _print_error(message: str) -> None:
     # Names and texts of others' files stand in some messages: neither pages of them nor a terminal's control codes.
-    message = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in message)
-    if len(message) > _LONGEST_MESSAGE:
-        message = f"{message[: _LONGEST_MESSAGE - 200]} ... {message[-200:]}"
+    line = " ".join(message.split())
+    message = shorten_text(
+        "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line), _LENGTH
+    )
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] [red]{escape(message)}[/]", highlight=False)
 
 

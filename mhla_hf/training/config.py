@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..json_files import check_fields, parse_json, read_json
+from ..messages import shorten_value
 
 
 TRAIN_MODES = ("mhla", "lora", "full")
@@ -100,7 +101,7 @@ def _check_value(item: dataclasses.Field, value: Any) -> None:
         if "None" not in annotation:
             raise ValueError(f"{item.name} must be given, got None")
         return
-    rules, got = item.metadata, f"got {_shown(value)}"
+    rules, got = item.metadata, f"got {shorten_value(value)}"
     if "choices" in rules and value not in rules["choices"]:
         raise ValueError(f"{item.name} must be one of {', '.join(rules['choices'])}, {got}")
     if annotation.startswith("bool") and not isinstance(value, bool):
@@ -135,11 +136,6 @@ def _is_finite(value: Any) -> bool:
         return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
     except OverflowError:  # An integer beyond what a float can hold.
         return False
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +232,7 @@ class TrainingConfig(_Options):
     validation_negative_prompt: str = _option("", "Negative prompt of validation samples.", families=("wan", "sana"))
 
     startup_timeout: float = _option(
-        10.0, "Minutes that the processes of a run wait for one another when it starts.", above=0
+        10.0, "Minutes that the processes of a run wait for one another when it starts.", above=0, maximum=10_000
     )
     progress: bool = _option(True, "Show a progress bar.")
 
@@ -330,14 +326,14 @@ def _parse_mhla(value: Any) -> Any:
     if hasattr(value, "given_options"):
         return value.given_options()
     if not isinstance(value, str):
-        raise ValueError(f"mhla must be JSON, a JSON file or 'none', got {_shown(value)}")
+        raise ValueError(f"mhla must be JSON, a JSON file or 'none', got {shorten_value(value)}")
     if value == UNCONVERTED:
         return value
     if value.lstrip().startswith("{"):
         return check_fields(parse_json(value, "mhla"), "mhla")
     # Names of files are shorter than any other text that could be meant.
     if len(value) > 1000 or "\0" in value or not os.path.lexists(value):
-        raise ValueError(f"mhla must be a JSON object, an existing JSON file or 'none', got {_shown(value)}")
+        raise ValueError(f"mhla must be a JSON object, an existing JSON file or 'none', got {shorten_value(value)}")
     return read_json(Path(value), "mhla:")
 
 
@@ -345,6 +341,6 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     """A tuple of strings from one string or a sequence of them."""
     values = (value,) if isinstance(value, str) else value or ()
     if not isinstance(values, (list, tuple)) or not all(isinstance(entry, str) for entry in values):
-        raise ValueError(f"{name} must be texts, got {_shown(value)}")
+        raise ValueError(f"{name} must be texts, got {shorten_value(value)}")
     values = tuple(values)
     return values

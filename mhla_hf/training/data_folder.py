@@ -39,7 +39,7 @@ class DataFolder:
             if not stat.S_ISREG(status.st_mode):
                 return f"{path} is not a regular file (a pipe, socket or device)"
             if not self._holds(path):
-                return f"{path} is a link out of {self.path}; copy the file into the folder"
+                return f"{path} is a link out of {self.path}; put the file itself there, by a copy or a hard link"
             path.open("rb").close()
         except FileNotFoundError:
             return f"{path} {'is a link that leads nowhere' if path.is_symlink() else 'does not exist'}"
@@ -73,7 +73,7 @@ class DataFolder:
                 continue
             if path.is_dir():
                 if not self._holds(path):
-                    raise ValueError(f"data: {path} is a link out of {self.path}; copy the folder there")
+                    raise ValueError(f"data: {path} is a link out of {self.path}; put the folder itself there")
                 found.append(path)
             elif path.is_symlink() and not path.exists():
                 raise ValueError(f"data: {path} is a link that leads nowhere; remove it")
@@ -111,7 +111,7 @@ class DataFolder:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(path)
                 elif entry.is_symlink() and path.is_dir():
-                    yield path, f"{path} is a link to a folder, which is not followed; copy the folder"
+                    yield path, f"{path} is a link to a folder, which is not followed; put the folder itself there"
                     continue
                 if path.suffix.lower() in suffixes:
                     yield path, self.problem(path)

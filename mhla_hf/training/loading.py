@@ -101,6 +101,8 @@ def damage_named(folder: Path) -> Iterator[None]:
     """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (EOFError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{folder} cannot be loaded: files are damaged or of another model ({reason})") from error

@@ -180,7 +180,11 @@ class StageLoop:
             if output is None:
                 message += "nothing was saved, for there is no output"
             else:
-                message += f"the same command with --resume latest goes on from there (saved in {output})"
+                saved = Position.of(self.stage.name, step).name
+                newest = checkpoints.list_checkpoints(output / "checkpoints")[-1].name
+                # A run that went back has not reached its later checkpoints again.
+                resume = "latest" if saved == newest else saved
+                message += f"the same command with --resume {resume} goes on from there (saved in {output})"
         return TrainingStopped(message, self.shared.signals.received or signal.SIGINT)
 
     def _batches(self, start: int) -> Prefetcher:

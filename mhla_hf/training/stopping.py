@@ -35,8 +35,8 @@ class TrainingStopped(KeyboardInterrupt):
 class StopSignals:
     """Remembers Ctrl-C and SIGTERM, for the loop to stop after the step; a context manager.
 
-    A second Ctrl-C raises `KeyboardInterrupt` at once. Outside the main thread, where Python handles no signals,
-    nothing changes.
+    A second Ctrl-C raises `KeyboardInterrupt` at once. A signal that the process ignores stays ignored. Outside the
+    main thread, where Python handles no signals, nothing changes.
 
     Attributes:
         received: The signal that came; None as long as there is none.
@@ -50,7 +50,9 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._remember)
+                # A script's `... &` ignores the Ctrl-C that is meant for what runs in the foreground.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,6 +27,14 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def ctrl_c_as_in_a_terminal():
+    """Handles Ctrl-C even if the tests run in the background of a script, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def signal_at(where, number):
     def callback(stage, step, loss):
         if (stage, step) == where:
@@ -86,6 +94,26 @@ class TestOneProcess:
             time.sleep(0.3)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
+
+    def test_what_a_process_ignores_stays_ignored(self):
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with StopSignals() as signals:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert signals.received is None
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert signals.received == signal.SIGTERM
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_a_run_that_went_back_names_its_own_checkpoint(self, tmp_path):
+        options = {"transfer_steps": 0, "checkpoints_total_limit": None}
+        make_trainer(tmp_path, **options).run()
+        with pytest.raises(TrainingStopped, match="--resume finetune-00000004 goes on from there"):
+            make_trainer(
+                tmp_path, signal_at(("finetune", 3), signal.SIGINT), resume="finetune-00000002", **options
+            ).run()
 
     def test_ctrl_c_elsewhere_is_one_line_too(self, capsys):
         with pytest.raises(typer.Exit) as stop, friendly_errors():
