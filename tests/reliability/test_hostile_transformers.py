@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MusicFlamingoConfig,
+)
 
 from mhla_hf.conversion import convert_pretrained
+from mhla_hf.integrations.transformers.layer_count import check_sizes
 
 
 OPTIONS = {"block_size": [4]}
@@ -110,11 +119,32 @@ def test_wrong_sizes(name, value, copied, tmp_path):
     refused(lambda: convert(folder, tmp_path), str(folder))
 
 
+def test_sizes_with_a_decimal_point():
+    check_sizes(MusicFlamingoConfig().to_dict(), "config.json")
+    check_sizes({"max_position_embeddings": 1200.0}, "config.json")
+
+
 @pytest.mark.parametrize("count", [10**6, 10**9])
 def test_a_million_layers_are_refused_before_they_are_built(count, copied):
     folder = copied("llama", num_hidden_layers=count)
     load = AutoModelForCausalLM.from_pretrained
     refused(lambda: load(folder, attn_implementation="mhla", mhla=OPTIONS), "num_hidden_layers")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_labels": 10**8},
+        {"model_type": "qwen2_vl", "vision_config": {"depth": 10**6}},
+        {"model_type": "swin", "depths": [2, 10**6]},
+        {"model_type": "kosmos-2", "text_config": {"layers": 10**6}},
+        {"model_type": "gpt_neo", "num_layers": 10**6},
+    ],
+    ids=str,
+)
+def test_counts_of_modules_are_refused_before_they_are_made(change, copied, tmp_path):
+    folder = copied("llama", **change)
+    refused(lambda: convert(folder, tmp_path), str(folder / "config.json"), "is more than")
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,17 @@ MAX_LAYERS = 1000
 MAX_SIZE = 2**28
 """The largest width, or number of tokens or positions."""
 
+MAX_LABELS = 2**20
+"""The most classes of a head: each has an entry with its name in the configuration that is built."""
+
 _LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 _SIZE_FIELDS = (
     "hidden_size", "d_model", "n_embd", "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim",
     "intermediate_size", "vocab_size", "max_position_embeddings", "n_positions", "patch_size", "image_size",
     "num_channels",
 )  # fmt: skip
+# What towers and heads call the number of modules that they make one by one.
+_MODULE_COUNT = re.compile(r"(?:.*_)?(?:layers|blocks|depths?)")
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
 
 
@@ -40,6 +45,11 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
         for entry in value if isinstance(value, (list, tuple)) else [value]:
             _check_size(name, entry, MAX_LAYERS if name in _LAYER_FIELDS else MAX_SIZE, where)
     for name, part in config.items():
+        largest = MAX_LABELS if name == "num_labels" else MAX_LAYERS if _MODULE_COUNT.fullmatch(name) else None
+        for entry in part if isinstance(part, (list, tuple)) else [part]:
+            # Other models may mean something else by such a name, but no large number.
+            if largest is not None and isinstance(entry, int):
+                _check_largest(name, entry, largest, where)
         if isinstance(part, Mapping) and name.endswith("_config"):
             check_sizes(part, f"{where}: {name}")
 
@@ -58,8 +68,15 @@ def check_configuration(config: Any) -> None:
 def _check_size(name: str, value: Any, largest: int, where: str) -> None:
     if value is None:
         return
+    # Some published configurations have such a number with a decimal point.
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < (0 if largest == MAX_LAYERS else 1):
         raise ValueError(f"{where}: {name}={shorten_value(value)} must be a positive integer.")
+    _check_largest(name, value, largest, where)
+
+
+def _check_largest(name: str, value: int, largest: int, where: str) -> None:
     if value > largest:
         raise ValueError(f"{where}: {name}={shorten_value(value)} is more than {largest}.")
 
