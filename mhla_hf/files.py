@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from .write_errors import clear_write_errors
 
 
 logger = logging.getLogger(__name__)
+
+# See `destinations`.
+_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(lock-|(old-|moving-)?[0-9a-f]{{8}}-)")
 
 
 @contextmanager
@@ -93,12 +97,13 @@ def remove_directory(directory: Path) -> None:
 def remove_leftovers(parent: Path) -> None:
     """Removes what killed processes left under temporary names in a directory, and restores what they put aside.
 
-    Only for a process that holds the directory's lock, or nobody else writes to.
+    Only for a process that holds the directory's lock, or nobody else writes to. Other programs have temporary files
+    too: only names as this package makes them count.
     """
     if not parent.is_dir():
         return
     kept = restore_hidden(parent)
-    leftovers = [path for path in parent.glob(f"{TEMPORARY_PREFIX}*") if path not in kept]
+    leftovers = [path for path in parent.iterdir() if _TEMPORARY.match(path.name) and path not in kept]
     for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -155,6 +155,32 @@ def test_other_options_are_not_mixed_into_old_work(finished):
         Demo(DemoConfig(output=output, from_scratch=True, pretraining=TINY_PRETRAINING, **options))
 
 
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", ["work/thesis.txt", "mhla/model.py", "report.md"])
+def test_files_of_something_else_are_left_alone(name, resume, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    with pytest.raises(ValueError, match=f"has {name.split('/')[0]} and is no output of a demo; choose another"):
+        Demo(DemoConfig(output=tmp_path, resume=resume))
+    assert path.read_text() == "mine"
+
+
+def test_a_base_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "mine").touch()
+    with pytest.raises(ValueError, match="base is no pipeline of a demo; choose another output"):
+        run_demo(DemoConfig(output=tmp_path, from_scratch=True, progress=False))
+    assert (tmp_path / "base" / "mine").is_file()
+
+
+def test_a_demo_killed_before_its_first_record_starts_again(tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / ".tmp-0123abcd-options.json").touch()
+    Demo(DemoConfig(output=tmp_path))
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["options.json"]
+
+
 def test_command(finished, tmp_path, capsys):
     output, _ = finished
     run_command(

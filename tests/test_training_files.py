@@ -359,11 +359,12 @@ class TestFiles:
         assert os.listdir(directory) == ["other"]
 
     def test_leftovers_are_removed(self, tmp_path):
-        (tmp_path / ".tmp-directory").mkdir()
-        (tmp_path / ".tmp-file").write_text("x")
-        (tmp_path / "kept").write_text("x")
+        (tmp_path / ".tmp-0123abcd-directory").mkdir()
+        (tmp_path / ".tmp-0123abcd-file").write_text("x")
+        for name in ("kept", ".tmp-of-another-program"):
+            (tmp_path / name).write_text("x")
         remove_leftovers(tmp_path)
-        assert os.listdir(tmp_path) == ["kept"]
+        assert sorted(os.listdir(tmp_path)) == [".tmp-of-another-program", "kept"]
 
     def test_metrics_are_cut_to_the_resumed_step(self, tmp_path):
         path = tmp_path / "metrics.jsonl"

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ..conversion import convert_pretrained
-from ..files import remove_leftovers, write_json
+from ..destinations import TEMPORARY_PREFIX
+from ..files import remove_directory, remove_leftovers, write_json
 from ..json_files import read_json
 from ..locks import lock_output
 from ..training import DiffusionTrainer, EvaluationResult, TrainingConfig, evaluate, objective_for
@@ -35,6 +36,11 @@ VARIANTS = ("mhla", "linear")
 
 TRANSFER, FINETUNE = "transfer", "finetune"
 _CHECKPOINT_EVERY = 50
+# What a demo removes or replaces in its output.
+_OUTPUTS = (
+    "work", "mhla", "report.json", "report.md", "loss.png", "mixing.png", "frames.png", "side_by_side.gif",
+    "side_by_side.mp4",
+)  # fmt: skip
 _RECORD = "the demo's record (remove it to repeat this part):"
 
 
@@ -60,7 +66,8 @@ class Demo:
         config: The options.
 
     Raises:
-        ValueError: If `output` holds the work of a demo with other options, or another one is running there.
+        ValueError: If `output` holds the work of a demo with other options or files of something else, or another
+            demo is running there.
     """
 
     def __init__(self, config: DemoConfig) -> None:
@@ -73,7 +80,7 @@ class Demo:
     def run(self) -> dict[str, Any]:
         """Run every stage that is not done."""
         with lock_output(self.config.output) or nullcontext():
-            for folder in (self.config.output, *self.config.output.rglob("*/")):
+            for folder in (self.config.output, self.work, *self.work.rglob("*/")):
                 remove_leftovers(folder)
             return self._run()
 
@@ -117,7 +124,14 @@ class Demo:
                     "--no-resume, or choose another directory"
                 )
             return
-        shutil.rmtree(self.work, ignore_errors=True)
+        if not record.is_file():
+            found = [name for name in _OUTPUTS if _holds_something(self.config.output / name)]
+            if found:
+                raise ValueError(
+                    f"{self.config.output} has {', '.join(found)} and is no output of a demo; choose another directory"
+                )
+        if self.work.is_dir():
+            remove_directory(self.work)
         self.work.mkdir(parents=True)
         write_json(record, identity)
 
@@ -127,6 +141,8 @@ class Demo:
             return config.base if config.base is not None else base_pipeline_directory()
         directory = config.output / "base"
         if not (directory / "model_index.json").is_file():
+            if _holds_something(directory):
+                raise ValueError(f"{directory} is no pipeline of a demo; choose another output")
             from .pretraining import PretrainingConfig, pretrain
 
             options = {"seed": config.seed, "device": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -254,6 +270,13 @@ class Demo:
         # Time lost with a killed run is not known; a run that found everything done adds next to nothing.
         write_json(path, {"seconds": before + seconds})
         return before + seconds
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether a file, or a directory with more than temporary files, is there."""
+    if not path.is_dir():
+        return path.exists()
+    return any(not entry.name.startswith(TEMPORARY_PREFIX) for entry in path.iterdir())
 
 
 @contextmanager
