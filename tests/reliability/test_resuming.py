@@ -213,6 +213,23 @@ class TestOtherInputs:
             resume(dataset=other)
         one_line(error)
 
+    def test_data_that_differ_at_each_reading_go_on(self, student, tmp_path):
+        class Augmented(list):
+            def __getitem__(self, index):
+                sample = super().__getitem__(index)
+                return {**sample, "latents": sample["latents"] + torch.rand(())}
+
+        data = CASE.dataset()
+        samples = Augmented(data[index] for index in range(len(data)))
+        for steps in (1, 2):
+            config = options(tmp_path, resume="latest", max_steps=steps)
+            result = DiffusionTrainer(config, copy.deepcopy(student), samples).run()
+        assert result.resumed_from == checkpoint(tmp_path, 1)
+        # What does not differ still counts.
+        changed = Augmented({**sample, "class_label": sample["class_label"] + 1} for sample in samples)
+        with pytest.raises(ValueError, match="was made with other data than this run has"):
+            DiffusionTrainer(config, copy.deepcopy(student), changed).run()
+
     def test_another_frozen_model(self, student, tmp_path):
         def run(model, **changes):
             config = options(tmp_path, train="mhla", **changes)
