@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from diffusers import AutoModel, DiffusionPipeline, PixArtTransformer2DModel, WanTransformer3DModel
+from diffusers import AutoModel, DiffusionPipeline, PixArtTransformer2DModel, Transformer2DModel, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 import mhla_hf
@@ -232,6 +232,17 @@ def test_single_files_of_mhla_weights_are_refused(tmp_path):
     save_file(weights, tmp_path / "authors.safetensors")
     with pytest.raises(ValueError, match="import-official"):
         load(str(tmp_path / "authors.safetensors"), config=str(tmp_path / "softmax"))
+
+
+@pytest.mark.parametrize("case", [DiTCase(), PixArtCase()], ids=lambda case: type(case).__name__)
+def test_the_class_that_chooses_between_dit_and_pixart(case, tmp_path):
+    model = case.make_mhla()
+    assert type(Transformer2DModel.from_config(model.config)) is case.mhla_class
+    model.save_pretrained(tmp_path)
+    loaded = Transformer2DModel.from_pretrained(str(tmp_path))
+    assert type(loaded) is case.mhla_class
+    assert_same_parameters(loaded, model)
+    assert type(Transformer2DModel.from_config(case.make(case.upstream).config)) is case.upstream
 
 
 def test_the_guard_can_be_taken_back(unguarded, tmp_path):
