@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 from ..config import MHLAConfig
+from ..integrations.transformers.attaching import check_new_parameters
 from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
 from ..integrations.transformers.layer_count import check_layers, check_sizes
 from ..json_files import read_json
@@ -68,6 +69,7 @@ def plan_transformers_model(
     model = _empty_mhla_model(component, model_class, options)
     if layers is not None:
         model = _empty_mhla_model(component, model_class, _with_layers(model, options, layers))
+    check_new_parameters(model, model.state_dict())
     report = _report(component, model)
     weights = [_plan_weights(weight_set, model, report, dtype, max_bytes) for weight_set in weight_sets]
     main = next((plan for plan in weights if plan.report.variant is None), weights[0])

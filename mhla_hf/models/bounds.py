@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a diffusers configuration before a model is built of it: types, and sizes that no model has."""
+"""Checks of a diffusers configuration before a model is built of it, and of what options add to any model."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def check_new_size(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[i
     had = sum(map(math.prod, old.values()))
     if added > max(had, LITTLE):
         raise ValueError(
-            f"The mhla options add {added:,} parameters to a model of {had:,}: choose fewer blocks (blocks), or a "
-            "smaller convolution (lepe_kernel)."
+            f"The mhla options add {added:,} parameters to a model of {had:,}: choose fewer blocks (blocks), "
+            "larger ones (block_size) or a smaller convolution (lepe_kernel)."
         )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.nn as nn
@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ...config import MHLAConfig
 from ...layers.mhla import MHLA
+from ...models.bounds import check_new_size
 from .families import default_rope, is_tested
 from .geometry import (
     chooses_by_name,
@@ -285,6 +286,21 @@ def refuse_on_disk(missing_keys: Any, device_map: Any) -> None:
                 f"{key} is new and its layer is offloaded to the disk. Convert the checkpoint first (mhla-hf convert) "
                 "and load the result."
             )
+
+
+def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
+    """Checks that MHLA does not add more parameters than the model has, before there is memory for them.
+
+    Args:
+        model: The model.
+        missing_keys: Names of its tensors that no checkpoint gives.
+
+    Raises:
+        ValueError: See [`check_new_size`][mhla_hf.models.bounds.check_new_size].
+    """
+    if any(".mhla." in key for key in missing_keys):
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        check_new_size({name: shape for name, shape in shapes.items() if ".mhla." not in name}, shapes)
 
 
 def initialize(module: MHLA) -> None:

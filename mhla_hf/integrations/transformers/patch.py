@@ -105,8 +105,9 @@ def install_models(module: ModuleType) -> None:
 
     @functools.wraps(_originals["_move_missing_keys_from_meta_to_device"])
     def _move_missing_keys(self: Any, missing_keys: Any, device_map: Any = None, *args: Any, **kwargs: Any) -> None:
-        from .attaching import refuse_on_disk
+        from .attaching import check_new_parameters, refuse_on_disk
 
+        check_new_parameters(self, missing_keys)
         refuse_on_disk(missing_keys, device_map)
         _originals["_move_missing_keys_from_meta_to_device"](self, missing_keys, device_map, *args, **kwargs)
 
