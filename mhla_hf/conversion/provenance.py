@@ -147,7 +147,9 @@ def describe_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> 
     """
     resolved = path.resolve()
     size = resolved.stat().st_size
-    if path.is_symlink() and re.fullmatch(r"[0-9a-f]{64}", resolved.name):
+    # Anybody can give a file such a name elsewhere.
+    is_blob = resolved.parent.name == "blobs" and resolved.parents[1] / "snapshots" in path.parent.resolve().parents
+    if path.is_symlink() and is_blob and re.fullmatch(r"[0-9a-f]{64}", resolved.name):
         if on_bytes is not None:
             on_bytes(size)
         return {"bytes": size, "sha256": resolved.name}

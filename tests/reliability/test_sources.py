@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile sources: what they name or link to outside of them is neither read nor written."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -127,6 +128,16 @@ def test_links_inside_are_followed(pipeline, tmp_path):
     assert not any(path.is_symlink() for path in (tmp_path / "mhla").rglob("*"))
     assert (tmp_path / "mhla/vae/again.json").read_bytes() == (pipeline / "vae/config.json").read_bytes()
     load_pipeline(tmp_path / "mhla")
+
+
+def test_names_that_look_like_hashes_are_not_believed(pipeline, tmp_path):
+    weights = pipeline / "transformer" / "diffusion_pytorch_model.safetensors"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    weights.rename(weights.with_name("0" * 64))
+    weights.symlink_to("0" * 64)
+    report = convert_pretrained(pipeline, tmp_path / "mhla", MHLA, progress=False)
+    recorded = report.components["transformer"].weight_sets[0].source_files[weights.name]
+    assert recorded["sha256"] == digest
 
 
 def test_the_hub_cache_links_to_its_own_blobs_alone(pipeline, tmp_path):
