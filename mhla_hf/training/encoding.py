@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..json_files import read_json
 from .config import COMPONENTS, CacheConfig
 from .loading import check_weights, damage_named
 from .pipeline_files import read_index
@@ -166,8 +167,11 @@ def load_encoders(directory: Path) -> Any:
     known = inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)
     if not known:
         raise ValueError(f"{directory} is a {index['_class_name']!r:.100}, and diffusers has no such pipeline")
-    for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name not in transformers):
+    loaded = set(index) - set(transformers)
+    for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name in loaded):
         check_weights(folder)
+        for path in sorted(folder.glob("*.json")):
+            read_json(path, "the pipeline's file")
     with damage_named(directory):
         pipeline = pipeline_class.from_pretrained(directory, **transformers)
     pipeline.set_progress_bar_config(disable=True)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from ..files import path_inside
 from ..json_files import Types, read_json
+from ..messages import shorten_text
 from ..models.registry import current_class, is_mhla_class, mhla_class_for
 from ..sources import download_pipeline, find_pipeline, is_hub_id
 from .config import UNCONVERTED, TrainingConfig
@@ -92,6 +94,13 @@ def check_weights(folder: Path) -> None:
             raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
 
 
+# What libraries raise for damaged weights, and for configurations whose fields have other types.
+_DAMAGE = (
+    AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError,
+    pickle.UnpicklingError,
+)  # fmt: skip
+
+
 @contextmanager
 def damage_named(folder: Path) -> Iterator[None]:
     """Names the folder that is loaded from when a library meets damaged files there.
@@ -103,8 +112,8 @@ def damage_named(folder: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (EOFError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    except _DAMAGE as error:
+        reason = shorten_text(str(error), 200) or type(error).__name__
         raise ValueError(f"{folder} cannot be loaded: files are damaged or of another model ({reason})") from error
 
 

@@ -282,3 +282,27 @@ class TestTruncatedWeights:
         with pytest.raises((ValueError, OSError)) as error:
             make(pipeline, videos, tmp_path / "cache")
         assert str(pipeline) in str(error.value)
+
+
+class TestDamagedConfigurations:
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("text_encoder/config.json", "[]", "is not a JSON object but a list"),
+            ("tokenizer/tokenizer.json", '{"a": [', "is not valid JSON"),
+            ("tokenizer/tokenizer_config.json", "[1, 2]", "is not a JSON object but a list"),
+            ("scheduler/scheduler_config.json", "[" * 100_000, "nested too deeply"),
+        ],
+    )
+    def test_files_are_named(self, name, content, message, pipeline, videos, tmp_path):
+        (pipeline / name).write_text(content)
+        with pytest.raises(ValueError, match=message) as error:
+            make(pipeline, videos, tmp_path / "cache")
+        assert str(pipeline / name) in str(error.value) and "\n" not in str(error.value)
+
+    def test_fields_of_other_types_name_the_pipeline(self, pipeline, videos, tmp_path):
+        path = pipeline / "text_encoder" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": "many"}))
+        with pytest.raises(ValueError) as error:
+            make(pipeline, videos, tmp_path / "cache")
+        assert str(pipeline) in str(error.value) and len(str(error.value)) < 600
