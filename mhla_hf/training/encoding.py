@@ -153,6 +153,9 @@ ENCODERS: dict[str, type[Encoder]] = {"wan": WanEncoder, "sana": SanaEncoder, "d
 """By the name of the family."""
 
 
+_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
+
+
 def load_encoders(directory: Path) -> Any:
     """A pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
 
@@ -169,9 +172,13 @@ def load_encoders(directory: Path) -> Any:
         raise ValueError(f"{directory} is a {index['_class_name']!r:.100}, and diffusers has no such pipeline")
     loaded = set(index) - set(transformers)
     for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name in loaded):
-        check_weights(folder)
+        tensors = check_weights(folder)
         for path in sorted(folder.glob("*.json")):
-            read_json(path, "the pipeline's file")
+            content = read_json(path, "the pipeline's file")
+            for name in _LAYER_COUNTS if tensors and path.name == "config.json" else ():
+                # A layer has a tensor at least, and building millions of layers takes hours.
+                if isinstance(content.get(name), int) and content[name] > tensors:
+                    raise ValueError(f"the pipeline's file {path}: {name!r} is above the {tensors} tensors beside it.")
     with damage_named(directory):
         pipeline = pipeline_class.from_pretrained(directory, **transformers)
     pipeline.set_progress_bar_config(disable=True)

@@ -77,21 +77,26 @@ def check_run(directory: Path, config: TrainingConfig) -> None:
         find_teacher(directory, config.component, config.teacher)
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> int:
     """Checks that the weight files of a component are whole, by their headers and sizes.
+
+    Returns:
+        How many tensors they hold.
 
     Raises:
         ValueError: If one of them is truncated or damaged; the message names it.
     """
+    tensors = 0
     for path in sorted(folder.glob("*.safetensors")):
         if not path.is_file():
             raise ValueError(f"weights {path} are not a regular file")
         try:
             # For torch it would be mapped to be written to, which systems refuse for files larger than their memory.
-            with safe_open(path, framework="np"):
-                pass
+            with safe_open(path, framework="np") as file:
+                tensors += len(file.keys())
         except (OSError, SafetensorError) as error:
             raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
+    return tensors
 
 
 # What libraries raise for damaged weights, and for configurations whose fields have other types.

@@ -300,6 +300,14 @@ class TestDamagedConfigurations:
             make(pipeline, videos, tmp_path / "cache")
         assert str(pipeline / name) in str(error.value) and "\n" not in str(error.value)
 
+    def test_layers_without_weights_are_refused(self, pipeline, videos, tmp_path):
+        path = pipeline / "text_encoder" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 10**7}))
+        with pytest.raises(
+            ValueError, match=r"text_encoder/config\.json: 'num_layers' is above the \d+ tensors beside"
+        ):
+            make(pipeline, videos, tmp_path / "cache")
+
     def test_fields_of_other_types_name_the_pipeline(self, pipeline, videos, tmp_path):
         path = pipeline / "text_encoder" / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": "many"}))
