@@ -185,7 +185,7 @@ def _read_results(path: Path) -> dict[str, Outcome]:
 def _report(library: str, stock: dict[str, Outcome], mhla: dict[str, Outcome], is_whole: bool) -> int:
     """Prints the differences; returns how many have no explanation."""
     reviewed = json.loads((HERE / "reviewed.json").read_text(encoding="utf-8"))[library]
-    used: set[str] = set()
+    explained: list[str] = []
     table = Table("test", "stock", "MHLA", "message", title=f"{library}: differences without an explanation")
     for name in sorted(stock.keys() | mhla.keys()):
         before, after = stock.get(name, Outcome("not run")), mhla.get(name, Outcome("not run"))
@@ -196,7 +196,7 @@ def _report(library: str, stock: dict[str, Outcome], mhla: dict[str, Outcome], i
         if pattern is None:
             table.add_row(name, before.result, after.result, after.message or before.message)
         else:
-            used.add(pattern)
+            explained.append(pattern)
     counts = {
         label: ", ".join(
             f"{sum(outcome.result == result for outcome in outcomes.values())} {result}"
@@ -205,10 +205,10 @@ def _report(library: str, stock: dict[str, Outcome], mhla: dict[str, Outcome], i
         for label, outcomes in (("stock", stock), ("MHLA", mhla))
     }
     console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(f"stock: {counts['stock']}; MHLA: {counts['MHLA']}; {len(used)} explained differences")
+    console.print(f"stock: {counts['stock']}; MHLA: {counts['MHLA']}; {len(explained)} explained differences")
     if table.row_count:
         console.print(table)
-    for pattern in sorted(set(reviewed) - used) if is_whole else []:
+    for pattern in sorted(set(reviewed) - set(explained)) if is_whole else []:
         console.print(f"reviewed.json explains {pattern}, which does not differ here", markup=False)
     return table.row_count
 
