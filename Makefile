@@ -15,7 +15,8 @@ bin := $(VENV)/bin
 install := $(bin)/python -m pip install --disable-pip-version-check --no-input -c $(CONSTRAINTS)
 # What depends on the versions of transformers and huggingface_hub.
 version_tests := tests/transformers tests/test_conversion.py tests/test_hub.py tests/test_import.py \
-	tests/test_pipelines.py tests/test_versions.py
+	tests/test_pipelines.py tests/test_versions.py tests/reliability/test_cache_inspection.py \
+	tests/reliability/test_hostile_transformers.py tests/reliability/test_tensor_parallel.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-upstream test-lowest test-versions test-these-versions style quality clean

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch.nn as nn
@@ -301,6 +302,23 @@ def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
     if any(".mhla." in key for key in missing_keys):
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         check_new_size({name: shape for name, shape in shapes.items() if ".mhla." not in name}, shapes)
+
+
+def refuse_split_heads(model: PreTrainedModel) -> None:
+    """Refuses tensor parallelism where transformers has no place for the rules of MHLA parameters.
+
+    Raises:
+        ValueError: If a model with MHLA layers is to be split by a version of transformers that is too old.
+    """
+    distributed = getattr(model.config, "distributed_config", None)
+    is_split = getattr(distributed, "tp_plan", None) is not None or (getattr(distributed, "tp_size", None) or 1) > 1
+    if not is_split or hasattr(PreTrainedModel, "_resolve_parallel_plans"):
+        return
+    if any(isinstance(module, MHLA) for module in model.modules()):
+        raise ValueError(
+            f"transformers {version('transformers')} cannot split MHLA layers over processes. Install transformers "
+            "5.23 or newer, or leave out tp_plan and tp_size."
+        )
 
 
 def initialize(module: MHLA) -> None:

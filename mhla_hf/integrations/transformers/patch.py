@@ -83,12 +83,13 @@ def install_models(module: ModuleType) -> None:
 
     @functools.wraps(_originals["post_init"])
     def post_init(self: Any) -> None:
-        from .attaching import attach, warn_of_softmax
+        from .attaching import attach, refuse_split_heads, warn_of_softmax
         from .towers import mark_implementation, wants_mhla
 
         # Before the original, which initialises weights: parameters must exist by then.
         if wants_mhla(self.config) or getattr(self.config, "sub_configs", None):
             attach(self)
+            refuse_split_heads(self)
             mark_implementation(self.config)
             warn_of_softmax(self)
         _originals["post_init"](self)
