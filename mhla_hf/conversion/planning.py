@@ -21,7 +21,7 @@ from ..models.stored_config import to_stored
 from .options import parse_layers
 from .provenance import ComponentReport, WeightSetReport
 from .source import Component
-from .tensors import TensorEntry, split_into_shards
+from .tensors import SafetensorsReader, TensorEntry, split_into_shards
 from .weight_files import DIFFUSERS_FILES, FileNames, WeightSet
 
 
@@ -89,8 +89,9 @@ def plan_component(
     # Before anything is built: a wrong size may ask for more memory than there is.
     upstream_class, where = getattr(diffusers, family.upstream), str(component.folder / "config.json")
     check_model_config(upstream_class, component.config, where)
-    for weight_set in weight_sets:
-        names = [name for reader in weight_set.open() for name in reader.shapes]
+    opened = [weight_set.open() for weight_set in weight_sets]
+    for readers in opened:
+        names = [name for reader in readers for name in reader.shapes]
         check_layer_count(_argument(upstream_class, component.config, "num_layers"), names, where)
     upstream = empty_model(upstream_class, component.config)
     if layers is not None:
@@ -101,7 +102,8 @@ def plan_component(
     check_new_size(expected, target)
     report = component_report(component.class_name, model)
     weights = [
-        _plan_weights(weight_set, model, expected, target, report, dtype, max_bytes) for weight_set in weight_sets
+        _plan_weights(weight_set, readers, model, expected, target, report, dtype, max_bytes)
+        for weight_set, readers in zip(weight_sets, opened)
     ]
     kept = component.config
     if kept["_class_name"] != component.class_name:
@@ -162,6 +164,7 @@ def weight_set_report(
 
 def _plan_weights(
     weight_set: WeightSet,
+    readers: list[SafetensorsReader],
     model: Any,
     expected: Mapping[str, tuple[int, ...]],
     target: Mapping[str, tuple[int, ...]],
@@ -169,7 +172,6 @@ def _plan_weights(
     dtype: torch.dtype | None,
     max_bytes: int | None,
 ) -> WeightsPlan:
-    readers = weight_set.open()
     found = {name: shape for reader in readers for name, shape in reader.shapes.items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     compare_tensors(found, expected, where=weight_set.where, ignored=ignored, called=weight_set.called)

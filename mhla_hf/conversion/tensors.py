@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ..messages import shorten_text
+from ..tensor_files import read_header
 
 
 FLOAT_TYPES: dict[str, torch.dtype] = {
@@ -72,14 +73,13 @@ def check_safetensors(path: Path) -> None:
     Raises:
         ValueError: If it is truncated or no safetensors file.
     """
-    _open_header(path)
+    _read_header(path)
 
 
-def _open_header(path: Path) -> Any:
-    """Opens a file for its header alone; errors as in [`check_safetensors`]."""
+def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """See [`read_header`][mhla_hf.tensor_files.read_header]; errors as in [`check_safetensors`]."""
     try:
-        # For torch it would be mapped to be written to, which systems refuse for files larger than their memory.
-        return safe_open(str(path), framework="np")
+        return read_header(path)
     except (SafetensorError, OSError) as error:
         reason = shorten_text(str(error), 200)
         raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
@@ -105,12 +105,11 @@ class SafetensorsReader:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path} is missing, although the checkpoint needs it.")
-        header = _open_header(path)
-        slices = {name: header.get_slice(name) for name in header.keys()}
-        self._refuse({entry.get_dtype() for entry in slices.values()} - set(FLOAT_TYPES if floats_only else _TYPES))
-        self.shapes = {name: tuple(entry.get_shape()) for name, entry in slices.items()}
-        self.dtypes = {name: _TYPES[entry.get_dtype()] for name, entry in slices.items()}
-        self._offsets = _read_offsets(path)
+        header, begin = _read_header(path)
+        self._refuse({entry["dtype"] for entry in header.values()} - set(FLOAT_TYPES if floats_only else _TYPES))
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+        self.dtypes = {name: _TYPES[entry["dtype"]] for name, entry in header.items()}
+        self._offsets = {name: begin + entry["data_offsets"][0] for name, entry in header.items()}
 
     def check_floats(self, names: Iterable[str]) -> None:
         """Raises `ValueError` unless these tensors have plain floats: quantised weights cannot be converted."""
@@ -143,14 +142,6 @@ class SafetensorsReader:
             TensorEntry(name, shape, self.dtypes[name], lambda name=name: self.load(name))  # type: ignore[misc]
             for name, shape in self.shapes.items()
         ]
-
-
-def _read_offsets(path: Path) -> dict[str, int]:
-    """Where each tensor begins in a file whose header was checked."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def write_safetensors(

@@ -93,6 +93,12 @@ def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     raise ValueError(f"This is an MHLA checkpoint, which {model_class.__name__} would load without MHLA. Use {name}.")
 
 
+def _mhla_class_at(model_class: Any, location: Any, options: Mapping[str, Any]) -> Any:
+    """As [`mhla_class_of`], for the configuration at a location; `options` are those of the loading call."""
+    where = {name: options[name] for name in _LOCATION_OPTIONS if name in options}
+    return mhla_class_of(model_class, model_class.load_config(location, **where))
+
+
 def guard_configurations(module: ModuleType) -> None:
     """Makes `from_config` of softmax classes return MHLA models for MHLA configurations.
 
@@ -108,10 +114,9 @@ def guard_configurations(module: ModuleType) -> None:
             if target is not None:
                 return target.from_config(config, *args, **kwargs)
         elif config is not None and cls.__name__ in FAMILIES:
-            location = {name: kwargs[name] for name in _LOCATION_OPTIONS if name in kwargs}
-            mhla_class = mhla_class_of(cls, cls.load_config(config, **location))
-            if mhla_class is not None:
-                return mhla_class.from_config(config, *args, **kwargs)
+            target = _mhla_class_at(cls, config, kwargs)
+            if target is not None:
+                return target.from_config(config, *args, **kwargs)
         return original.__func__(cls, config, *args, **kwargs)
 
     _replace(module.ConfigMixin, "from_config", classmethod(from_config))
@@ -134,8 +139,7 @@ def guard_models(module: ModuleType) -> None:
         if cls.__name__ in FAMILIES:
             target = FAMILIES[cls.__name__].load_class() if options is not None else None
             if target is None:
-                location = {name: kwargs[name] for name in _LOCATION_OPTIONS if name in kwargs}
-                target = mhla_class_of(cls, cls.load_config(pretrained_model_name_or_path, **location))
+                target = _mhla_class_at(cls, pretrained_model_name_or_path, kwargs)
             if target is not None:
                 return target.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)

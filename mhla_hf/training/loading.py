@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ..files import path_inside
 from ..json_files import Types, read_json
 from ..messages import shorten_text
 from ..models.registry import current_class, is_mhla_class, mhla_class_for
 from ..sources import download_pipeline, find_pipeline, is_hub_id
+from ..tensor_files import read_header
 from .config import UNCONVERTED, TrainingConfig
 from .objectives import objective_class
 from .parameters import check_takes_adapters
@@ -91,9 +92,7 @@ def check_weights(folder: Path) -> int:
         if not path.is_file():
             raise ValueError(f"weights {path} are not a regular file")
         try:
-            # For torch it would be mapped to be written to, which systems refuse for files larger than their memory.
-            with safe_open(path, framework="np") as file:
-                tensors += len(file.keys())
+            tensors += len(read_header(path)[0])
         except (OSError, SafetensorError) as error:
             raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
     return tensors
