@@ -13,7 +13,7 @@ from ..messages import shorten_value
 
 
 MAX_LAYERS = 1000
-"""Published models have up to about a hundred."""
+"""Published models have up to about two hundred."""
 
 MAX_SIZE = 2**24
 """The largest width or count."""

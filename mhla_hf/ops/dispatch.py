@@ -83,7 +83,7 @@ def attend_blocks(
     backend: str = "auto",
     **options: Any,
 ) -> torch.Tensor:
-    """The linear form of the operator by the backend that is best for it; nothing is checked.
+    """The linear form of the operator by the backend that is best for it; Triton's forms check nothing.
 
     Args:
         query: `[B, T, H, K]`.

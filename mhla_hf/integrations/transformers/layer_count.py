@@ -8,10 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...messages import shorten_list, shorten_value
+from ...models.bounds import MAX_LAYERS
 
-
-MAX_LAYERS = 1000
-"""Published models have up to about two hundred."""
 
 MAX_SIZE = 2**28
 """The largest width, or number of tokens or positions."""
