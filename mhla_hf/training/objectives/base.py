@@ -95,15 +95,21 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def predict(self, model: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
-        """The model's output for noisy latents.
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Keyword arguments of the model's `forward` for noisy latents.
 
         Args:
-            model: The transformer.
+            config: The model's configuration.
             noisy: See `add_noise`, in the type that the model computes in.
             levels: See `noise_levels`.
             condition: The tensors of `condition_names`, each `[B, ...]`.
         """
+
+    def predict(self, model: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
+        """The model's output for noisy latents; arguments as in `model_inputs`."""
+        return model(**self.model_inputs(cast(Any, model.config), noisy, levels, condition))[0]
 
     @abstractmethod
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -141,11 +147,24 @@ class Objective(ABC):
         self, model: nn.Module, noisy: torch.Tensor, batch: Batch, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """`predict` on a batch; arguments as there and in `losses`."""
+        noisy, condition = self._cast(noisy, batch, dtype)
+        return self.predict(model, noisy, batch.levels, condition)
+
+    def inputs_of(self, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Keyword arguments of the model's `forward` for a batch; arguments as in `losses`."""
+        noisy = self.add_noise(batch.latents, batch.noise, batch.levels)
+        noisy, condition = self._cast(noisy, batch, dtype)
+        return self.model_inputs(cast(Any, model.config), noisy, batch.levels, condition)
+
+    @staticmethod
+    def _cast(
+        noisy: torch.Tensor, batch: Batch, dtype: torch.dtype | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         condition = {
             name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
             for name, tensor in batch.condition.items()
         }
-        return self.predict(model, noisy if dtype is None else noisy.to(dtype), batch.levels, condition)
+        return noisy if dtype is None else noisy.to(dtype), condition
 
     @classmethod
     def attention_name(cls, layer: int) -> str:

@@ -114,9 +114,16 @@ class DiTObjective(Objective):
         """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
         return noise_prediction.add_noise(latents, noise, levels, self.schedule)
 
-    def predict(self, model: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
-        """The predicted noise `[B, C, H, W]`, followed by the predicted variances in models that have them."""
-        return model(noisy, timestep=levels, class_labels=condition["class_label"], return_dict=False)[0]
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """See the base class; it predicts noise `[B, C, H, W]`, some models variances after it."""
+        return {
+            "hidden_states": noisy,
+            "timestep": levels,
+            "class_labels": condition["class_label"],
+            "return_dict": False,
+        }
 
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Mean squared error of the noise, plus the weighted variational bound of predicted variances."""

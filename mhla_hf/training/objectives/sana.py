@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..flow_matching import timesteps_from_sigmas
 from .base import Tensors, check_text_width
@@ -50,14 +49,15 @@ class SanaObjective(FlowObjective):
                 f"prompt_embeds, got {tuple(mask.shape)}"
             )
 
-    def predict(self, model: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
-        """The predicted direction `[B, C, H, W]`."""
-        config: Any = model.config
-        return model(
-            hidden_states=noisy,
-            encoder_hidden_states=condition["prompt_embeds"],
-            encoder_attention_mask=condition["prompt_attention_mask"],
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """See the base class; the model predicts the direction `[B, C, H, W]`."""
+        return {
+            "hidden_states": noisy,
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "encoder_attention_mask": condition["prompt_attention_mask"],
             # As the pipeline hands it over.
-            timestep=timesteps_from_sigmas(levels) * config.timestep_scale,
-            return_dict=False,
-        )[0]
+            "timestep": timesteps_from_sigmas(levels) * config["timestep_scale"],
+            "return_dict": False,
+        }

@@ -48,14 +48,16 @@ class WanObjective(FlowObjective):
         """See the base class."""
         check_text_width(condition["prompt_embeds"], config["text_dim"])
 
-    def predict(self, model: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
-        """The predicted direction `[B, C, F, H, W]`."""
-        return model(
-            hidden_states=noisy,
-            timestep=timesteps_from_sigmas(levels),
-            encoder_hidden_states=condition["prompt_embeds"],
-            return_dict=False,
-        )[0]
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """See the base class; the model predicts the direction `[B, C, F, H, W]`."""
+        return {
+            "hidden_states": noisy,
+            "timestep": timesteps_from_sigmas(levels),
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "return_dict": False,
+        }
 
     def positions(self, model: nn.Module) -> nn.Module:
         """The rotary tables, which in MHLA models also carry the token grid."""

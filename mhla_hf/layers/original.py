@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention that an MHLA layer stands in for: softmax, or the linear attention of models that have that.
+
+Shape letters: B batch, T tokens, H feature heads, H_kv key/value heads, K query/key width, V value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from ..ops.numerics import repeat_heads
+from .fused import HeadNorms
+from .sequence import TokenSequence
+
+
+if TYPE_CHECKING:
+    from .mhla import MHLA
+
+# SANA's, of the attention in diffusers.
+_LINEAR_EPS = 1e-15
+
+
+def original_attention(
+    mhla: MHLA,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    sequence: TokenSequence | None = None,
+    rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    norms: HeadNorms | None = None,
+    scaling: float | None = None,
+    linear: bool = False,
+    **unused: Any,
+) -> torch.Tensor:
+    """What the host model's own attention gives for the arguments of [`MHLA.forward`].
+
+    Neither the mixing weights nor any other parameter of `mhla` has a part in it.
+
+    Args:
+        mhla: The layer.
+        query: Projected queries before RoPE `[B, T, H, K]`.
+        key: Keys `[B, T, H_kv, K]`.
+        value: Values `[B, T, H_kv, V]`.
+        sequence: Padding, documents and direction; `None` for attention over a grid, where every token sees every one.
+        rotary: As for [`MHLA.forward`].
+        norms: As for [`MHLA.forward`].
+        scaling: Scale of the logits; `None` for `K ** -0.5`.
+        linear: Whether the host's attention is linear, with ReLU as its feature map (SANA, arXiv 2410.10629).
+        **unused: The other arguments of [`MHLA.forward`], which softmax has no use for.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+    """
+    if norms is not None:
+        query, key = norms.apply(query, key)
+    if linear:
+        return _linear_attention(query, key, value, rotary)
+    if rotary is not None:
+        query, key = rotary(query), rotary(key)
+    key, value = repeat_heads(key, mhla.num_heads, 2), repeat_heads(value, mhla.num_heads, 2)
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    mask, causal = (None, False) if sequence is None else _mask(sequence, query.shape[1])
+    output = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, is_causal=causal, scale=scaling
+    ).transpose(1, 2)
+    if sequence is not None and sequence.valid is not None:
+        output = output.masked_fill(~sequence.valid[:, :, None, None], 0.0)
+    return output
+
+
+def _mask(sequence: TokenSequence, length: int) -> tuple[torch.Tensor | None, bool]:
+    """The mask `[B, 1, T, T]`, True where a token is seen; or `None` and whether attention is causal."""
+    valid, documents = sequence.valid, sequence.documents
+    if valid is None and documents is None:
+        return None, sequence.causal
+    allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=(valid if valid is not None else documents).device)  # type: ignore[union-attr]
+    if valid is not None:
+        allowed = allowed & valid[:, None, None, :]
+    if documents is not None:
+        allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
+    itself = torch.eye(length, dtype=torch.bool, device=allowed.device)
+    allowed = allowed.expand(-1, -1, length, length)
+    if sequence.causal:
+        allowed = allowed & torch.ones_like(itself).tril()
+    # A row that sees nothing would be NaN; those of padding are set to zero afterwards.
+    return allowed | itself, False
+
+
+def _linear_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor] | None
+) -> torch.Tensor:
+    query, key = torch.relu(query.float()), torch.relu(key.float())
+    normalizer = torch.einsum("bthk,bhk->bth", query, key.sum(1)) + _LINEAR_EPS
+    if rotary is not None:
+        query, key = rotary(query), rotary(key)
+    summary = torch.einsum("bthk,bthv->bhkv", key, value.float())
+    output = torch.einsum("bthk,bhkv->bthv", query, summary) / normalizer.unsqueeze(-1)
+    return output.to(value.dtype)
