@@ -482,7 +482,7 @@ class TestValidation:
         validator = self.validator("dit", directories, tmp_path, validation_prompts=("four", "six"), transfer_steps=3)
         accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
         accelerator.init_trackers("logs")
-        validator.write_and_log(pipelines["dit"].transformer, tmp_path / "validation", 4, accelerator)
+        validator.write_and_log(pipelines["dit"].transformer, tmp_path / "validation", 4, accelerator, 7)
         accelerator.end_training()
         events = EventAccumulator(str(tmp_path / "logs")).Reload()
         assert [event.step for event in events.Images("validation")] == [7]

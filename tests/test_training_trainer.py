@@ -22,7 +22,7 @@ from mhla_hf.training import (
     evaluate,
     record_attention,
 )
-from mhla_hf.training.batches import Batch, DataOrder, make_batch
+from mhla_hf.training.batches import Batch, DataOrder, LatentBatches
 from mhla_hf.training.checkpoints import list_checkpoints
 from mhla_hf.training.export import unsharded
 from mhla_hf.training.loading import default_teacher, load_student, load_teacher
@@ -447,8 +447,8 @@ def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted
     model = case.student(teacher) if converted else copy.deepcopy(teacher)
     model.requires_grad_(True)
     order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
-    batch = make_batch(dataset, order, 0, 0, case.objective)
-    stage = FineTuning(options(), model, case.objective)
+    stage = FineTuning(options(), model, case.objective, LatentBatches(dataset=dataset, objective=case.objective))
+    batch = stage.make_batch(order, 0, 0)
     module, accelerator = stage.module(), Accelerator(cpu=True)
     with torch.no_grad():
         expected = stage.loss(module, batch, accelerator).item()

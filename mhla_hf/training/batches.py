@@ -37,6 +37,20 @@ class LatentSamples(Protocol):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
 
 
+class TrainingBatch(Protocol):
+    """What the training loop needs to know of a micro-batch, whatever it holds.
+
+    Attributes:
+        indices: Where in the data set its samples come from, for messages.
+    """
+
+    @property
+    def indices(self) -> tuple[int, ...]: ...
+
+    def to(self, device: torch.device | str) -> Any:
+        """The batch on another device."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch.
@@ -46,12 +60,14 @@ class Batch:
         noise: Standard normal, same shape, fp32.
         levels: Noise levels `[B]`, as the objective draws them.
         condition: Captions or classes, each `[B, ...]`: fp32, or int64 where samples hold whole numbers.
+        indices: See `TrainingBatch`.
     """
 
     latents: torch.Tensor
     noise: torch.Tensor
     levels: torch.Tensor
     condition: dict[str, torch.Tensor]
+    indices: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""
@@ -60,6 +76,7 @@ class Batch:
             self.noise.to(device, non_blocking=True),
             self.levels.to(device, non_blocking=True),
             {name: tensor.to(device, non_blocking=True) for name, tensor in self.condition.items()},
+            self.indices,
         )
 
 
@@ -186,7 +203,31 @@ def assemble_batch(
             name: _stack(name, [_plain(condition[name]) for condition in conditions])
             for name in objective.condition_names
         },
+        tuple(indices),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentBatches:
+    """Makes the micro-batches of a diffusion model; a pure function of its arguments.
+
+    Attributes:
+        dataset: See `make_batch`.
+        objective: See `make_batch`.
+        condition_dropout: See `make_batch`.
+        null_condition: See `make_batch`.
+    """
+
+    dataset: LatentSamples
+    objective: Objective
+    condition_dropout: float = 0.0
+    null_condition: Tensors | None = None
+
+    def __call__(self, order: DataOrder, step: int, micro_step: int) -> Batch:
+        """See `make_batch`."""
+        return make_batch(
+            self.dataset, order, step, micro_step, self.objective, self.condition_dropout, self.null_condition
+        )
 
 
 def check_null_condition(condition_dropout: float, null_condition: Tensors | None) -> None:

@@ -26,7 +26,8 @@ from ..json_files import check_fields, read_json
 from .fingerprints import file_fingerprint
 
 
-STAGES = ("transfer", "finetune")
+# In the order that a run goes through them; it may leave some out.
+STAGES = ("transfer", "distill", "finetune")
 FORMAT_VERSION = 1
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 # What AdamW keeps of a parameter.

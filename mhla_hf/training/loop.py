@@ -6,31 +6,37 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from . import checkpoints, parameters
-from .batches import Batch, DataOrder, LatentSamples, make_batch
+from .batches import DataOrder, TrainingBatch
 from .checkpoints import Position
 from .config import TrainingConfig
 from .metrics import MetricsFile
-from .objectives import Objective, Tensors
 from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
 from .prefetch import Prefetcher
-from .resuming import run_state
 from .stages import Stage
 from .stopping import StopSignals, TrainingStopped
-from .validation import Validator
 
 
 Callback = Callable[[str, int, float], None]
+
+
+class Validator(Protocol):
+    """Makes samples with the model that trains; see `validation.Validator`."""
+
+    def write_and_log(
+        self, transformer: nn.Module, folder: Path, step: int, accelerator: Accelerator, run_step: int
+    ) -> None:
+        """Writes the samples of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +46,11 @@ class Run:
     Attributes:
         config: The options.
         accelerator: The processes.
-        model: The transformer that trains.
-        dataset: The samples.
-        objective: How they are noised, and what the model learns from them.
-        null_condition: What a sample without caption or class holds, for `condition_dropout`.
+        model: The model that trains.
+        dataset: The samples; stages make batches of them.
+        state: What a checkpoint keeps of the run, see `resuming.run_state`.
         output: Directory of the run; None writes nothing.
         callback: Called with (stage, step, loss) after every step.
-        inputs: See `run_inputs`.
         metrics: The metrics file, in the process that writes it.
         signals: Say when to stop.
         validator: Makes videos or pictures, in the process that does.
@@ -55,31 +59,26 @@ class Run:
     config: TrainingConfig
     accelerator: Accelerator
     model: nn.Module
-    dataset: LatentSamples
-    objective: Objective
-    null_condition: Tensors | None
+    dataset: Sized
+    state: Callable[[], dict[str, Any]]
     output: Path | None
     callback: Callback | None
-    inputs: dict[str, str]
     metrics: MetricsFile | None
     signals: StopSignals
     validator: Validator | None
-
-    def state(self) -> dict[str, Any]:
-        """See `run_state`."""
-        return run_state(self.config, self.model, self.accelerator, len(self.dataset), self.objective, self.inputs)
 
 
 class StageLoop:
     """Runs one stage.
 
     Args:
-        run: What it shares with the other stage.
+        run: What it shares with the other stages.
         stage: The stage.
+        steps_before: Steps of the stages before it, which trackers count too.
     """
 
-    def __init__(self, run: Run, stage: Stage) -> None:
-        self.shared, self.stage = run, stage
+    def __init__(self, run: Run, stage: Stage, steps_before: int = 0) -> None:
+        self.shared, self.stage, self.steps_before = run, stage, steps_before
         self.config, self.accelerator, self.model = run.config, run.accelerator, run.model
 
     def run(self, position: Position | None, checkpoint: Path | None) -> tuple[list[float], float]:
@@ -110,7 +109,7 @@ class StageLoop:
         parameters.set_trainable(self.model, names)
         self.model.train()
         if config.gradient_checkpointing:
-            self.model.enable_gradient_checkpointing()  # type: ignore[operator]
+            enable_gradient_checkpointing(self.model)
         if checkpoint is not None:
             checkpoints.load_weights(checkpoint, self.model, names)
         optimizer = make_optimizer(self.model, names, config, stage.learning_rate, stage.mhla_learning_rate)
@@ -136,7 +135,7 @@ class StageLoop:
         return losses, math.fsum(durations) / len(durations)
 
     def _step(
-        self, module: nn.Module, optimizer: Any, step: int, batches: Callable[[int, int], Batch]
+        self, module: nn.Module, optimizer: Any, step: int, batches: Callable[[int, int], TrainingBatch]
     ) -> tuple[float, dict[str, float], bool]:
         """One optimizer step.
 
@@ -199,16 +198,8 @@ class StageLoop:
             rank=self.accelerator.process_index,
         )
 
-        def make(step: int, micro_step: int) -> Batch:
-            return make_batch(
-                shared.dataset,
-                order,
-                step,
-                micro_step,
-                shared.objective,
-                config.condition_dropout,
-                shared.null_condition,
-            )
+        def make(step: int, micro_step: int) -> TrainingBatch:
+            return self.stage.make_batch(order, step, micro_step)
 
         # On a CPU there is nothing to overlap with: the cores are busy training.
         ahead = self.accelerator.device.type != "cpu"
@@ -228,9 +219,8 @@ class StageLoop:
             row = {"stage": name, "step": step, "loss": loss, **logs, "seconds": round(seconds, 6)}
             shared.metrics.append(row)
         if self.accelerator.trackers:
-            offset = self.config.transfer_steps if name == "finetune" else 0
             values = {f"{name}/{key}": value for key, value in {"loss": loss, **logs}.items()}
-            self.accelerator.log(values, step=offset + step)
+            self.accelerator.log(values, step=self.steps_before + step)
         if shared.callback is not None:
             shared.callback(name, step, loss)
 
@@ -261,10 +251,18 @@ class StageLoop:
 
     def _validate_if_due(self, step: int) -> None:
         config, validator, output = self.config, self.shared.validator, self.shared.output
-        if self.stage.name != "finetune" or not config.validation_prompts:
+        if not self.stage.validates or not config.validation_prompts:
             return
         if step % config.validation_steps and step != self.stage.steps:
             return
         if validator is not None and output is not None:
-            validator.write_and_log(self.model, output / "validation", step, self.accelerator)
+            validator.write_and_log(
+                self.model, output / "validation", step, self.accelerator, self.steps_before + step
+            )
         self.accelerator.wait_for_everyone()
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Has a model of diffusers or transformers recompute activations in the backward pass."""
+    enable: Any = getattr(model, "enable_gradient_checkpointing", None) or model.gradient_checkpointing_enable
+    enable()

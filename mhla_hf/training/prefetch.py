@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from .batches import Batch
+from .batches import TrainingBatch
 
 
 class Prefetcher:
@@ -19,12 +19,14 @@ class Prefetcher:
         ahead: Build the next batch in a thread meanwhile.
     """
 
-    def __init__(self, make: Callable[[int, int], Batch], *, micro_steps: int, steps: int, ahead: bool) -> None:
+    def __init__(
+        self, make: Callable[[int, int], TrainingBatch], *, micro_steps: int, steps: int, ahead: bool
+    ) -> None:
         self.make = make
         self.micro_steps = micro_steps
         self.steps = steps
         self.pool = ThreadPoolExecutor(max_workers=1) if ahead else None
-        self.pending: tuple[tuple[int, int], Future[Batch]] | None = None
+        self.pending: tuple[tuple[int, int], Future[TrainingBatch]] | None = None
 
     def __enter__(self) -> Prefetcher:
         return self
@@ -33,7 +35,7 @@ class Prefetcher:
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
 
-    def __call__(self, step: int, micro_step: int) -> Batch:
+    def __call__(self, step: int, micro_step: int) -> TrainingBatch:
         """The batch of (step, micro-step)."""
         if self.pool is None:
             return self.make(step, micro_step)

@@ -1,30 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two stages of a run: what trains, which module runs, and the loss."""
+"""The stages of a run: their batches, what trains, which module runs, and the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .batches import Batch
+from .batches import Batch, DataOrder, TrainingBatch
 from .config import TrainingConfig
 from .objectives import Objective
 from .parameters import mhla_layers, trainable_names
 from .transfer import LayerMatching, record_attention
 
 
+BatchMaker = Callable[[DataOrder, int, int], TrainingBatch]
+"""Makes the micro-batch of (data order, step, micro-step), on the CPU; a pure function."""
+
+
 class Stage(Protocol):
-    """What the training loop needs to know of a stage."""
+    """What the training loop needs to know of a stage.
+
+    Attributes:
+        name: One of `checkpoints.STAGES`.
+        steps: How many optimizer steps it has.
+        learning_rate: Peak learning rate.
+        mhla_learning_rate: That of the MHLA parameters.
+        validates: Whether validation samples are made on the way: the whole model trains.
+    """
 
     name: str
     steps: int
     learning_rate: float
     mhla_learning_rate: float
+    validates: bool
+
+    def make_batch(self, order: DataOrder, step: int, micro_step: int) -> TrainingBatch:
+        """A micro-batch of the samples that the order says, on the CPU; a pure function.
+
+        Args:
+            order: The data order of this process.
+            step: Optimizer step, from 0.
+            micro_step: Micro-step within it, from 0.
+        """
 
     def trainable_names(self) -> list[str]:
         """Names of the parameters that train."""
@@ -32,8 +54,14 @@ class Stage(Protocol):
     def module(self) -> nn.Module:
         """The module that accelerate wraps; it shares its parameters with the model."""
 
-    def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
-        """The loss of a micro-batch, a scalar; `module` is the wrapped one."""
+    def loss(self, module: nn.Module, batch: Any, accelerator: Accelerator) -> torch.Tensor:
+        """The loss of a micro-batch, a scalar.
+
+        Args:
+            module: The wrapped one.
+            batch: What `make_batch` made, on the device.
+            accelerator: The processes.
+        """
 
     def context(self) -> AbstractContextManager[None]:
         """What the stage's steps run in."""
@@ -77,11 +105,13 @@ class FineTuning:
     """The family's own objective on the whole model."""
 
     name = "finetune"
+    validates = True
 
-    def __init__(self, config: TrainingConfig, model: nn.Module, objective: Objective) -> None:
+    def __init__(self, config: TrainingConfig, model: nn.Module, objective: Objective, make_batch: BatchMaker) -> None:
         self.config = config
         self.model = model
         self.objective = objective
+        self.make_batch = make_batch
         self.steps = config.max_steps
         self.learning_rate = config.learning_rate
         self.mhla_learning_rate = config.mhla_learning_rate or config.learning_rate
@@ -112,13 +142,20 @@ class Transfer:
     """Layer matching: each MHLA layer on the teacher's inputs, against the teacher's outputs."""
 
     name = "transfer"
+    validates = False
 
     def __init__(
-        self, config: TrainingConfig, model: nn.Module, objective: Objective, get_teacher: Callable[[], nn.Module]
+        self,
+        config: TrainingConfig,
+        model: nn.Module,
+        objective: Objective,
+        make_batch: BatchMaker,
+        get_teacher: Callable[[], nn.Module],
     ) -> None:
         self.config = config
         self.model = model
         self.objective = objective
+        self.make_batch = make_batch
         self.get_teacher = get_teacher
         self.teacher: nn.Module | None = None
         self.steps = config.transfer_steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run from options to the trained pipeline: two stages, any number of processes, resumed exactly."""
+"""A training run from options to the trained pipeline: its stages, any number of processes, resumed exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..files import remove_leftovers, write_json
 from ..source_files import list_files
 from ..sources import find_pipeline
 from . import loading, parameters
-from .batches import LatentSamples, check_null_condition, stable_seed
+from .batches import LatentBatches, LatentSamples, check_null_condition, stable_seed
 from .cache import LatentDataset
 from .checkpoints import Position
 from .config import TrainingConfig
@@ -142,8 +142,9 @@ class DiffusionTrainer:
         try:
             with StopSignals() as signals:
                 run = self._prepare(position, signals)
-                for stage in stages:
-                    losses, seconds = StageLoop(run, stage).run(position, result.resumed_from)
+                for number, stage in enumerate(stages):
+                    steps_before = sum(earlier.steps for earlier in stages[:number])
+                    losses, seconds = StageLoop(run, stage, steps_before).run(position, result.resumed_from)
                     result.losses[stage.name], result.seconds_per_step[stage.name] = losses, seconds
             if signals.received is not None:
                 raise KeyboardInterrupt
@@ -174,11 +175,17 @@ class DiffusionTrainer:
 
     def _stages(self) -> list[Stage]:
         config = self.config
+        batches = LatentBatches(
+            dataset=self.dataset,
+            objective=self.objective,
+            condition_dropout=config.condition_dropout,
+            null_condition=self.null_condition,
+        )
         stages: list[Stage] = []
         if config.transfer_steps:
-            stages.append(Transfer(config, self.model, self.objective, self._get_teacher))
+            stages.append(Transfer(config, self.model, self.objective, batches, self._get_teacher))
         if config.max_steps:
-            stages.append(FineTuning(config, self.model, self.objective))
+            stages.append(FineTuning(config, self.model, self.objective, batches))
         return stages
 
     def _get_teacher(self) -> nn.Module:
@@ -207,11 +214,9 @@ class DiffusionTrainer:
             accelerator=self.accelerator,
             model=self.model,
             dataset=self.dataset,
-            objective=self.objective,
-            null_condition=self.null_condition,
+            state=self._state,
             output=self.output,
             callback=self.callback,
-            inputs=self.inputs,
             metrics=self.metrics,
             signals=signals,
             validator=validator,

@@ -110,21 +110,24 @@ class Validator(ABC):
             self.vae.to("cpu")
         return np.stack(samples)
 
-    def write_and_log(self, transformer: torch.nn.Module, folder: Path, step: int, accelerator: Accelerator) -> None:
+    def write_and_log(
+        self, transformer: torch.nn.Module, folder: Path, step: int, accelerator: Accelerator, run_step: int
+    ) -> None:
         """Writes the samples of a step, and pictures of them to the trackers.
 
         Args:
             transformer: See `write`.
             folder: See `write`.
-            step: See `write`; trackers count the steps of both stages.
+            step: See `write`.
             accelerator: Gives the precision to run in, and the trackers.
+            run_step: The step as trackers count it, with those of earlier stages.
         """
         with accelerator.autocast():
             _, samples = self.write(transformer, folder, step)
         for tracker in accelerator.trackers:
             pictures = {name: picture[None] for name, picture in self.pictures(samples).items()}
             options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-            tracker.log_images(pictures, step=self.config.transfer_steps + step, **options)
+            tracker.log_images(pictures, step=run_step, **options)
 
 
 class WanValidator(Validator):
