@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from .messages import shorten_list, shorten_value
+from .window_options import WINDOW_GAINS, WINDOWS, check_window
 
 
 FEATURE_MAPS = ("relu", "elu", "exp", "hedgehog", "identity")
@@ -34,6 +35,7 @@ _CHOICES = {
     "mixing_constraint": MIXING_CONSTRAINTS,
     "resize": RESIZE_MODES,
     "backend": BACKENDS,
+    "window_gains": WINDOW_GAINS,
 }
 # The mixing weights of so many blocks have a gigabyte in each layer. M² ≤ T then holds for the most tokens.
 MAX_BLOCKS = 2**14
@@ -86,6 +88,16 @@ class MHLAConfig:
         output_gate: Multiply the output by SiLU(linear(hidden states)).
         lepe_kernel: Odd kernel width of a depthwise convolution of the values over the token grid, added to the
             output; `None` for no convolution.
+        window: Exact softmax attention over the tokens near a query, beside MHLA and with a normaliser of its own:
+            `"block"` (own block of the window's layout), `"adjacent"` (own block and its neighbours on every axis,
+            diagonal ones too; under `causal=True` own block up to the token and the block before it) or `"cross"`
+            (for three axes: the blocks around it in the same frames, and the same place in all frames). The output is
+            g₀ · MHLA + g₁ · window with learned gains that start at 1 and 0. `None` for no window.
+        window_size: Number of tokens of a block of the window along each axis, whatever the blocks of MHLA; the last
+            block of an axis may be shorter. `None` is MHLA's block size for sequences and else makes about 200 tokens
+            that a query sees: (192,), (14, 14) or (21, 3, 3) for `"block"`, (64,), (5, 5) or (2, 2, 2) for
+            `"adjacent"`, (1, 3, 3) for `"cross"`.
+        window_gains: One pair of gains a feature head (`"per_head"`) or a channel of one (`"per_channel"`).
         layers: Indices of the layers that are MHLA; the others stay softmax. `None` means every layer.
         causal: Blocks are consecutive chunks of `block_size` tokens and attention only looks back.
         backend: What computes the operator: `"torch"`, `"triton"` (kernels for GPUs) or `"auto"`, which picks by
@@ -117,6 +129,9 @@ class MHLAConfig:
     output_norm: bool = False
     output_gate: bool = False
     lepe_kernel: int | None = None
+    window: str | None = None
+    window_size: tuple[int, ...] | None = None
+    window_gains: str = "per_head"
     layers: tuple[int, ...] | None = None
     causal: bool = False
     backend: str = "auto"
@@ -134,7 +149,11 @@ class MHLAConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={shorten_value(getattr(self, name))} must be True or False.")
-        for name in _AXES:
+        if self.window is not None and (not isinstance(self.window, str) or self.window not in WINDOWS):
+            raise ValueError(
+                f"window={shorten_value(self.window)} is not one of {', '.join(map(repr, WINDOWS))}, or None."
+            )
+        for name in (*_AXES, "window_size"):
             self._set(name, _axis_tuple(name, getattr(self, name)))
         self._set("layers", _layer_tuple(self.layers))
         for name in ("eps", "feature_map_eps"):
@@ -143,6 +162,7 @@ class MHLAConfig:
             self._set("mixing_range", _number("mixing_range", self.mixing_range, minimum=0.0, exclusive=True))
         self._check_lepe_kernel()
         self._check_axes()
+        check_window(self)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -252,7 +272,7 @@ class MHLAConfig:
 
     def replace(self, **changes: Any) -> MHLAConfig:
         """Returns a copy with some options changed; the copy is validated like a new configuration."""
-        return type(self).from_dict({**self.given_options(), **changes})
+        return type(self).from_dict(laid_over(self.given_options(), changes))
 
     def mhla_layers(self, num_layers: int) -> list[int]:
         """Returns the indices of the MHLA layers in a model of `num_layers` layers.
@@ -266,6 +286,14 @@ class MHLAConfig:
         if beyond:
             raise ValueError(f"layers names [{shorten_list(beyond)}], but the model has layers 0 to {num_layers - 1}.")
         return list(self.layers)
+
+
+def laid_over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Lays `given` options over `stored` ones; taking the window away takes its stored size with it."""
+    merged = {**stored, **given}
+    if "window" in given and given["window"] is None and "window_size" not in given:
+        merged["window_size"] = None
+    return merged
 
 
 def _axis_tuple(name: str, value: Any) -> tuple[int, ...] | None:

@@ -78,7 +78,7 @@ def test_coerce_takes_what_users_write():
         ({"causal": True, "block_size": (2, 2)}, "1-D"),
         ({"resize": "block_size", "blocks": (2,)}, "grid"),
         ({"causal": True, "block_size": (2,), "lepe_kernel": 3}, "lepe_kernel"),
-        ({"window": 3}, "Unknown mhla option.*window.*Known options: feature_map"),
+        ({"sinks": 3}, "Unknown mhla option.*sinks.*Known options: feature_map"),
     ],
 )
 def test_bad_options_are_named(options, message):

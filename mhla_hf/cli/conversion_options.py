@@ -12,7 +12,7 @@ import typer
 
 LAYOUT = "Blocks"
 OPERATOR = "Operator"
-_AXES = ("blocks", "block_size", "grid")
+_AXES = ("blocks", "block_size", "grid", "window_size")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ OPTIONS: dict[str, ConversionOption] = {
     "output_norm": ConversionOption(bool, "RMSNorm on each head's output.", OPERATOR),
     "gate": ConversionOption(bool, "SiLU output gate.", OPERATOR, "output_gate"),
     "lepe": ConversionOption(int, "Kernel size of a depthwise convolution of the values.", OPERATOR, "lepe_kernel"),
+    "window": ConversionOption(str, "Exact softmax near each token beside MHLA: block, adjacent or cross.", OPERATOR),
+    "window_size": ConversionOption(
+        str, "Tokens of a block of the window: frames,height,width, such as 1,3,3; one number for texts.", OPERATOR
+    ),
+    "window_gains": ConversionOption(str, "Learned gains of MHLA and window: per_head or per_channel.", OPERATOR),
 }
 """All of them by the name of the command's parameter."""
 

@@ -4,11 +4,12 @@
 from .blocks import reference_blocks, resolve_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map
 from .fused import HeadNorms, PairwiseRotary
-from .mhla import MHLA
+from .mhla import MHLA, AttentionParts
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 
 
 __all__ = [
+    "AttentionParts",
     "HeadNorms",
     "HedgehogFeatureMap",
     "MHLA",

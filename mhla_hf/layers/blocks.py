@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..config import MAX_BLOCKS, MAX_LEPE_WEIGHTS, MHLAConfig
 from ..layout import BlockLayout, choose_blocks, positive_axes
+from ..window_options import with_window_size
 
 
 def layout_at(
@@ -86,7 +87,7 @@ def reference_blocks(config: MHLAConfig, default_grid: Sequence[int] | None = No
 
 
 def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfig:
-    """Returns a config whose number of blocks is pinned, so that it survives a change of defaults.
+    """Returns a config whose blocks and window are pinned, so that they survive a change of defaults.
 
     Args:
         config: Options as given by the user.
@@ -94,7 +95,7 @@ def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfi
 
     Returns:
         `config` itself if it has `blocks`; otherwise a copy with `grid` filled in, and with the chosen `blocks` if
-        there was no `block_size` either.
+        there was no `block_size` either. The size of a window is filled in too.
 
     Raises:
         ValueError: If the options are for a grid with another number of axes than the model's.
@@ -104,6 +105,7 @@ def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfi
         raise ValueError(
             f"The mhla options are for {len(axes)} axes, but this model's token grid has {len(default_grid)}."
         )
+    config = with_window_size(config, len(default_grid))
     if config.blocks is not None:
         return config
     grid = config.grid or tuple(default_grid)

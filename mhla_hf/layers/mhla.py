@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from ..messages import shorten_value
 from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, repeat_heads
 from ..resampling import resample_mixing
+from ..window_options import window_size_for
 from .blocks import check_block_sizes, layout_at, reference_blocks
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
 from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 from .precision import token_dtype
 from .sequence import TokenSequence, sequence_attention
+from .window import grid_window_attention, sequence_window_attention
 
 
 # SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output as it is.
@@ -34,13 +37,28 @@ GATE_IDENTITY_BIAS = 1.2784645427610738
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
+@dataclass(frozen=True)
+class AttentionParts:
+    """What a layer's output is the sum of, before the gains of the window.
+
+    Attributes:
+        attended: MHLA after output norm and gate, `[B, T, H, V]`.
+        window: The softmax window, `[B, T, H, V]`; `None` without one.
+        positional: The convolution of the values, `[B, T, H, V]`; `None` without one.
+    """
+
+    attended: torch.Tensor
+    window: torch.Tensor | None
+    positional: torch.Tensor | None
+
+
 class MHLA(nn.Module):
     """Multi-Head Linear Attention between projections that the host model keeps.
 
     Parameters (all optional except `mixing`): `mixing` `[M, M]` or `[H, M, M]`, `output_norm.weight` `[V]`,
     `gate.weight` `[H·V, hidden]` and `gate.bias`, `lepe.weight` `[H·V, 1, k, ...]` and `lepe.bias`,
-    `feature_map_query.weight` and `feature_map_key.weight` `[H, K, K]`. Fresh gates and convolutions leave the output
-    unchanged.
+    `feature_map_query.weight` and `feature_map_key.weight` `[H, K, K]`, `window_gain` `[2, H, 1]` or `[2, H, V]`
+    (row 0 for MHLA, row 1 for the softmax window). Fresh gates, convolutions and windows leave the output unchanged.
 
     Args:
         config: The options. Needs `blocks`, or a `grid` (its own or `default_grid`) to derive them from.
@@ -96,6 +114,11 @@ class MHLA(nn.Module):
             self.lepe = _CONVOLUTIONS[len(self.blocks)](
                 channels, channels, config.lepe_kernel, padding=config.lepe_kernel // 2, groups=channels
             )
+        self.window_size = window_size_for(config, len(self.blocks))
+        self.window_gain = None
+        if config.window is not None:
+            channels = 1 if config.window_gains == "per_head" else value_head_dim
+            self.window_gain = nn.Parameter(torch.empty(2, num_heads, channels))
         self.reset_parameters()
 
     @classmethod
@@ -128,6 +151,8 @@ class MHLA(nn.Module):
                     shapes[name]
                 )
                 return mixing_parameter_value(self.config, weights).clone()
+            if name == "window_gain":
+                return torch.tensor([1.0, 0.0])[:, None, None].expand(shapes[name]).clone()
             if name == "output_norm.weight":
                 return torch.ones(shapes[name])
             if name == "gate.bias":
@@ -174,7 +199,32 @@ class MHLA(nn.Module):
                 return extend_mixing(weights, layout.num_blocks, causal=False)
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
-    def forward(
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Attends: the sum of [`MHLA.attention_parts`], MHLA and window times their gains.
+
+        Args:
+            query: As there.
+            key: As there.
+            value: As there.
+            **options: As there.
+
+        Returns:
+            `[B, T, H, V]` in the dtype of `value`.
+
+        Raises:
+            ValueError: As there.
+        """
+        parts = self.attention_parts(query, key, value, **options)
+        output = parts.attended
+        if parts.window is not None:
+            assert self.window_gain is not None
+            gain = self.window_gain
+            output = gain[0] * output + gain[1] * parts.window
+        if parts.positional is not None:
+            output = output + parts.positional
+        return output.to(value.dtype)
+
+    def attention_parts(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -187,8 +237,8 @@ class MHLA(nn.Module):
         norms: HeadNorms | None = None,
         scaling: float | None = None,
         identity: bool = False,
-    ) -> torch.Tensor:
-        """Attends.
+    ) -> AttentionParts:
+        """Attends, and returns what the output is made of.
 
         Args:
             query: Projected queries before RoPE, `[B, T, H, K]`; normalised where the model does that, or see `norms`.
@@ -202,12 +252,12 @@ class MHLA(nn.Module):
             norms: Norms of queries and keys over all heads of a token together, which the kernels can compute;
                 `None` where there are none, or they have been applied.
             scaling: What softmax attention would scale q·k with; half of it (its root) goes to each side before the
-                feature map. `None` for 1.
-            identity: Every token attends to itself alone, as perturbed-attention guidance asks; `query` and `key`
-                are ignored, output norm, gate and LePE are not. Needs `grid`.
+                feature map. `None` for 1 there, and for K^-1/2 in the window.
+            identity: Every token attends to itself alone, as perturbed-attention guidance asks, in the window too;
+                `query` and `key` are ignored, output norm, gate and LePE are not. Needs `grid`.
 
         Returns:
-            `[B, T, H, V]` in the dtype of `value`.
+            The parts, in the dtype of `value` or a wider one.
 
         Raises:
             ValueError: If the grid does not have T tokens, an argument has a wrong type, shape or value, or the gate
@@ -222,8 +272,13 @@ class MHLA(nn.Module):
         layout = None if sequence is not None else self._grid_layout(grid, query.shape[1])
         gate = self._projected_gate(hidden_states)
         backend = choose_backend(self.config.backend, query, key, value)
+        if norms is not None and not identity and self.window_gain is not None:
+            # The window needs them outside the kernels in any case.
+            (query, key), norms = norms.apply(query, key), None
+        window = None
         if identity:
             output = repeat_heads(value, self.num_heads, 2)
+            window = None if self.window_gain is None else output
             if self.output_norm is not None:
                 output = self.output_norm(output)
             if gate is not None:
@@ -250,9 +305,37 @@ class MHLA(nn.Module):
             output = self._attend(query, key, value, backend, layout, sequence, rotary, scaling)
             if gate is not None:
                 output = output * F.silu(gate)
+        if self.window_gain is not None and not identity:
+            window = self._attend_window(query, key, value, layout, sequence, rotary, scaling)
+        positional = None
         if self.lepe is not None and layout is not None:
-            output = output + self._positional(self.lepe, value, layout)
-        return output.to(value.dtype)
+            positional = self._positional(self.lepe, value, layout)
+        return AttentionParts(output, window, positional)
+
+    def _attend_window(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: BlockLayout | None,
+        sequence: TokenSequence | None,
+        rotary: Callable[[torch.Tensor], torch.Tensor] | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Softmax attention to the tokens of each token's window: `[B, T, H, V]` in the dtype of `value`."""
+        window, size = self.config.window, self.window_size
+        assert window is not None and size is not None
+        with torch.autocast(query.device.type, enabled=False):
+            if rotary is not None:
+                query, key = rotary(query), rotary(key)
+            tokens = query.to(value.dtype), key.to(value.dtype), value
+            if sequence is None:
+                assert layout is not None
+                prefix = layout.num_prefix_tokens
+                return grid_window_attention(
+                    *tokens, window, size, layout.grid, num_prefix_tokens=prefix, scale=scaling
+                )
+            return sequence_window_attention(*tokens, window, size[0], sequence, scale=scaling)
 
     def _projected_gate(self, hidden_states: torch.Tensor | None) -> torch.Tensor | None:
         if self.gate is None:

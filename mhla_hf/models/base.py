@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, laid_over
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
 from . import adapter_modules
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
+_WINDOW = ("window", "window_size")
 
 
 if TYPE_CHECKING:
@@ -387,7 +388,7 @@ class MHLAModelMixin(Upstream):
 
 def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Lays `given` options over `stored` ones; giving `blocks` drops a stored `block_size` and the other way round."""
-    merged = {**stored, **given}
+    merged = laid_over(stored, given)
     for name, other in (("blocks", "block_size"), ("block_size", "blocks")):
         if given.get(name) is not None and given.get(other) is None:
             merged[other] = None
@@ -407,7 +408,7 @@ def _check_overrides(name: Any, model: Any) -> None:
             f"The MHLA weights of {name} are stored under mixing_constraint={stored.mixing_constraint!r}, but the "
             f"mhla options ask for {wanted.mixing_constraint!r}."
         )
-    changed = [field for field in _TRAINED_WITH if getattr(stored, field) != getattr(wanted, field)]
+    changed = [field for field in (*_TRAINED_WITH, *_WINDOW) if getattr(stored, field) != getattr(wanted, field)]
     if changed:
         changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)
         logger.warning("The MHLA weights of %s were made with %s; the mhla options change that.", name, changes)

@@ -11,8 +11,8 @@ import torch.nn as nn
 from accelerate.utils import offload_weight, save_offload_index
 
 
-# Modules of an MHLA layer that leave its output as it is when they are fresh.
-_STARTS_AS_IDENTITY = ("gate", "lepe")
+# Parts of an MHLA layer that leave its output as it is when they are fresh.
+_STARTS_AS_IDENTITY = ("gate", "lepe", "window_gain")
 
 
 def advice(model: Any, fresh: list[str]) -> str:

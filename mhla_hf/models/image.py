@@ -100,7 +100,7 @@ class MHLAImageModelMixin(MHLAModelMixin):
     default_grid: ClassVar[tuple[int, ...]] = (32, 32)
     attention_class: ClassVar[type] = MHLAImageAttention
     processor_class: ClassVar[type] = MHLAImageAttnProcessor
-    _keep_in_fp32_modules: ClassVar[list[str]] = ["mixing", "output_norm"]
+    _keep_in_fp32_modules: ClassVar[list[str]] = ["mixing", "output_norm", "window_gain"]
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:

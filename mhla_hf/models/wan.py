@@ -113,7 +113,7 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
 
     # 81 frames of 480 × 832: (81 - 1) / 4 + 1 latent frames, 60 × 104 latent pixels in patches of 2 × 2.
     default_grid = (21, 30, 52)
-    _keep_in_fp32_modules = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing", "output_norm"]
+    _keep_in_fp32_modules = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing", "output_norm", "window_gain"]
     _skip_layerwise_casting_patterns = [*WanTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]
     # Upstream's plan splits the sequence and the flat rotary tables; summaries would need a reduction across ranks.
     _cp_plan = None

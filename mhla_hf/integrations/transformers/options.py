@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...config import MHLAConfig
+from ...window_options import with_window_size
 
 
 logger = logging.getLogger(__name__)
@@ -20,20 +21,25 @@ SMALLEST_CAUSAL_BLOCK = 64
 SMALLEST_ENCODER_BLOCK = 8
 _ALL_OPTIONS = tuple(MHLAConfig().to_dict())
 # Options that leave the shapes of the weights alone and change what they compute.
-_TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "layers")
-_NULLABLE = ("layers", "mixing_range", "lepe_kernel")
+_TRAINED_WITH = (
+    "feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "layers", "window",
+    "window_size",
+)  # fmt: skip
+_NULLABLE = ("layers", "mixing_range", "lepe_kernel", "window", "window_size")
+# Models made before there were windows do not speak of them.
+_ADDED_LATER = {"window", "window_size", "window_gains"}
 
 
 def is_complete(options: Any) -> bool:
     """Whether options are those of a model that was made: every one is there."""
-    return isinstance(options, Mapping) and set(options) == set(_ALL_OPTIONS)
+    return isinstance(options, Mapping) and {*options, *_ADDED_LATER} == set(_ALL_OPTIONS)
 
 
 def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warns of options that change what stored weights mean."""
-    changed = [name for name in _TRAINED_WITH if name in given and given[name] != stored[name]]
+    changed = [name for name in _TRAINED_WITH if name in given and given[name] != stored.get(name)]
     if changed:
-        made_with = ", ".join(f"{name}={stored[name]!r}" for name in changed)
+        made_with = ", ".join(f"{name}={stored.get(name)!r}" for name in changed)
         logger.warning(
             "The MHLA options of this model were %s; the ones given change what its weights mean.", made_with
         )
@@ -126,7 +132,7 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
     if options.get("grid") is None and options.get("block_size") is not None and block is not None:
         wanted = positions or block[0] * MAX_SEQUENCE_BLOCKS
         merged["grid"] = [max(block[0], min(wanted, block[0] * MAX_SEQUENCE_BLOCKS))]
-    return MHLAConfig.from_dict({**merged, "resize": "extend", "causal": causal})
+    return with_window_size(MHLAConfig.from_dict({**merged, "resize": "extend", "causal": causal}), 1)
 
 
 def resolve_image(given: Any, grid: tuple[int, int]) -> MHLAConfig:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from ...config import MHLAConfig
+from ...config import MHLAConfig, laid_over
 from .options import is_complete, warn_of_changes
 
 
@@ -35,7 +35,7 @@ class _MHLAOptions:
         if is_complete(stored) and isinstance(value, Mapping) and not is_complete(value):
             # Single options given over a checkpoint's own, as `from_pretrained(..., mhla={...})` does.
             warn_of_changes(stored, value)
-            value = {**stored, **value}
+            value = laid_over(stored, value)
         config.__dict__["mhla"] = value
 
 

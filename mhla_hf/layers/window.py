@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The softmax window beside MHLA: each token attends exactly to those of its own block and of blocks near it.
+
+The window has a layout of its own. The tokens are grouped by its blocks, and the queries of a block meet the keys of
+the blocks that it sees in one call of PyTorch's fused attention: the cost is T · L for L tokens in a window.
+
+Shape letters: B batch, T tokens, H heads, H_kv key/value heads, g = H / H_kv, K query/key width, V value width,
+M blocks of the window, N tokens of the largest one, S blocks that a block sees, itself included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ..caching import cached
+from ..layout import BlockLayout
+from ..ops.numerics import from_head_blocks, head_blocks
+from ..sequence_layout import SequenceLayout
+from .sequence import TokenSequence
+
+
+def grid_window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: str,
+    window_size: Sequence[int],
+    grid: Sequence[int],
+    *,
+    num_prefix_tokens: int = 0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Softmax attention of the tokens of a grid to those of their windows.
+
+    Tokens before the grid (class and register tokens) are in the window of every token and see all of them.
+
+    Args:
+        query: `[B, T, H, K]`, rotated and normed as the model's own attention has it.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        window: `"block"`, `"adjacent"` or `"cross"`.
+        window_size: Tokens of a block along each axis.
+        grid: Tokens along each axis.
+        num_prefix_tokens: Tokens before those of the grid.
+        scale: What q·k is multiplied with; `None` for K^-1/2.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`.
+    """
+    layout = BlockLayout(grid=grid, block_size=window_size)
+    device = query.device
+    before, after = slice(0, num_prefix_tokens), slice(num_prefix_tokens, None)
+    seen = cached(_blocks_seen, layout, window, device)
+    filled = cached(_slots_filled, layout, device)
+    mask = None
+    if not layout.is_uniform or window != "block":
+        mask = _of_seen(filled[None, None], seen).flatten(-2).unsqueeze(-2)
+    keys, values = (_of_seen(head_blocks(x[:, after], layout), seen).flatten(3, 4) for x in (key, value))
+    if num_prefix_tokens:
+        keys, values = (
+            torch.cat([x[:, before].transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
+            for x, y in ((key, keys), (value, values))
+        )
+        mask = None if mask is None else F.pad(mask, (num_prefix_tokens, 0), value=True)
+    attended = _attend(head_blocks(query[:, after], layout), keys, values, mask, scale)
+    output = from_head_blocks(attended, layout)
+    if not num_prefix_tokens:
+        return output
+    queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (query[:, before], key, value))
+    return torch.cat([_attend(queries, keys, values, None, scale).squeeze(2).transpose(1, 2), output], dim=1)
+
+
+def sequence_window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: str,
+    window_size: int,
+    sequence: TokenSequence,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Softmax attention of the tokens of a sequence to those of their windows.
+
+    Blocks are counted from the start of every document, without padding. With causal attention a token sees its own
+    block up to itself and, where the window is `"adjacent"`, the block before it.
+
+    Args:
+        query: `[B, T, H, K]`, rotated and normed as the model's own attention has it.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        window: `"block"` or `"adjacent"`.
+        window_size: Tokens of a block.
+        sequence: Padding and documents. A cache goes on from its own state.
+        scale: What q·k is multiplied with; `None` for K^-1/2.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+    """
+    if sequence.cache is not None:
+        raise ValueError("A window cannot be decoded with a cache yet: pass use_cache=False.")
+    length, device = query.shape[1], query.device
+    offsets = _offsets_seen(window, sequence.causal)
+    mask: torch.Tensor | None
+    if sequence.valid is None and sequence.documents is None:
+        layout: BlockLayout | SequenceLayout = BlockLayout(grid=(length,), block_size=(window_size,))
+        filled = cached(_slots_filled, layout, device)[None]
+        first_block = filled.new_zeros(1, layout.num_blocks, dtype=torch.int32)
+    else:
+        valid = sequence.valid
+        if valid is None:
+            valid = torch.ones(query.shape[:2], dtype=torch.bool, device=device)
+        layout = SequenceLayout(valid, window_size, sequence.documents, sequence.num_documents)
+        filled = layout.token_table(device) < length
+        first_block = layout.first_blocks()
+        if first_block is None:
+            first_block = filled.new_zeros(1, layout.num_blocks, dtype=torch.int32)
+    seen = torch.arange(layout.num_blocks, device=device)[:, None] + torch.tensor(offsets, device=device)
+    seen = torch.where((seen >= 0) & (seen < layout.num_blocks), seen, layout.num_blocks)
+    # Blocks of another document are as good as missing. Those past the last one have no document.
+    document = F.pad(first_block, (0, 1), value=-1)
+    same = document[:, seen] == first_block[:, :, None]
+    mask = (_of_seen(filled[:, None], seen) & same[:, None, ..., None]).unsqueeze(-3)
+    size = filled.shape[-1]
+    if sequence.causal:
+        earlier = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+        own = torch.tensor([offset == 0 for offset in offsets], device=device)
+        mask = mask & (earlier[:, None, :] | ~own[:, None])
+    mask = mask.flatten(-2)
+    if isinstance(layout, SequenceLayout):
+        # The empty slots of a block without tokens see zeros, so that nothing divides by zero.
+        mask = mask | ~mask.any(dim=-1, keepdim=True)
+    queries, keys, values = (head_blocks(x, layout) for x in (query, key, value))
+    keys, values = (_of_seen(x, seen).flatten(3, 4) for x in (keys, values))
+    return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """Attention inside each block: `[B, H, M, N, V]` from queries `[B, H, M, N, K]` and keys `[B, H_kv, M, L, K]`.
+
+    The mask is `[B or 1, 1, M, N or 1, L]`. Query heads that share their keys stand side by side as tokens.
+    """
+    groups = query.shape[1] // key.shape[1]
+    batch, heads, blocks, tokens, width = query.shape
+    if groups > 1:
+        query = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(3, 4)
+        if mask is not None and mask.shape[3] > 1:
+            mask = mask.repeat(1, 1, 1, groups, 1)
+    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+    if mask is not None:
+        mask = mask[:, 0] if mask.shape[0] == 1 else mask.expand(-1, heads // groups, -1, -1, -1).flatten(0, 1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    output = output.unflatten(0, (batch, -1))
+    if groups > 1:
+        output = output.unflatten(3, (groups, tokens)).transpose(2, 3).flatten(1, 2)
+    return output
+
+
+def _of_seen(blocks: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """What each block sees: `[B, H, M, S, N, ...]` from `[B, H, M, N, ...]`, zero where there is no such block."""
+    if seen.shape[1] == 1:
+        return blocks.unsqueeze(3)
+    padded = F.pad(blocks, [0, 0] * (blocks.dim() - 3) + [0, 1])
+    return padded.index_select(2, seen.flatten()).unflatten(2, seen.shape)
+
+
+def _offsets_seen(window: str, causal: bool) -> list[int]:
+    if window == "block":
+        return [0]
+    return [-1, 0] if causal else [-1, 0, 1]
+
+
+def _slots_filled(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    """Which slots of each block hold a token, BoolTensor `[M, N]`."""
+    return layout.token_table(device) < layout.num_tokens
+
+
+def _blocks_seen(layout: BlockLayout, window: str, device: torch.device) -> torch.Tensor:
+    """The blocks that each block sees, LongTensor `[M, S]`; M where there is none."""
+    counts = layout.blocks
+    number = torch.arange(layout.num_blocks, device=device)
+    places: list[torch.Tensor] = []
+    stride = 1
+    for count in reversed(counts):
+        places.insert(0, number // stride % count)
+        stride = stride * count
+    if window == "block":
+        return number[:, None]
+    beside = torch.arange(-1, 2, device=device)
+    steps = [beside] * len(counts)
+    if window == "cross":
+        steps[0] = beside[1:2]
+    offsets = torch.cartesian_prod(*steps).view(-1, len(counts))
+    places_seen = [place[:, None] + offsets[:, axis] for axis, place in enumerate(places)]
+    if window == "cross":
+        # The blocks of the same place in the other frames: all offsets but 0, counted around.
+        others = torch.arange(1, counts[0], device=device)
+        frames = (places[0][:, None] + others) % counts[0]
+        places_seen = [
+            torch.cat([near, frames if axis == 0 else places[axis][:, None].expand_as(frames)], dim=1)
+            for axis, near in enumerate(places_seen)
+        ]
+    exists = torch.ones_like(places_seen[0], dtype=torch.bool)
+    seen = torch.zeros_like(places_seen[0])
+    for place, count in zip(places_seen, counts):
+        exists = exists & (place >= 0) & (place < count)
+        seen = seen * count + place
+    return torch.where(exists, seen, layout.num_blocks)
