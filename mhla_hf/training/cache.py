@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from ..files import atomic_file, path_inside
 from ..json_files import check_fields, read_json
 from ..locks import take_lock
+from ..messages import shorten_value
 from .config import LONGEST_TEXT
 from .fingerprints import file_fingerprint, spread
 
@@ -78,6 +79,12 @@ class LatentDataset:
                 "remove it and run the cache step again"
             )
         return tensors
+
+    def sample_name(self, index: int) -> str:
+        """What to call a sample in a message: its number, its file, and where it comes from."""
+        path = self.files[index]
+        source = saved_metadata(path).get("source")
+        return f"{index} ({path.name}{f' from {shorten_value(source)}' if source else ''})"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -173,15 +180,20 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def saved_key(path: Path) -> str | None:
-    """What identifies the source of a sample in its file; None if the file is missing, damaged or does not say."""
+def saved_metadata(path: Path) -> dict[str, str]:
+    """What the file of a sample says of its source; empty if it is missing, damaged or does not say."""
     if not path.is_file():
-        return None
+        return {}
     try:
         with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("key")
+            return file.metadata() or {}
     except SafetensorError:
-        return None
+        return {}
+
+
+def saved_key(path: Path) -> str | None:
+    """What identifies the source of a sample in its file; None as in `saved_metadata`."""
+    return saved_metadata(path).get("key")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -2,9 +2,11 @@
 """Checkpoints of a run: what trains, the optimizer's state, and where the run stood.
 
 A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the parameters that train),
-`optimizer.safetensors` (AdamW's moments by parameter name) and `state.json`. Everything else follows from the base
-model, the seed and the step. It is written under a temporary name and moved, so a name that exists is complete; what
-disks and people do to it later is noticed by the fingerprints of its files, which `state.json` holds.
+`optimizer.safetensors` (AdamW's moments by parameter name), `ema.safetensors` where an average of the weights is kept,
+and `state.json`. Tensors are whole, whatever they were sharded over, so another number of processes can go on.
+Everything else follows from the base model, the seed and the step. A checkpoint is written under a temporary name and
+moved, so a name that exists is complete; what disks and people do to it later is noticed by the fingerprints of its
+files, which `state.json` holds.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from .fingerprints import file_fingerprint
 STAGES = ("transfer", "distill", "finetune")
 FORMAT_VERSION = 1
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+# The average of the weights, and the entry of `state.json` with the number of steps in it.
+AVERAGES, AVERAGE_STEPS = "ema.safetensors", "ema_steps"
 # What AdamW keeps of a parameter.
 _KINDS = {"exp_avg", "exp_avg_sq", "step"}
 _NAME = re.compile(rf"({'|'.join(STAGES)})-(\d+)")
@@ -154,6 +158,7 @@ def save_checkpoint(
     moments: dict[str, torch.Tensor],
     state: dict[str, Any],
     total_limit: int | None = None,
+    averages: tuple[dict[str, torch.Tensor], int] | None = None,
 ) -> Path:
     """Writes a checkpoint atomically, then removes the oldest beyond the limit.
 
@@ -165,20 +170,25 @@ def save_checkpoint(
         state: Further plain JSON to keep.
         total_limit: Keep at most so many up to this one; None keeps all. Later ones, which a run that went back has
             not reached again, are left alone.
+        averages: The average of the weights and the number of steps in it; None where there is none.
 
     Returns:
         The checkpoint's path.
     """
     destination = directory / position.name
     with atomic_directory(destination) as temporary:
-        save_file(weights, temporary / WEIGHTS)
-        save_file(moments, temporary / MOMENTS)
+        files = {WEIGHTS: weights, MOMENTS: moments}
+        if averages is not None:
+            files[AVERAGES] = averages[0]
+        for name, tensors in files.items():
+            save_file(tensors, temporary / name)
         record = {
             **state,
+            AVERAGE_STEPS: averages[1] if averages is not None else None,
             "format_version": FORMAT_VERSION,
             "stage": position.stage,
             "step": position.step,
-            "files": {name: file_fingerprint(temporary / name) for name in (WEIGHTS, MOMENTS)},
+            "files": {name: file_fingerprint(temporary / name) for name in files},
         }
         (temporary / STATE).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if total_limit is not None:
@@ -213,6 +223,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             "objective": dict,
             "scaler": (dict, type(None)),
             "world_size": int,
+            AVERAGE_STEPS: (int, type(None)),
         },
     )
     position = checkpoint_position(checkpoint)
@@ -221,7 +232,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"checkpoint {checkpoint} was renamed: its {STATE} says {str(state['stage'])[:20]}, step {state['step']}; "
             "give it back its name"
         )
-    for name in (WEIGHTS, MOMENTS):
+    for name in (WEIGHTS, MOMENTS, *([AVERAGES] if state.get(AVERAGE_STEPS) is not None else [])):
         file = checkpoint / name
         if not file.is_file():
             raise ValueError(f"checkpoint {checkpoint} is damaged: it lacks {name}")
@@ -232,19 +243,51 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str]) -> None:
+def average_steps(checkpoint: Path) -> int | None:
+    """The number of steps in a checkpoint's average of the weights; None if it holds none."""
+    return read_state(checkpoint).get(AVERAGE_STEPS)
+
+
+def last_good_checkpoint(directory: Path, position: Position) -> Path | None:
+    """The newest checkpoint before a position whose files are whole and whose weights are all finite."""
+    for path in reversed(list_checkpoints(directory)):
+        reached = checkpoint_position(path)
+        if reached is None or reached >= position or _newest_whole([path]) is None:
+            continue
+        if all(bool(value.isfinite().all()) for value in _read(path / WEIGHTS).values()):
+            return path
+    return None
+
+
+def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str], averages: bool = False) -> None:
     """Puts a checkpoint's weights into a model, in place.
+
+    Args:
+        checkpoint: The checkpoint.
+        model: The model.
+        names: Parameters that train.
+        averages: Take the average of the weights in their place, if the checkpoint holds one.
 
     Raises:
         ValueError: If names or shapes are not those of the parameters that train.
     """
-    saved = _read(checkpoint / WEIGHTS)
     parameters = dict(model.named_parameters())
-    _check_names(checkpoint, saved, names)
+    averaged = averages and average_steps(checkpoint) is not None
+    load_tensors(checkpoint, AVERAGES if averaged else WEIGHTS, {name: parameters[name] for name in names})
+
+
+def load_tensors(checkpoint: Path, file: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Puts what a checkpoint's file holds into tensors of the same names, in place.
+
+    Raises:
+        ValueError: If names or shapes are others.
+    """
+    saved = _read(checkpoint / file)
+    _check_names(checkpoint, saved, tensors)
     with torch.no_grad():
         for name, value in saved.items():
-            _check_shape(checkpoint, name, value, parameters[name])
-            parameters[name].copy_(_like(value, parameters[name]))
+            _check_shape(checkpoint, name, value, tensors[name])
+            tensors[name].copy_(_like(value, tensors[name]))
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:

@@ -192,6 +192,20 @@ class TrainingConfig(_Options):
     weight_decay: float = _option(0.01, "AdamW's weight decay, on weight matrices only.", minimum=0)
     max_grad_norm: float = _option(1.0, "Gradients are clipped to this norm; 0 switches clipping off.", minimum=0)
 
+    ema_decay: float | None = _option(
+        None,
+        "Keep a moving average (EMA) of the weights, with this largest decay; it makes the validation samples and is "
+        "what the run exports. Default: none.",
+        minimum=0,
+        below=1,
+    )
+    ema_inv_gamma: float | None = _option(
+        None, "The decay grows as 1 - (1 + step / ema_inv_gamma)^-ema_power. Default: 1.", above=0
+    )
+    ema_power: float | None = _option(
+        None, "See ema_inv_gamma. Default: the decay grows as (1 + step) / (10 + step).", above=0
+    )
+
     flow_shift: float | None = _option(
         None,
         "Shift of the noise levels towards noise. Default: the pipeline scheduler's.",
@@ -251,6 +265,10 @@ class TrainingConfig(_Options):
             )
         if self.mhla == UNCONVERTED and self.transfer_steps:
             raise ValueError("transfer_steps needs MHLA layers, but mhla='none' converts nothing")
+        for name in ("ema_inv_gamma", "ema_power"):
+            needed = "ema_decay" if name == "ema_power" else "ema_power"
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{name} needs {needed}")
         if self.resume is not None and self.output is None:
             raise ValueError("resume needs output: the directory with the checkpoints")
 

@@ -17,9 +17,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from . import checkpoints, parameters
+from .averaging import WeightAverage
 from .batches import DataOrder, TrainingBatch
 from .checkpoints import Position
 from .config import TrainingConfig
+from .divergence import divergence_error
 from .metrics import MetricsFile
 from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
 from .prefetch import Prefetcher
@@ -75,10 +77,14 @@ class StageLoop:
         run: What it shares with the other stages.
         stage: The stage.
         steps_before: Steps of the stages before it, which trackers count too.
+        averages: Whether this is the stage whose weights are averaged where `ema_decay` asks for it. The model ends
+            with their average.
     """
 
-    def __init__(self, run: Run, stage: Stage, steps_before: int = 0) -> None:
+    def __init__(self, run: Run, stage: Stage, steps_before: int = 0, averages: bool = False) -> None:
         self.shared, self.stage, self.steps_before = run, stage, steps_before
+        self.averages = averages and run.config.ema_decay is not None
+        self.average: WeightAverage | None = None
         self.config, self.accelerator, self.model = run.config, run.accelerator, run.model
 
     def run(self, position: Position | None, checkpoint: Path | None) -> tuple[list[float], float]:
@@ -92,7 +98,7 @@ class StageLoop:
             The losses of all its steps, earlier ones included, and the mean seconds of the steps run here.
 
         Raises:
-            FloatingPointError: If the loss is no longer finite.
+            FloatingPointError: If a loss or gradient is no longer finite; see `divergence_error`.
             TrainingStopped: If a signal has stopped one of the processes; a checkpoint is saved before.
         """
         stage, config, accelerator = self.stage, self.config, self.accelerator
@@ -103,7 +109,7 @@ class StageLoop:
         if position is not None and position >= Position.of(stage.name, stage.steps):
             # The next stage, or the export, goes on from the weights at the end of this one.
             if checkpoint is not None:
-                checkpoints.load_weights(checkpoint, self.model, names)
+                checkpoints.load_weights(checkpoint, self.model, names, self.averages)
             return losses, 0.0
         start = position.step if position is not None and position.stage == stage.name else 0
         parameters.set_trainable(self.model, names)
@@ -114,7 +120,11 @@ class StageLoop:
             checkpoints.load_weights(checkpoint, self.model, names)
         optimizer = make_optimizer(self.model, names, config, stage.learning_rate, stage.mhla_learning_rate)
         module, optimizer = accelerator.prepare(stage.module(), optimizer)
+        if self.averages:
+            self.average = WeightAverage(self.model, names, config)
         if checkpoint is not None:
+            if self.average is not None:
+                self.average.load(checkpoint)
             checkpoints.load_optimizer(checkpoint, self.model, optimizer.optimizer, names)
             self._load_scaler(checkpoints.read_state(checkpoint))
         durations = []
@@ -129,6 +139,8 @@ class StageLoop:
                 if stop:
                     raise self._stopped(step + 1)
                 self._validate_if_due(step + 1)
+        if self.average is not None:
+            self.average.copy_to_model()
         stage.close()
         del module, optimizer
         accelerator.free_memory()
@@ -148,28 +160,34 @@ class StageLoop:
             step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=stage.steps
         )
         rate = set_learning_rate(optimizer.optimizer, factor)
-        total = torch.zeros((), device=accelerator.device)
+        losses: list[torch.Tensor] = []
+        samples: list[tuple[int, ...]] = []
         for micro_step in range(config.gradient_accumulation_steps):
             batch = batches(step, micro_step).to(accelerator.device)
             last = micro_step + 1 == config.gradient_accumulation_steps
             with nullcontext() if last else accelerator.no_sync(module):
                 loss = stage.loss(module, batch, accelerator) / config.gradient_accumulation_steps
                 accelerator.backward(loss)
-            total += loss.detach()
-        logs = {"lr": rate}
-        if config.max_grad_norm:
-            norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm)
-            logs["grad_norm"] = float(checkpoints.full_tensor(norm))
-        optimizer.step()
-        optimizer.zero_grad()
+            losses.append(loss.detach())
+            samples.append(batch.indices)
+        norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
+        gradient_norm = float(checkpoints.full_tensor(norm))
+        total = torch.stack(losses).sum()
         told_to_stop = torch.tensor(float(self.shared.signals.received is not None), device=total.device)
         # Both in one message: all processes stop after the same step.
         loss_value, told = accelerator.reduce(torch.stack([total, told_to_stop]), reduction="mean").tolist()
-        if not math.isfinite(loss_value):
-            raise FloatingPointError(
-                f"the loss of {stage.name} step {step + 1} is {loss_value}; lower the learning rate"
-            )
-        return loss_value, logs, told > 0
+        # Scaled gradients of fp16 may overflow: their step is left out.
+        diverged = accelerator.scaler is None and not math.isfinite(gradient_norm)
+        if diverged or not math.isfinite(loss_value):
+            what = f"gradient is {gradient_norm}" if math.isfinite(loss_value) else f"loss is {loss_value}"
+            position = Position.of(stage.name, step + 1)
+            batches_seen = list(zip(torch.stack(losses).tolist(), samples, strict=True))
+            raise divergence_error(what, position, batches_seen, self.shared.dataset, self.shared.output, accelerator)
+        optimizer.step()
+        optimizer.zero_grad()
+        if self.average is not None:
+            self.average.step()
+        return loss_value, {"lr": rate, "grad_norm": gradient_norm}, told > 0
 
     def _stopped(self, step: int) -> TrainingStopped:
         """What ends a run that was told to stop, with its message in the main process."""
@@ -230,6 +248,7 @@ class StageLoop:
         if output is None or not (due or stop):
             return
         weights, moments = checkpoints.collect_state(self.model, optimizer, names)
+        averages = self.average.collect() if self.average is not None else None
         if self.accelerator.is_main_process:
             state = self.shared.state()
             state["learning_rates"] = [group["lr"] for group in optimizer.param_groups]
@@ -242,6 +261,7 @@ class StageLoop:
                 moments,
                 state,
                 self.config.checkpoints_total_limit,
+                averages,
             )
         self.accelerator.wait_for_everyone()
 
@@ -256,9 +276,10 @@ class StageLoop:
         if step % config.validation_steps and step != self.stage.steps:
             return
         if validator is not None and output is not None:
-            validator.write_and_log(
-                self.model, output / "validation", step, self.accelerator, self.steps_before + step
-            )
+            with self.average.applied() if self.average is not None else nullcontext():
+                validator.write_and_log(
+                    self.model, output / "validation", step, self.accelerator, self.steps_before + step
+                )
         self.accelerator.wait_for_everyone()
 
 

@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 IDENTITY = ("component", "train", "lora_rank", "lora_alpha", "mhla")
 # Another value lets the run go on, but it will not end where an uninterrupted one would.
 TRAJECTORY = (
-    "adam_beta1", "adam_beta2", "adam_epsilon", "batch_size", "gradient_accumulation_steps", "learning_rate",
-    "condition_dropout", "lr_schedule", "max_grad_norm", "max_steps", "mhla_learning_rate", "mixed_precision",
-    "seed", "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "condition_dropout", "ema_decay", "ema_inv_gamma", "ema_power",
+    "gradient_accumulation_steps", "learning_rate", "lr_schedule", "max_grad_norm", "max_steps",
+    "mhla_learning_rate", "mixed_precision", "seed", "transfer_learning_rate", "transfer_steps", "warmup_steps",
+    "weight_decay",
 )  # fmt: skip
 
 
@@ -123,7 +124,10 @@ def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
             "choose another output"
         )
     changed = [name for name in TRAJECTORY if saved.get(name) != now[name]]
-    changed += [name for name in ("world_size", "dataset_size") if state.get(name) != current[name]]
+    changed += [name for name in ("dataset_size",) if state.get(name) != current[name]]
+    # Two processes see what one with the doubled batch sees.
+    if _batch_of_all(state) != _batch_of_all(current):
+        changed += ["batch_size times the number of processes"]
     saved_objective, objective = state.get("objective", {}), current["objective"]
     changed += [name for name in objective if saved_objective.get(name) != objective[name]]
     if changed:
@@ -132,6 +136,12 @@ def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
             checkpoint.name,
             ", ".join(changed),
         )
+
+
+def _batch_of_all(state: dict[str, Any]) -> Any:
+    """Samples in one micro-step of all processes; None if a checkpoint does not say."""
+    batch_size, world_size = state.get("config", {}).get("batch_size"), state.get("world_size")
+    return batch_size * world_size if isinstance(batch_size, int) and isinstance(world_size, int) else None
 
 
 def find_start(

@@ -35,7 +35,7 @@ class TrainingResult:
     """What a run returns.
 
     Attributes:
-        model: The trained transformer; LoRA is merged.
+        model: The trained transformer, with the average of its weights under `ema_decay`; LoRA is merged.
         losses: Loss of every step of this run, by stage. A resumed run has those of the earlier one too.
         seconds_per_step: Mean duration of the steps run here, by stage.
         resumed_from: The checkpoint it went on from.
@@ -123,7 +123,8 @@ class DiffusionTrainer:
 
         Raises:
             ValueError: If a checkpoint does not fit, or the output already holds a run that is not resumed.
-            FloatingPointError: If the loss is no longer finite.
+            FloatingPointError: If a loss or gradient is no longer finite; the message names the step, the samples of
+                its batch and the last good checkpoint.
             TrainingStopped: If Ctrl-C or SIGTERM has stopped the run, in this process or another one; with `output`, a
                 checkpoint is saved before.
         """
@@ -144,7 +145,8 @@ class DiffusionTrainer:
                 run = self._prepare(position, signals)
                 for number, stage in enumerate(stages):
                     steps_before = sum(earlier.steps for earlier in stages[:number])
-                    losses, seconds = StageLoop(run, stage, steps_before).run(position, result.resumed_from)
+                    loop = StageLoop(run, stage, steps_before, averages=stage is stages[-1])
+                    losses, seconds = loop.run(position, result.resumed_from)
                     result.losses[stage.name], result.seconds_per_step[stage.name] = losses, seconds
             if signals.received is not None:
                 raise KeyboardInterrupt

@@ -118,21 +118,22 @@ def test_files_that_the_system_does_not_let_grow(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_checkpoint_before_is_whole_and_the_run_goes_on(disk, tmp_path, capsys):
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}], ids=["plain", "ema"])
+def test_the_checkpoint_before_is_whole_and_the_run_goes_on(options, disk, tmp_path, capsys):
     output = disk / "run"
-    whole = make_trainer(tmp_path / "whole").run()
+    whole = make_trainer(tmp_path / "whole", **options).run()
 
     def fill_at(stage, step, loss):
         if (stage, step) == ("finetune", 4):
             fill(disk, leave=20 * BLOCK)
 
     with one_line(capsys, output / "checkpoints" / "finetune-00000004", "no space is left"):
-        make_trainer(output, fill_at).run()
+        make_trainer(output, fill_at, **options).run()
     checkpoints = list_checkpoints(output / "checkpoints")
     assert [path.name for path in checkpoints] == ["transfer-00000002", "finetune-00000002"]
     assert read_state(find_checkpoint("latest", output / "checkpoints"))["step"] == 2
     (disk / "filling").unlink()
-    resumed = make_trainer(output).run()
+    resumed = make_trainer(output, **options).run()
     assert resumed.losses == whole.losses
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
