@@ -104,12 +104,17 @@ def _with_text_file(folder: DataFolder, path: Path, problem: str | None) -> Capt
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
     """The entries of a metadata file, with their numbers."""
-    lines = _text_lines(path)
-    rows = _csv_rows(path, (line for _, line in lines)) if path.suffix == ".csv" else _json_rows(path, lines)
+    lines = text_lines(path)
+    rows = _csv_rows(path, (line for _, line in lines)) if path.suffix == ".csv" else json_rows(path, lines)
     return enumerate(rows, start=1)
 
 
-def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[dict[Any, Any]]:
+def json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[dict[Any, Any]]:
+    """The objects of a JSONL file, from its numbered lines; empty lines do not count.
+
+    Raises:
+        ValueError: If a line is not a JSON object; the message names it.
+    """
     for number, line in lines:
         if line.strip():
             where = f"data: line {number} of {path}"
@@ -126,7 +131,7 @@ def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[Any, Any]]:
         raise ValueError(f"{where} is not valid CSV ({error}); check the quotes around captions") from error
 
 
-def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 file with their numbers; a byte-order mark is skipped."""
     number = 0
     with path.open("rb") as file:
