@@ -20,10 +20,12 @@ from ..config import MHLAConfig
 from ..layout import BlockLayout, check_count, positive_axes
 from ..messages import shorten_value
 from ..ops import choose_backend, extend_mixing, mhla_attention
-from ..ops.numerics import accumulation_dtype, repeat_heads
+from ..ops.numerics import accumulation_dtype, records_gradients, repeat_heads
+from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..resampling import resample_mixing
 from ..window_options import window_size_for
 from .blocks import check_block_sizes, layout_at, reference_blocks
+from .context_parallel import sharded_convolution
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
 from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
@@ -237,6 +239,7 @@ class MHLA(nn.Module):
         norms: HeadNorms | None = None,
         scaling: float | None = None,
         identity: bool = False,
+        shard: TokenShard | None = None,
     ) -> AttentionParts:
         """Attends, and returns what the output is made of.
 
@@ -255,6 +258,9 @@ class MHLA(nn.Module):
                 feature map. `None` for 1 there, and for K^-1/2 in the window.
             identity: Every token attends to itself alone, as perturbed-attention guidance asks, in the window too;
                 `query` and `key` are ignored, output norm, gate and LePE are not. Needs `grid`.
+            shard: With `grid`, which of its tokens this process holds under context parallelism: T are those, the
+                rotary embedding is theirs. Not for windows. Computed in plain torch, whatever the backend. Summaries
+                travel in float32, but in bfloat16 for bfloat16 tokens where no gradient is recorded.
 
         Returns:
             The parts, in the dtype of `value` or a wider one.
@@ -269,9 +275,9 @@ class MHLA(nn.Module):
                 raise ValueError(f"{name} must be a tensor [batch, tokens, heads, width], got {found}.")
         if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
             raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
-        layout = None if sequence is not None else self._grid_layout(grid, query.shape[1])
+        layout = None if sequence is not None else self._grid_layout(grid, query.shape[1], shard)
         gate = self._projected_gate(hidden_states)
-        backend = choose_backend(self.config.backend, query, key, value)
+        backend = "torch" if shard is not None else choose_backend(self.config.backend, query, key, value)
         if norms is not None and not identity and self.window_gain is not None:
             # The window needs them outside the kernels in any case.
             (query, key), norms = norms.apply(query, key), None
@@ -302,14 +308,14 @@ class MHLA(nn.Module):
         else:
             if norms is not None:
                 query, key = norms.apply(query, key)
-            output = self._attend(query, key, value, backend, layout, sequence, rotary, scaling)
+            output = self._attend(query, key, value, backend, layout, sequence, rotary, scaling, shard)
             if gate is not None:
                 output = output * F.silu(gate)
         if self.window_gain is not None and not identity:
             window = self._attend_window(query, key, value, layout, sequence, rotary, scaling)
         positional = None
         if self.lepe is not None and layout is not None:
-            positional = self._positional(self.lepe, value, layout)
+            positional = self._positional(self.lepe, value, layout, shard)
         return AttentionParts(output, window, positional)
 
     def _attend_window(
@@ -354,6 +360,7 @@ class MHLA(nn.Module):
         sequence: TokenSequence | None,
         rotary: Callable[[torch.Tensor], torch.Tensor] | None,
         scaling: float | None,
+        shard: TokenShard | None,
     ) -> torch.Tensor:
         """Feature map, rotary embedding, operator and output norm: `[B, T, H, V]` in the dtype of `value`."""
         config = self.config
@@ -380,6 +387,12 @@ class MHLA(nn.Module):
                 # Which kernels pay depends on whether it is one token or a prompt.
                 options["backend"] = config.backend
                 output = sequence_attention(*tokens, mixing, self._sequence_block_size(), sequence, **options)
+            elif shard is not None:
+                assert layout is not None
+                # As the fused kernels keep them.
+                half = value.dtype == torch.bfloat16 and not records_gradients(*tokens, mixing)
+                options["summary_dtype"] = torch.bfloat16 if half else None
+                output = sharded_mhla_attention(*tokens, mixing, layout, shard, **options)
             else:
                 assert layout is not None
                 output = mhla_attention(*tokens, mixing, layout, causal=config.causal, backend=backend, **options)
@@ -392,10 +405,15 @@ class MHLA(nn.Module):
             raise ValueError("sequence is for causal=True or resize='extend'; this layer needs grid.")
         return self.config.block_size[0]
 
-    def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int) -> BlockLayout:
+    def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
         if grid is None:
             raise ValueError("grid is needed: the number of tokens along each axis.")
         grid = positive_axes("grid", grid)
+        if shard is not None:
+            if self.num_prefix_tokens:
+                raise ValueError("shard is for layers without tokens before those of the grid.")
+            shard.check_length(num_tokens)
+            num_tokens = shard.num_tokens
         if math.prod(grid) + self.num_prefix_tokens != num_tokens:
             prefix = f" after {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
             raise ValueError(f"grid={tuple(grid)} has {math.prod(grid)} tokens{prefix}, but query has {num_tokens}.")
@@ -405,9 +423,13 @@ class MHLA(nn.Module):
         features = fixed_feature_map(self.config.feature_map)(tokens) if learned is None else learned(tokens)
         return features + self.config.feature_map_eps if self.config.feature_map_eps else features
 
-    def _positional(self, lepe: nn.Module, value: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    def _positional(
+        self, lepe: nn.Module, value: torch.Tensor, layout: BlockLayout, shard: TokenShard | None
+    ) -> torch.Tensor:
         """Depthwise convolution of the values over the token grid, zero for tokens before it: `[B, T, H, V]`."""
         value = repeat_heads(value, self.num_heads, 2)
+        if shard is not None:
+            return sharded_convolution(lepe, value.flatten(2), layout.grid, shard).unflatten(-1, value.shape[2:])
         image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
         tokens = lepe(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
         return F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0))

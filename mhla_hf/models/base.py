@@ -20,6 +20,7 @@ from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
 from . import adapter_modules
 from .bounds import check_layer_count, check_model_config, check_new_size
+from .context_parallel import check_parallelism, resolve_parallel_config
 from .fresh_parameters import advice, initialize_fresh
 from .stored_config import from_stored, to_stored
 
@@ -52,6 +53,8 @@ class MHLAModelMixin(Upstream):
     default_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     # Whether upstream's own attention is what MHLA computes under `default_options` with equal mixing weights.
     upstream_is_linear: ClassVar[bool] = False
+    # Whether MHLA layers can hold a part of the token sequence each.
+    supports_context_parallel: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -332,13 +335,22 @@ class MHLAModelMixin(Upstream):
         adapter_modules.delete(self, [adapter_names] if isinstance(adapter_names, str) else adapter_names)
         super().delete_adapters(adapter_names)
 
-    def enable_parallelism(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: block summaries would need a reduction across ranks, and silently lack it.
+    def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
+        """As upstream, for context parallelism of models that have it.
+
+        Args:
+            config: `ContextParallelConfig`, or a `ParallelConfig` with one.
+            cp_plan: Where to split and gather the sequence; by default the model's own plan.
 
         Raises:
-            ValueError: Always.
+            ValueError: For tensor parallelism, and where the model has no context parallelism.
+            RuntimeError: If `torch.distributed` is not initialised, or the model is parallel already.
         """
-        raise ValueError(f"{type(self).__name__} supports neither context nor tensor parallelism.")
+        check_parallelism(self, config)
+        super().enable_parallelism(config=config, cp_plan=cp_plan)
+
+    def _resolve_parallel_config(self, config: Any) -> Any:
+        return resolve_parallel_config(self, config) or super()._resolve_parallel_config(config)
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, state_dict: Any, resolved_model_file: Any, *args: Any, **kwargs: Any):

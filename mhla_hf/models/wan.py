@@ -9,6 +9,7 @@ different grids before one backward cannot go wrong. What MHLA layers read of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from diffusers.models.transformers.transformer_wan import (
 )
 
 from ..layers import HeadNorms, PairwiseRotary
+from ..ops.sharded import TokenShard
+from .context_parallel import shard_of
 from .guidance import is_perturbed, register_processors
 from .processors import KeepsMHLAProcessor, KeepsMHLAProcessors
 from .rotary import tables_of_layer, tables_with_grid
@@ -32,6 +35,9 @@ from .wan_keys import DEFAULT_HEAD_DIM, authors_name, softmax_names, wan_config
 class MHLAWanAttnProcessor:
     """Stateless processor of an MHLA self-attention layer; the parameters live in `attn.mhla`."""
 
+    # Set by `enable_parallelism`.
+    _parallel_config = None
+
     def __call__(
         self,
         attn: WanAttention,
@@ -40,10 +46,12 @@ class MHLAWanAttnProcessor:
         attention_mask: torch.Tensor | None = None,
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         grid: tuple[int, int, int] | None = None,
+        shard: TokenShard | None = None,
     ) -> torch.Tensor:
         """Attends over `hidden_states` `[B, T, hidden]`, T = frames · height · width of `grid`, row-major.
 
-        `rotary_emb` is cosines and sines `[1, T, 1, K / 2]`, see [`tables_of_layer`].
+        `rotary_emb` is cosines and sines `[1, T, 1, K / 2]`, see [`tables_of_layer`]. Under context parallelism, both
+        are of the tokens that `shard` says.
 
         Raises:
             ValueError: For cross-attention, an attention mask, or a missing grid: none of them can be served.
@@ -56,13 +64,15 @@ class MHLAWanAttnProcessor:
             raise ValueError("MHLA layers of Wan need the rotary embeddings of their own model, which carry the grid.")
         if is_perturbed(attn):
             value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
-            output = attn.mhla(value, value, value, grid=grid, hidden_states=hidden_states, identity=True)
+            output = attn.mhla(value, value, value, grid=grid, hidden_states=hidden_states, identity=True, shard=shard)
             return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(hidden_states)))
         query, key, value = _get_qkv_projections(attn, hidden_states, None)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
         rotary = PairwiseRotary(*rotary_emb)
         norms = HeadNorms(attn.norm_q, attn.norm_k)
-        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
+        output = attn.mhla(
+            query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms, shard=shard
+        )
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
 
@@ -96,8 +106,12 @@ class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
         if rotary_emb is not None:
             is_mhla = hasattr(self, "mhla")
             rotary_emb, grid = tables_of_layer(rotary_emb, is_mhla)
+            shard = None if grid is None else shard_of(self.processor, math.prod(grid))
+            if shard is not None:
+                shard.check_length(hidden_states.shape[1])
+                rotary_emb = tuple(table[:, slice(*shard.run)] for table in rotary_emb)
             if is_mhla and grid is not None:
-                kwargs["grid"] = grid
+                kwargs.update(grid=grid, shard=shard)
         return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
 
 
@@ -115,8 +129,9 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
     default_grid = (21, 30, 52)
     _keep_in_fp32_modules = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing", "output_norm", "window_gain"]
     _skip_layerwise_casting_patterns = [*WanTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]
-    # Upstream's plan splits the sequence and the flat rotary tables; summaries would need a reduction across ranks.
-    _cp_plan = None
+    # Rotary tables stay whole, as they carry the grid: layers take their part of them.
+    _cp_plan = {key: value for key, value in WanTransformer3DModel._cp_plan.items() if key != "rope"}
+    supports_context_parallel = True
 
     @classmethod
     def original_names(cls, names: Iterable[str]) -> dict[str, str]:

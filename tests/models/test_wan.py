@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from diffusers import ContextParallelConfig
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 
 from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, mhla_attention
@@ -282,15 +281,6 @@ def test_attention_refuses_what_it_cannot_serve():
     # A part of the sequence, as context parallelism would pass it.
     with pytest.raises(ValueError, match="24 tokens"):
         attention(tokens[:, :12], None, None, rotary)
-
-
-def test_parallelism_is_refused():
-    model = CASE.make_mhla()
-    for plan in (None, CASE.upstream._cp_plan):
-        with pytest.raises(ValueError, match="context"):
-            model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2), cp_plan=plan)
-    assert model._cp_plan is None and CASE.upstream._cp_plan is not None
-    assert CASE.run(model).isfinite().all()
 
 
 def test_bad_options_are_refused():
