@@ -341,6 +341,9 @@ class MHLA(nn.Module):
                 return grid_window_attention(
                     *tokens, window, size, layout.grid, num_prefix_tokens=prefix, scale=scaling
                 )
+            if sequence.cache is not None:
+                where: dict[str, Any] = {"window": window, "window_size": size[0], "valid": sequence.valid}
+                return sequence.cache.attend_window(*tokens, **where, scale=scaling)
             return sequence_window_attention(*tokens, window, size[0], sequence, scale=scaling)
 
     def _projected_gate(self, hidden_states: torch.Tensor | None) -> torch.Tensor | None:

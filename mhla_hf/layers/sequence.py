@@ -34,6 +34,20 @@ class DecodingCache(Protocol):
         """Attends to the tokens seen so far and to these, and remembers these; arguments as in [`mhla_step`]."""
         ...
 
+    def attend_window(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        window: str,
+        window_size: int,
+        valid: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Attends to the window of each of these tokens, after `attend` did; arguments as in [`extend_window`]."""
+        ...
+
 
 @dataclass(frozen=True)
 class TokenSequence:

@@ -94,14 +94,12 @@ def sequence_window_attention(
         value: `[B, T, H_kv, V]`.
         window: `"block"` or `"adjacent"`.
         window_size: Tokens of a block.
-        sequence: Padding and documents. A cache goes on from its own state.
+        sequence: Padding and documents; its cache is not looked at.
         scale: What q·k is multiplied with; `None` for K^-1/2.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
     """
-    if sequence.cache is not None:
-        raise ValueError("A window cannot be decoded with a cache yet: pass use_cache=False.")
     length, device = query.shape[1], query.device
     offsets = _offsets_seen(window, sequence.causal)
     mask: torch.Tensor | None
@@ -133,6 +131,10 @@ def sequence_window_attention(
     if isinstance(layout, SequenceLayout):
         # The empty slots of a block without tokens see zeros, so that nothing divides by zero.
         mask = mask | ~mask.any(dim=-1, keepdim=True)
+    if sequence.causal:
+        # What is masked still spoils a softmax that is not finite. The tokens that see it are spoilt by MHLA.
+        bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+        key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, value))
     queries, keys, values = (head_blocks(x, layout) for x in (query, key, value))
     keys, values = (_of_seen(x, seen).flatten(3, 4) for x in (keys, values))
     return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)

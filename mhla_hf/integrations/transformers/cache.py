@@ -24,6 +24,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from ...layers.window_state import WindowState, empty_window_state, extend_window
 from ...ops import MHLAState, empty_state, mhla_extend, mhla_step, rewind_state
 from ...ops.numerics import accumulation_dtype
 
@@ -38,6 +39,8 @@ QUANTISED = (
 
 class MHLACacheLayer(CacheLayerMixin):
     """Decoding state of one MHLA layer: constant in size for a block, growing by one summary a block.
+
+    A layer with a softmax window keeps the keys and values of two of its blocks as well.
 
     `keys` and `values` are those of the last tokens alone, as in a layer of a sliding window.
 
@@ -56,6 +59,7 @@ class MHLACacheLayer(CacheLayerMixin):
         self.max_cache_len = max_cache_len
         self.is_compileable = is_compileable and max_cache_len is not None
         self.state: MHLAState | None = None
+        self.window_state: WindowState | None = None
         # In a static cache a number on the device. In others the width of an empty tensor: unlike an integer it is not
         # compiled into a graph as a constant.
         self._seen: torch.Tensor | None = None
@@ -148,7 +152,7 @@ class MHLACacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.state = self._mixing = self._unusable = None
+        self.state = self.window_state = self._mixing = self._unusable = None
         self._last = {}
         self._seen, self._before, self._oldest = None, 0, 0
         self.is_initialized = False
@@ -196,6 +200,8 @@ class MHLACacheLayer(CacheLayerMixin):
             self._last[name].index_select(1, slots) for name in ("key", "normalizer_key", "valid")
         )
         self.state = rewind_state(self.state, self._mixing, key, normalizer_key, value, valid)
+        if self.window_state is not None:
+            self.window_state = self.window_state.rewound(valid.sum(dim=1))
         self._oldest = self._length - rewindable
         self._set_length(self._length - count)
 
@@ -225,6 +231,8 @@ class MHLACacheLayer(CacheLayerMixin):
     def num_bytes(self) -> int:
         """Memory of the state, the tokens kept for taking back included."""
         tensors = [] if self.state is None else [getattr(self.state, name) for name in _STATE_TENSORS]
+        if self.window_state is not None:
+            tensors += [getattr(self.window_state, name) for name in _WINDOW_TENSORS]
         return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *self._last.values()])
 
     def new_tokens(self, mask: torch.Tensor, length: int) -> torch.Tensor:
@@ -268,6 +276,26 @@ class MHLACacheLayer(CacheLayerMixin):
         self.state = state
         if self.max_cache_len is None:
             _allow_other_sizes(state.summaries, 2)
+        return output
+
+    def attend_window(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        window: str,
+        window_size: int,
+        valid: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Attends to the softmax window of these tokens, and remembers them; see [`extend_window`]."""
+        state = self.window_state
+        if state is None:
+            state = empty_window_state(key, value, window, window_size, REWINDABLE_TOKENS)
+        output, self.window_state = extend_window(
+            query, key, value, state, window, window_size, valid=valid, scale=scale
+        )
         return output
 
     def _state_for(self, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, block_size: int) -> MHLAState:
@@ -334,10 +362,14 @@ class MHLACacheLayer(CacheLayerMixin):
         if self.state is not None:
             changed = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
             self.state = dataclasses.replace(self.state, **changed)
+        if self.window_state is not None:
+            changed = {name: function(getattr(self.window_state, name)) for name in _WINDOW_TENSORS}
+            self.window_state = dataclasses.replace(self.window_state, **changed)
         self._last = {name: function(tensor) for name, tensor in self._last.items()}
 
 
 _STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "position")
+_WINDOW_TENSORS = ("keys", "values", "position")
 
 
 class MHLACache(DynamicCache):
