@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where recipes are, and reading them: plain YAML, of which what is easily misread is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..messages import shorten_text
+
+
+# In a wheel the recipes are in the package; in a clone beside it.
+_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "conversion" / "recipes")
+_SUFFIXES = (".yaml", ".yml")
+_LARGEST = 1 << 16
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes that come with the package."""
+    return sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")})
+
+
+def find_recipe(location: str | Path) -> Path:
+    """The file of a recipe.
+
+    Args:
+        location: A file, or a name from [`recipe_names`].
+
+    Raises:
+        ValueError: If there is none.
+    """
+    path = Path(location).expanduser()
+    if path.suffix in _SUFFIXES and path.is_file():
+        return path
+    for folder in _FOLDERS:
+        # A name, and no path: nothing is looked up above these folders.
+        if str(location) in {found.stem for found in folder.glob("*.yaml")}:
+            return folder / f"{location}.yaml"
+    raise ValueError(
+        f"recipe {shorten_text(str(location))} is neither a .yaml file nor one of {', '.join(recipe_names())}"
+    )
+
+
+def read_yaml(path: Path) -> Any:
+    """Reads a small YAML file.
+
+    Raises:
+        ValueError: If it is no YAML, too large, has a key twice or an alias (`*name`).
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"recipe {path} has {path.stat().st_size:,} bytes; recipes may have {_LARGEST:,}")
+        return yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"recipe {path} is not UTF-8 text (byte {error.start})") from None
+    except RecursionError:
+        raise ValueError(f"recipe {path} is nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe {path} is not valid YAML: {shorten_text(str(error), 200)}") from None
+    except OSError as error:
+        raise ValueError(f"recipe {path} cannot be read ({error.strerror})") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values only. Numbers may be `3e-3`, which YAML 1.1 takes for a text."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            # A few of them, one in another, stand for more than fits into memory.
+            raise yaml.YAMLError(f"aliases are not allowed (line {self.peek_event().start_mark.line + 1})")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [getattr(key, "value", None) for key, _ in getattr(node, "value", [])]
+        twice = next((key for position, key in enumerate(keys) if key in keys[:position]), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"{str(twice)[:100]} is there twice (line {node.start_mark.line + 1})")
+        return super().construct_mapping(node, deep=True)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)

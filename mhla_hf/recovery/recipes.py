@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: how a model is converted and recovered, as a small YAML file or the default of the model's family.
+
+A recipe is checked in full before anything is loaded. `docs/recovery.md` describes its fields, which are those of the
+classes here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ..config import MHLAConfig
+from ..messages import shorten_list, shorten_value
+from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, _option, _Options
+from .recipe_files import find_recipe, read_yaml
+
+
+VIDEO, PICTURES, TEXT = ("wan", "sana-video"), ("dit", "pixart", "sana"), ("causal", "encoder")
+FAMILIES = (*VIDEO, *PICTURES, *TEXT, "vision")
+"""The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
+`vision` transformers."""
+
+CACHES = ("auto", "memory", "disk", "none")
+MOST_STEPS = 10**7
+MOST_IN_BATCH = 2**16
+_LAYERS = re.compile(r"all|(auto:)?\s*\d{1,9}\s*/\s*\d{1,9}|\d{1,9}(\s*,\s*\d{1,9})*")
+_KEEP = re.compile(r"\d{1,3}(\.\d{1,3})?\s*%")
+
+
+class _Section(_Options):
+    def __post_init__(self) -> None:
+        self._check_fields()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(_Section):
+    """What of the data is used, and in which size."""
+
+    samples: int = _option(
+        2048, "Samples to train on, if there are so many: rows or passages of text, pictures, videos.", minimum=1,
+        maximum=MOST_SAMPLES,
+    )  # fmt: skip
+    held_out: int = _option(
+        96, "Samples that quality is measured on; a fifth of all at most.", minimum=1, maximum=MOST_SAMPLES
+    )
+    max_length: int | None = _option(
+        None, "Tokens of a row, or most tokens of a passage. Default: 512 for language models, 128 for encoders.",
+        minimum=2, maximum=LONGEST_TEXT, families=TEXT,
+    )  # fmt: skip
+    text_field: str = _option("text", "Field with the text, in JSONL files and data sets.", families=TEXT)
+    height: int | None = _option(
+        None, "Height in pixels. Default: the model's own, 480 for videos.", minimum=8, maximum=LONGEST_SIDE,
+        families=VIDEO + PICTURES,
+    )  # fmt: skip
+    width: int | None = _option(
+        None, "Width in pixels. Default: the model's own, 832 for videos.", minimum=8, maximum=LONGEST_SIDE,
+        families=VIDEO + PICTURES,
+    )  # fmt: skip
+    num_frames: int | None = _option(
+        None, "Frames of a video. Default: 81.", minimum=1, maximum=MOST_FRAMES, families=VIDEO
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(_Section):
+    """The closed form, without training."""
+
+    batches: int = _option(24, "Batches that are run.", minimum=2, maximum=MOST_STEPS)
+    batch_size: int = _option(16, "Samples of a batch.", minimum=1, maximum=MOST_IN_BATCH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchOptions(_Section):
+    """Each layer by itself learns the output of the one it replaced, on kept activations."""
+
+    steps: int = _option(600, "Optimizer steps of each layer.", minimum=1, maximum=MOST_STEPS)
+    batches: int = _option(160, "Batches whose activations are kept.", minimum=1, maximum=MOST_STEPS)
+    batch_size: int = _option(1, "Samples of a batch.", minimum=1, maximum=MOST_IN_BATCH)
+    learning_rate: float = _option(3e-3, "Peak rate of the layer's projections.", above=0)
+    mhla_learning_rate: float = _option(5e-3, "Peak rate of the parameters that MHLA adds.", above=0)
+    cache: str = _option(
+        "auto", "Where activations are kept; auto takes memory where they fit, else the disk.", choices=CACHES
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistilOptions(_Section):
+    """The whole model learns the original's prediction."""
+
+    steps: int = _option(90, "Optimizer steps.", minimum=1, maximum=MOST_STEPS)
+    batch_size: int = _option(4, "Samples of a step.", minimum=1, maximum=MOST_IN_BATCH)
+    learning_rate: float = _option(2e-4, "Peak rate.", above=0)
+    mhla_learning_rate: float | None = _option(
+        None, "Peak rate of the parameters that MHLA adds. Default: the same.", above=0
+    )
+    ratio: float = _option(
+        1.0, "Share of the distance to the original in the loss; the rest is the loss on the data.", above=0, maximum=1
+    )
+    temperature: float | None = _option(
+        None, "Temperature of the distributions compared. Default: 1.", above=0, families=("causal",)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(_Section):
+    """The whole model learns the data by its own objective; for diffusion models."""
+
+    steps: int = _option(2000, "Optimizer steps.", minimum=1, maximum=MOST_STEPS)
+    batch_size: int = _option(8, "Samples of a step.", minimum=1, maximum=MOST_IN_BATCH)
+    learning_rate: float = _option(2e-5, "Peak rate.", above=0)
+    mhla_learning_rate: float | None = _option(
+        None, "Peak rate of the parameters that MHLA adds. Default: the same.", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected(_Section):
+    """What a run takes, in gigabytes (10^9 bytes); `memory.expected` says how it is computed."""
+
+    weights_gb: float = _option(0.0, "The model in fp32.", minimum=0)
+    training_gb: float = _option(
+        0.0, "Gradients, moments and the original's changed weights, in the stage with the most of them.", minimum=0
+    )
+    cache_gb: float = _option(0.0, "Kept activations, in memory or on disk.", minimum=0)
+    steps: int = _option(0, "Optimizer steps of all stages.", minimum=0)
+
+
+STAGES: dict[str, type[_Options]] = {
+    "calibrate": CalibrateOptions,
+    "match": MatchOptions,
+    "distil": DistilOptions,
+    "finetune": FinetuneOptions,
+}
+"""The stages in their order. Those that a recipe does not name are left out."""
+
+_SECTIONS: dict[str, type[_Options]] = {"data": DataOptions, **STAGES, "expected": Expected}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a model of one family is recovered.
+
+    Attributes:
+        family: One of [`FAMILIES`].
+        description: One line.
+        model: Hub id of the model that it was written for.
+        layers: Which layers become MHLA: `all`, indices, a fraction such as `2/3`, or `auto:2/3`, which keeps those
+            softmax that are worst to replace.
+        mhla: Options of [`MHLAConfig`]; the model's own for what is not given.
+        data: What of the data is used.
+        calibrate: The stage, or `None` to leave it out; as are the following.
+        match: The stage.
+        distil: The stage.
+        finetune: The stage.
+        expected: What the run takes.
+        name: What errors call it.
+    """
+
+    family: str
+    description: str = ""
+    model: str | None = None
+    layers: str = "all"
+    mhla: Mapping[str, Any] = field(default_factory=dict)
+    data: DataOptions = DataOptions()
+    calibrate: CalibrateOptions | None = None
+    match: MatchOptions | None = None
+    distil: DistilOptions | None = None
+    finetune: FinetuneOptions | None = None
+    expected: Expected | None = None
+    name: str = field(default="recipe", compare=False)
+
+    def stages(self) -> list[str]:
+        """The names of its stages, in order."""
+        return [name for name in STAGES if getattr(self, name) is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain JSON values, without its name."""
+        values: dict[str, Any] = {
+            item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "name"
+        }
+        sections = {name: None if values[name] is None else values[name].to_dict() for name in _SECTIONS}
+        return {**values, "mhla": dict(self.mhla), **sections}
+
+    def changed(self, changes: Mapping[str, Any]) -> Recipe:
+        """A copy with some values changed, checked again.
+
+        Args:
+            changes: Values by their path, such as `match.steps`; of a stage that the recipe leaves out, the rest is
+                the stage's defaults. `None` for a stage leaves it out.
+
+        Raises:
+            ValueError: As for [`parse_recipe`].
+        """
+        content = {name: value for name, value in self.to_dict().items() if value is not None}
+        for path, value in changes.items():
+            section, _, name = path.partition(".")
+            if name:
+                content[section] = {**(content.get(section) or {}), name: value}
+            elif value is None:
+                content.pop(section, None)
+            else:
+                content[section] = value
+        # What was computed for other values holds no longer.
+        content.pop("expected", None)
+        return parse_recipe(content, self.name)
+
+    def only(self, stages: tuple[str, ...]) -> Recipe:
+        """A copy that goes through some of the stages only; those that it lacks get their defaults.
+
+        Raises:
+            ValueError: If there is no such stage.
+        """
+        unknown = sorted(set(stages) - set(STAGES))
+        if unknown or not stages:
+            raise ValueError(
+                f"stages: {shorten_list(map(repr, unknown)) or 'none'} given; there are {', '.join(STAGES)}"
+            )
+        return self.changed(
+            {**{name: None for name in STAGES if name not in stages},
+             **{name: {} for name in stages if getattr(self, name) is None}}
+        )  # fmt: skip
+
+    def with_budget(self, factor: float) -> Recipe:
+        """A copy with that many times the steps in every stage that trains, one at least."""
+        changes = {
+            f"{name}.steps": max(1, min(round(getattr(self, name).steps * factor), MOST_STEPS))
+            for name in ("match", "distil", "finetune")
+            if getattr(self, name) is not None
+        }
+        if self.match is not None:
+            changes["match.batches"] = min(self.match.batches, changes["match.steps"])
+        return self.changed(changes)
+
+
+def load_recipe(location: str | Path) -> Recipe:
+    """Reads a recipe.
+
+    Args:
+        location: A file, or the name of a recipe that comes with the package.
+
+    Raises:
+        ValueError: If there is none, the file is no YAML, or something in it is wrong. The message names the file,
+            the path of the key (`match.steps`) and what is allowed.
+    """
+    path = find_recipe(location)
+    return parse_recipe(read_yaml(path), f"recipe {path}")
+
+
+def parse_recipe(content: Any, where: str) -> Recipe:
+    """Checks the content of a recipe.
+
+    Args:
+        content: What the YAML file holds.
+        where: What errors call it.
+
+    Raises:
+        ValueError: See [`load_recipe`].
+    """
+    known = [item.name for item in dataclasses.fields(Recipe) if item.name != "name"]
+    values = _mapping(content, where, known)
+    for name in ("family", "description", "model", "layers"):
+        # Layers may be a list of numbers, or one number, to YAML.
+        if name == "layers" and isinstance(values.get(name), (list, int)) and not isinstance(values[name], bool):
+            listed = values[name] if isinstance(values[name], list) else [values[name]]
+            values[name] = ",".join(map(str, listed))
+        if values.get(name) is not None and not isinstance(values[name], str):
+            raise ValueError(f"{where}: {name} must be a text, got {shorten_value(values[name])}")
+    family = values.get("family")
+    if family not in FAMILIES:
+        raise ValueError(f"{where}: family must be one of {', '.join(FAMILIES)}, got {shorten_value(family)}")
+    layers = values.get("layers") or "all"
+    if not _LAYERS.fullmatch(layers):
+        raise ValueError(
+            f"{where}: layers must be all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, got "
+            f"{shorten_value(layers)}"
+        )
+    values["layers"] = layers
+    values["mhla"] = _mhla_options(values.get("mhla"), family, where)
+    for name, options in _SECTIONS.items():
+        if values.get(name) is not None:
+            values[name] = _section(values[name], options, family, f"{where}: {name}")
+        elif name == "data":
+            values[name] = DataOptions()
+    recipe = Recipe(name=where, **{name: value for name, value in values.items() if value is not None})
+    for problem in _contradictions(recipe):
+        raise ValueError(f"{where}: {problem}")
+    return recipe
+
+
+def _mapping(content: Any, where: str, known: list[str]) -> dict[str, Any]:
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{where} must hold keys and values ({', '.join(known)}), got {shorten_value(content)}")
+    unknown = [name for name in content if name not in known]
+    if unknown:
+        separator = "." if where.rpartition(": ")[2] in {*_SECTIONS, "mhla"} else ": "
+        raise ValueError(f"{where}{separator}{str(unknown[0])[:100]} is not known; allowed: {', '.join(known)}")
+    return dict(content)
+
+
+def _section(content: Any, options: type[_Options], family: str, where: str) -> Any:
+    values = _mapping(content, where, [item.name for item in dataclasses.fields(options)])  # type: ignore[arg-type]
+    try:
+        made = options(**values)
+        made.check_family(family)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+    return made
+
+
+def _mhla_options(content: Any, family: str, where: str) -> dict[str, Any]:
+    if content is None:
+        return {}
+    options = _mapping(content, f"{where}: mhla", list(MHLAConfig().to_dict()))
+    if "layers" in options:
+        raise ValueError(f"{where}: mhla.layers: give layers at the top of the recipe instead")
+    if options.get("causal") not in (None, family == "causal"):
+        raise ValueError(f"{where}: mhla.causal: models of the family {family} decide that themselves; leave it out")
+    own: dict[str, Any] = {}
+    if family in TEXT:
+        if options.get("blocks") is not None:
+            raise ValueError(f"{where}: mhla.blocks has no meaning for sequences of text: give mhla.block_size")
+        own = {"resize": "extend", "block_size": [64], "causal": family == "causal"}
+    try:
+        MHLAConfig.from_dict({**own, **options})
+    except ValueError as error:
+        raise ValueError(f"{where}: mhla.{error}") from None
+    return options
+
+
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    """What goes for each part of a recipe, and not for them together."""
+    if not recipe.stages():
+        yield f"it has no stage; give one of {', '.join(STAGES)}"
+    if recipe.finetune is not None and recipe.family in (*TEXT, "vision", "pixart", "sana-video"):
+        yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distil"
+    for name in ("match", "calibrate"):
+        stage = getattr(recipe, name)
+        if stage is not None and stage.batch_size > recipe.data.samples:
+            yield f"{name}.batch_size must be at most data.samples, {recipe.data.samples}, got {stage.batch_size}"
+    if recipe.match is not None and recipe.match.cache != "none" and recipe.match.batches > recipe.match.steps:
+        yield f"match.batches must be at most match.steps, {recipe.match.steps}, got {recipe.match.batches}"
+
+
+def parse_keep(keep: str) -> str:
+    """`auto:p/q` for layers from the share that stays softmax, such as `25%`.
+
+    Raises:
+        ValueError: If it is no percentage between 0 and 100.
+    """
+    if not _KEEP.fullmatch(keep.strip()) or not 0 < float(keep.strip().rstrip("% ")) < 100:
+        raise ValueError(f"keep must be a percentage between 0% and 100%, such as 25%, got {shorten_value(keep)}")
+    share = 1 - Fraction(keep.strip().rstrip("% ")) / 100
+    return f"auto:{share.numerator}/{share.denominator}"

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes are checked before anything is loaded, and those of the package fit the models they are for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import mhla_hf
+from mhla_hf.conversion.options import parse_layers
+from mhla_hf.recovery.defaults import DEFAULTS, PRESETS, default_recipe
+from mhla_hf.recovery.layers import mhla_layers
+from mhla_hf.recovery.memory import expected
+from mhla_hf.recovery.recipe_files import recipe_names
+from mhla_hf.recovery.recipes import FAMILIES, load_recipe, parse_keep, parse_recipe
+
+
+# The configurations of the published models.
+DIFFUSERS = {
+    "wan-1.3b": (
+        "MHLAWanTransformer3DModel",
+        {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960, "attention_head_dim": 128, "text_dim": 4096},
+    ),
+    "sana-0.6b": (
+        "MHLASanaTransformer2DModel",
+        {
+            "num_attention_heads": 36, "attention_head_dim": 32, "num_cross_attention_heads": 16, "num_layers": 28,
+            "cross_attention_head_dim": 72, "cross_attention_dim": 1152, "caption_channels": 2304, "sample_size": 16,
+        },
+    ),
+    "dit-xl-2": (
+        "MHLADiTTransformer2DModel",
+        {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72, "out_channels": 8, "sample_size": 32},
+    ),
+}  # fmt: skip
+DIFFUSERS["wan-1.3b-hybrid"] = DIFFUSERS["wan-1.3b"]
+TRANSFORMERS = {
+    "qwen3-0.6b": (
+        "AutoModelForCausalLM",
+        lambda: transformers.Qwen3Config(
+            vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+        ),
+    ),
+    "minilm": (
+        "AutoModel",
+        lambda: transformers.BertConfig(
+            vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+        ),
+    ),
+}  # fmt: skip
+PARAMETERS = {"wan-1.3b": 1.42e9, "sana-0.6b": 5.9e8, "dit-xl-2": 6.75e8, "qwen3-0.6b": 5.96e8, "minilm": 2.27e7}
+MINIMAL = {"family": "wan", "match": {"steps": 600}}
+
+
+def full_size(name: str, recipe):
+    """The model of a recipe as it is published, converted, without memory for its weights."""
+    options = dict(recipe.mhla)
+    if name in DIFFUSERS:
+        class_name, sizes = DIFFUSERS[name]
+        chosen = parse_layers(recipe.layers, sizes["num_layers"])
+        options |= {} if chosen is None else {"layers": chosen}
+        with torch.device("meta"):
+            return getattr(mhla_hf, class_name)(**sizes, mhla=options)
+    auto, config = TRANSFORMERS[name]
+    made = config()
+    if recipe.layers.startswith("auto:"):
+        # Which ones is measured; how many is not.
+        layers = parse_layers(recipe.layers.removeprefix("auto:"), made.num_hidden_layers)
+        options |= {"layers": layers}
+    made.mhla = options
+    with torch.device("meta"):
+        return getattr(transformers, auto).from_config(made, attn_implementation="mhla")
+
+
+def test_all_recipes_are_tested():
+    assert set(recipe_names()) == {*DIFFUSERS, *TRANSFORMERS}
+
+
+@pytest.mark.parametrize("name", sorted({*DIFFUSERS, *TRANSFORMERS}))
+def test_recipes_fit_the_published_models(name):
+    recipe = load_recipe(name)
+    model = full_size(name, recipe)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(PARAMETERS[name.removesuffix("-hybrid")], rel=0.25)
+    layers = len(mhla_layers(model))
+    assert layers == {"wan-1.3b-hybrid": 20, "wan-1.3b": 30, "qwen3-0.6b": 21, "minilm": 6}.get(name, 28)
+    assert recipe.expected == expected(recipe, model)
+
+
+def test_memory_of_a_small_model():
+    recipe = load_recipe("minilm")
+    model = full_size("minilm", recipe)
+    computed = expected(recipe, model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert computed.weights_gb == pytest.approx(4e-9 * count, abs=1e-3)
+    # Gradients, two moments, and the original.
+    assert computed.training_gb == pytest.approx(16e-9 * count, rel=0.05)
+    assert computed.cache_gb == pytest.approx(150 * 16 * 128 * 6 * 384 * 2 * 2 / 1e9, rel=0.05)
+    assert computed.steps == recipe.match.steps + recipe.distil.steps
+    assert expected(recipe.changed({"match.cache": "none"}), model).cache_gb == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_default_recipes(family):
+    recipe = default_recipe(family)
+    assert recipe.family == family and recipe.stages()
+    assert parse_recipe(recipe.to_dict(), "again") == recipe
+    for preset in PRESETS:
+        if family in PRESETS[preset]:
+            assert default_recipe(family, preset).mhla.get("mixing_heads") == "shared"
+        else:
+            with pytest.raises(ValueError, match=f"preset 'paper' has no setting for models of the family {family}"):
+                default_recipe(family, preset)
+    assert set(DEFAULTS) == set(FAMILIES)
+    with pytest.raises(ValueError, match="preset must be one of paper, got 'papers'"):
+        default_recipe(family, "papers")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"match": {"stepz": 3}}, "match.stepz is not known; allowed: steps, batches, batch_size"),
+        ({"matches": {}}, ": matches is not known; allowed: family, description, model, layers"),
+        ({"match": {"steps": "many"}}, r"match.steps must be a whole number \(at least 1 and at most .*, got 'many'"),
+        ({"match": {"steps": 0}}, "match.steps must be at least 1, got 0"),
+        ({"match": {"steps": True}}, "match.steps must be a whole number"),
+        ({"match": {"learning_rate": float("nan")}}, "match.learning_rate must be a finite number"),
+        ({"match": {"cache": "ram"}}, "match.cache must be one of auto, memory, disk, none, got 'ram'"),
+        ({"match": 600}, r"match must hold keys and values \(steps, "),
+        ({"family": "flux"}, "family must be one of wan, sana-video, .*, got 'flux'"),
+        ({"family": None}, "family must be one of"),
+        ({"mhla": {"feature_maps": "relu"}}, "mhla.feature_maps is not known; allowed: feature_map, rope"),
+        ({"mhla": {"feature_map": "gelu"}}, "mhla.feature_map='gelu' is not one of 'relu'"),
+        ({"mhla": {"layers": [1]}}, "mhla.layers: give layers at the top of the recipe instead"),
+        ({"mhla": {"causal": True}}, "mhla.causal: models of the family wan decide that themselves"),
+        (
+            {"layers": "some"},
+            "layers must be all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, got 'so",
+        ),
+        ({"layers": True}, "layers must be a text, got True"),
+        ({"data": {"max_length": 128}}, "data.max_length is not an option of wan models, only of causal, encoder"),
+        ({"distil": {"temperature": 2.0}}, "distil.temperature is not an option of wan models, only of causal"),
+        ({"family": "encoder", "finetune": {}}, "finetune: models of the family encoder have no objective"),
+        ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
+        ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks has no meaning for sequences of text"),
+        ({"match": None}, "it has no stage; give one of calibrate, match, distil, finetune"),
+        ({"match": {"batch_size": 4096}}, "match.batch_size must be at most data.samples, 2048, got 4096"),
+        ({"match": {"steps": 9, "batches": 10}}, "match.batches must be at most match.steps, 9, got 10"),
+    ],
+)
+def test_mistakes_name_the_key(changes, message):
+    content = {name: value for name, value in {**MINIMAL, **changes}.items() if value is not None}
+    with pytest.raises(ValueError, match=f"^recipe a.yaml: {message.removeprefix(': ')}"):
+        parse_recipe(content, "recipe a.yaml")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("family: [", "is not valid YAML"),
+        ("a: &x [1]\nb: *x\n", r"is not valid YAML: aliases are not allowed \(line 2\)"),
+        ("family: wan\nfamily: dit\n", r"is not valid YAML: family is there twice \(line 1\)"),
+        ("a: !!python/object/apply:os.system [ls]\n", "is not valid YAML: could not determine a constructor"),
+        ("[" * 10_000, "is nested too deeply|is not valid YAML"),
+        ("- wan\n", "must hold keys and values"),
+        ("x" * 70_000, "has 70,000 bytes; recipes may have 65,536"),
+        ("", "must hold keys and values .*got None"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, text, message):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^recipe {path} ({message})") as caught:
+        load_recipe(path)
+    assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+
+
+def test_files(tmp_path: Path):
+    path = tmp_path / "own.yaml"
+    path.write_text("family: wan\nlayers: [1, 2]\nmatch:\n  steps: 600\n  learning_rate: 3e-4\n")
+    recipe = load_recipe(path)
+    assert recipe.layers == "1,2" and recipe.match.learning_rate == 3e-4 and recipe.stages() == ["match"]
+    path.write_bytes(b"family: w\xe4n")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        load_recipe(path)
+    for name in ("nothing", "../recipes/minilm", "nothing.yaml"):
+        with pytest.raises(ValueError, match="is neither a .yaml file nor one of dit-xl-2, minilm, qwen3-0.6b"):
+            load_recipe(name)
+
+
+def test_changes_are_checked_again():
+    recipe = load_recipe("minilm")
+    assert recipe.changed({"match.steps": 200}).match.steps == 200
+    assert recipe.changed({"match.steps": 200}).expected is None
+    assert recipe.changed({"distil": None}).stages() == ["calibrate", "match"]
+    assert recipe.only(("distil",)).stages() == ["distil"]
+    assert recipe.only(("distil",)).distil == recipe.distil
+    halved = recipe.with_budget(0.5)
+    assert (halved.match.steps, halved.distil.steps) == (recipe.match.steps // 2, recipe.distil.steps // 2)
+    with pytest.raises(ValueError, match="match.steps must be at least 1, got 0"):
+        recipe.changed({"match.steps": 0})
+    with pytest.raises(ValueError, match="stages: 'match2' given; there are calibrate, match, distil, finetune"):
+        recipe.only(("match2",))
+
+
+def test_keep():
+    assert parse_layers(parse_keep("25%").removeprefix("auto:"), 4) == [1, 2, 3]
+    for wrong in ("25", "0%", "100%", "x%"):
+        with pytest.raises(ValueError, match="keep must be a percentage between 0% and 100%"):
+            parse_keep(wrong)
