@@ -20,6 +20,7 @@ from ..layout import BlockLayout
 from ..ops.numerics import from_head_blocks, head_blocks
 from ..sequence_layout import SequenceLayout
 from .sequence import TokenSequence
+from .window_cross import cross_attention
 
 
 def grid_window_attention(
@@ -50,27 +51,42 @@ def grid_window_attention(
     Returns:
         `[B, T, H, V]` in the dtype of `value`.
     """
-    layout = BlockLayout(grid=grid, block_size=window_size)
-    device = query.device
     before, after = slice(0, num_prefix_tokens), slice(num_prefix_tokens, None)
-    seen = cached(_blocks_seen, layout, window, device)
-    filled = cached(_slots_filled, layout, device)
-    mask = None
-    if not layout.is_uniform or window != "block":
-        mask = _of_seen(filled[None, None], seen).flatten(-2).unsqueeze(-2)
-    keys, values = (_of_seen(head_blocks(x[:, after], layout), seen).flatten(3, 4) for x in (key, value))
-    if num_prefix_tokens:
-        keys, values = (
-            torch.cat([x[:, before].transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
-            for x, y in ((key, keys), (value, values))
-        )
-        mask = None if mask is None else F.pad(mask, (num_prefix_tokens, 0), value=True)
-    attended = _attend(head_blocks(query[:, after], layout), keys, values, mask, scale)
-    output = from_head_blocks(attended, layout)
+    tokens = query[:, after], key[:, after], value[:, after]
+    prefix = (key[:, before], value[:, before]) if num_prefix_tokens else None
+    attend = cross_attention if window == "cross" else _attend_grid
+    output = attend(*tokens, window, tuple(window_size), tuple(grid), prefix, scale)
     if not num_prefix_tokens:
         return output
     queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (query[:, before], key, value))
     return torch.cat([_attend(queries, keys, values, None, scale).squeeze(2).transpose(1, 2), output], dim=1)
+
+
+def _attend_grid(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: str,
+    window_size: tuple[int, ...],
+    grid: tuple[int, ...],
+    prefix: tuple[torch.Tensor, torch.Tensor] | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of the tokens of a grid to their blocks and those beside them, and to the keys and values before."""
+    layout = BlockLayout(grid=grid, block_size=window_size)
+    seen = cached(_blocks_seen, layout, window, query.device)
+    mask = None
+    if not layout.is_uniform or window != "block":
+        filled = cached(_slots_filled, layout, query.device)
+        mask = _of_seen(filled[None, None], seen).flatten(-2).unsqueeze(-2)
+    keys, values = (_of_seen(head_blocks(x, layout), seen).flatten(3, 4) for x in (key, value))
+    if prefix is not None:
+        keys, values = (
+            torch.cat([x.transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
+            for x, y in zip(prefix, (keys, values))
+        )
+        mask = None if mask is None else F.pad(mask, (prefix[0].shape[1], 0), value=True)
+    return from_head_blocks(_attend(head_blocks(query, layout), keys, values, mask, scale), layout)
 
 
 def sequence_window_attention(
@@ -194,19 +210,8 @@ def _blocks_seen(layout: BlockLayout, window: str, device: torch.device) -> torc
     if window == "block":
         return number[:, None]
     beside = torch.arange(-1, 2, device=device)
-    steps = [beside] * len(counts)
-    if window == "cross":
-        steps[0] = beside[1:2]
-    offsets = torch.cartesian_prod(*steps).view(-1, len(counts))
+    offsets = torch.cartesian_prod(*[beside] * len(counts)).view(-1, len(counts))
     places_seen = [place[:, None] + offsets[:, axis] for axis, place in enumerate(places)]
-    if window == "cross":
-        # The blocks of the same place in the other frames: all offsets but 0, counted around.
-        others = torch.arange(1, counts[0], device=device)
-        frames = (places[0][:, None] + others) % counts[0]
-        places_seen = [
-            torch.cat([near, frames if axis == 0 else places[axis][:, None].expand_as(frames)], dim=1)
-            for axis, near in enumerate(places_seen)
-        ]
     exists = torch.ones_like(places_seen[0], dtype=torch.bool)
     seen = torch.zeros_like(places_seen[0])
     for place, count in zip(places_seen, counts):

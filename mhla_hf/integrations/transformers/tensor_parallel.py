@@ -2,9 +2,9 @@
 """Tensor parallelism: every process keeps the MHLA parameters of its own heads.
 
 Where a model's plan splits the heads of an attention module, its `mhla` is split with them: mixing weights and learned
-feature maps of each head, the gate and the convolution of the values by their rows. The output norm and mixing weights
-that all heads share stay whole, with the sum of all processes' gradients. Checkpoints are split and gathered like
-any other parameter.
+feature maps of each head, the gains of the window, the gate and the convolution of the values by their rows. The
+output norm and mixing weights that all heads share stay whole, with the sum of all processes' gradients. Checkpoints
+are split and gathered like any other parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SUMMED = "replicated_with_grad_allreduce"
 
 
 class HeadParallel(TensorParallelLayer):
-    """Splits the parameters of a module by heads, their first axis; runs it with its own process's part of them."""
+    """Splits the parameters of a module by heads; runs it with its own process's part of them."""
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         """Always: each process computes with its own heads alone."""
@@ -36,9 +36,10 @@ class HeadParallel(TensorParallelLayer):
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
         """Splits one parameter; mixing weights that all heads share stay whole."""
         whole = module._parameters.get(param)
-        if whole is None or _is_shared(module):
+        if whole is None or (param == "mixing" and _is_shared(module)):
             return
-        split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        heads = Shard(1 if param == "window_gain" else 0)
+        split = distribute_tensor(whole, mesh, [heads], src_data_rank=None)
         module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
@@ -48,9 +49,21 @@ class HeadParallel(TensorParallelLayer):
             module.num_key_value_heads //= mesh.size()
         elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             module.groups //= mesh.size()
+        module = super().install_forward(module, mesh)
         if _is_shared(module):
-            return ALL_PARALLEL_STYLES[_SUMMED].install_forward(module, mesh)
-        return super().install_forward(module, mesh)
+            module.forward = ALL_PARALLEL_STYLES[_SUMMED].install_forward(_MixingAlone(module), mesh).forward
+        return module
+
+
+class _MixingAlone:
+    """Stands for a module of which the gradient of the mixing weights alone is to be summed over processes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.forward = module, module.forward
+
+    def named_parameters(self, recurse: bool = False) -> list[tuple[str, nn.Parameter]]:
+        """The mixing weights, as they are just now."""
+        return [("mixing", self.module._parameters["mixing"])]  # type: ignore[list-item]
 
 
 def plan_heads(model: Any, distributed_config: Any) -> None:
