@@ -140,7 +140,7 @@ def _is_finite(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(_Options):
-    """Options of one training run: an optional layer-matching stage, then fine-tuning by the model's own objective.
+    """Options of one training run: stages of layer matching and distillation if wanted, then fine-tuning.
 
     Learning rates are per optimizer step, `batch_size` is per process and micro-step. The number of samples in one
     optimizer step is `batch_size * gradient_accumulation_steps * number of processes`.
@@ -173,6 +173,7 @@ class TrainingConfig(_Options):
     lora_alpha: float | None = _option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
     transfer_steps: int = _option(0, "Steps that first match each MHLA layer's output to the teacher's.", minimum=0)
+    distill_steps: int = _option(0, "Steps that then match the whole model's prediction to the teacher's.", minimum=0)
     max_steps: int = _option(1000, "Fine-tuning steps.", minimum=0)
     batch_size: int = _option(1, "Samples per process and micro-step.", minimum=1)
     gradient_accumulation_steps: int = _option(1, "Micro-steps per optimizer step.", minimum=1)
@@ -183,6 +184,15 @@ class TrainingConfig(_Options):
     )
     transfer_learning_rate: float | None = _option(
         None, "Peak learning rate of the matching stage. Default: the learning rate.", above=0
+    )
+    distill_learning_rate: float | None = _option(
+        None, "Peak learning rate of the distillation stage. Default: the learning rate.", above=0
+    )
+    distill_ratio: float = _option(
+        1.0,
+        "Share of the distance to the teacher in the loss of that stage; the rest is the loss on the data.",
+        above=0,
+        maximum=1,
     )
     lr_schedule: str = _option("constant", "Learning rate after the warm-up.", choices=LR_SCHEDULES)
     warmup_steps: int = _option(0, "Steps of linear warm-up, in each stage.", minimum=0)
@@ -257,14 +267,15 @@ class TrainingConfig(_Options):
             if isinstance(getattr(self, name), Path):
                 object.__setattr__(self, name, str(getattr(self, name)))
         self._check_fields()
-        if self.transfer_steps + self.max_steps == 0:
-            raise ValueError("max_steps and transfer_steps are both 0: nothing to train")
+        if self.transfer_steps + self.distill_steps + self.max_steps == 0:
+            raise ValueError("max_steps, distill_steps and transfer_steps are all 0: nothing to train")
         if self.mhla == UNCONVERTED and self.train == "mhla":
             raise ValueError(
                 "train='mhla' needs MHLA layers, but mhla='none' converts nothing; use train lora or full"
             )
-        if self.mhla == UNCONVERTED and self.transfer_steps:
-            raise ValueError("transfer_steps needs MHLA layers, but mhla='none' converts nothing")
+        for name in ("transfer_steps", "distill_steps"):
+            if self.mhla == UNCONVERTED and getattr(self, name):
+                raise ValueError(f"{name} needs MHLA layers, but mhla='none' converts nothing")
         for name in ("ema_inv_gamma", "ema_power"):
             needed = "ema_decay" if name == "ema_power" else "ema_power"
             if getattr(self, name) is not None and getattr(self, needed) is None:

@@ -54,11 +54,11 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def model_fingerprint(model: torch.nn.Module, without: Collection[str] = ()) -> str:
+def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
     """A hash over the names, shapes and some values of a model's parameters.
 
     Args:
-        model: The model.
+        model: Whatever has `named_parameters`.
         without: Names of parameters that do not count.
     """
     digest = hashlib.sha256()

@@ -74,7 +74,7 @@ def check_run(directory: Path, config: TrainingConfig) -> None:
     if isinstance(config.mhla, dict):
         with init_empty_weights():
             model_class.from_config({**stored, "mhla": config.mhla})
-    if config.transfer_steps:
+    if config.transfer_steps or config.distill_steps:
         find_teacher(directory, config.component, config.teacher)
 
 

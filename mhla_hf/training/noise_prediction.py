@@ -208,21 +208,77 @@ def variational_bounds(
     noise, interpolation = model_output.float().chunk(2, dim=1)
     noise, noisy, clean = noise.detach(), noisy.float(), clean.float()
     posterior_log_variance = _at(schedule.posterior_log_variance, timesteps, clean.ndim)
-    log_beta = _at(schedule.betas, timesteps, clean.ndim).log()
-    share = (interpolation + 1) / 2
-    log_variance = share * log_beta + (1 - share) * posterior_log_variance
+    log_variance = _log_variance(interpolation, timesteps, schedule)
     mean = posterior_mean(_clean_from_noise(noise, noisy, timesteps, schedule), noisy, timesteps, schedule)
     true_mean = posterior_mean(clean, noisy, timesteps, schedule)
-    divergence = 0.5 * (
-        log_variance
-        - posterior_log_variance
-        - 1
-        + (posterior_log_variance - log_variance).exp()
-        + (true_mean - mean).square() * (-log_variance).exp()
-    )
+    divergence = normal_divergence(true_mean, posterior_log_variance, mean, log_variance)
     likelihood = _picture_log_likelihood(clean, mean, log_variance)
     bounds = torch.where(timesteps == 0, -likelihood.flatten(1).mean(1), divergence.flatten(1).mean(1))
     return bounds / math.log(2)
+
+
+def noise_distillation_losses(
+    model_output: torch.Tensor,
+    target: torch.Tensor,
+    noisy: torch.Tensor,
+    timesteps: torch.Tensor,
+    schedule: NoiseSchedule,
+) -> torch.Tensor:
+    """Distance of a prediction to a teacher's: L_hybrid with the teacher in place of the data.
+
+    It is the mean squared error of the noise and, where variances are predicted, the divergence of the model's
+    p(x_{t-1} | x_t) from the teacher's in bits per dimension, with the weight that the bound has in L_hybrid. As
+    there, the mean is trained by the first part alone. So a variance counts where a step's variance matters, which a
+    squared error of the predicted values would not do.
+
+    Args:
+        model_output: `[B, C, ...]` or `[B, 2 C, ...]`.
+        target: The teacher's, same shape.
+        noisy: x_t `[B, C, ...]`.
+        timesteps: `[B]`, int64.
+        schedule: The noise schedule.
+
+    Returns:
+        `[B]`, fp32.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """
+    if model_output.shape != target.shape:
+        raise ValueError(
+            f"target must be shaped like model_output, {tuple(model_output.shape)}; it is {tuple(target.shape)}."
+        )
+    channels = noisy.shape[1]
+    losses = squared_errors(model_output, target[:, :channels])
+    if model_output.shape[1] == channels:
+        return losses
+    log_variance = _log_variance(model_output[:, channels:].float(), timesteps, schedule)
+    target_log_variance = _log_variance(target[:, channels:].float(), timesteps, schedule)
+    means = [
+        posterior_mean(
+            _clean_from_noise(output[:, :channels].detach().float(), noisy.float(), timesteps, schedule),
+            noisy.float(),
+            timesteps,
+            schedule,
+        )
+        for output in (model_output, target)
+    ]
+    divergence = normal_divergence(means[1], target_log_variance, means[0], log_variance)
+    bits = divergence.flatten(1).mean(1) / math.log(2)
+    return losses + VARIATIONAL_BOUND_WEIGHT * schedule.num_timesteps * bits
+
+
+def normal_divergence(
+    mean: torch.Tensor, log_variance: torch.Tensor, other_mean: torch.Tensor, other_log_variance: torch.Tensor
+) -> torch.Tensor:
+    """Kullback-Leibler divergence of a second normal distribution from a first one, in nats; shapes broadcast."""
+    return 0.5 * (
+        other_log_variance
+        - log_variance
+        - 1
+        + (log_variance - other_log_variance).exp()
+        + (mean - other_mean).square() * (-other_log_variance).exp()
+    )
 
 
 def posterior_mean(
@@ -258,6 +314,13 @@ def own_class_dropping_off(model: torch.nn.Module) -> Iterator[None]:
 def _at(values: torch.Tensor, timesteps: torch.Tensor, ndim: int) -> torch.Tensor:
     """Values `[T]` at timesteps `[B]`, with axes of length 1 up to `ndim`."""
     return values.to(timesteps.device)[timesteps].reshape(-1, *[1] * (ndim - 1))
+
+
+def _log_variance(interpolation: torch.Tensor, timesteps: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
+    """The log-variance of a denoising step that predicted values `[B, C, ...]` stand for."""
+    posterior = _at(schedule.posterior_log_variance, timesteps, interpolation.ndim)
+    share = (interpolation + 1) / 2
+    return share * _at(schedule.betas, timesteps, interpolation.ndim).log() + (1 - share) * posterior
 
 
 def _clean_from_noise(

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..locks import lock_output
+from ..recovery.teacher import SharedTeacher
 from . import checkpoints
 from .batches import LatentSamples
 from .cache import LatentDataset
@@ -29,10 +30,10 @@ logger = logging.getLogger(__name__)
 IDENTITY = ("component", "train", "lora_rank", "lora_alpha", "mhla")
 # Another value lets the run go on, but it will not end where an uninterrupted one would.
 TRAJECTORY = (
-    "adam_beta1", "adam_beta2", "adam_epsilon", "condition_dropout", "ema_decay", "ema_inv_gamma", "ema_power",
-    "gradient_accumulation_steps", "learning_rate", "lr_schedule", "max_grad_norm", "max_steps",
-    "mhla_learning_rate", "mixed_precision", "seed", "transfer_learning_rate", "transfer_steps", "warmup_steps",
-    "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "condition_dropout", "distill_learning_rate", "distill_ratio",
+    "distill_steps", "ema_decay", "ema_inv_gamma", "ema_power", "gradient_accumulation_steps", "learning_rate",
+    "lr_schedule", "max_grad_norm", "max_steps", "mhla_learning_rate", "mixed_precision", "seed",
+    "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
 )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def run_inputs(
     dataset: LatentSamples,
     source: Path | None = None,
     model: nn.Module | None = None,
-    teacher: nn.Module | None = None,
+    teacher: nn.Module | SharedTeacher | None = None,
 ) -> dict[str, str]:
     """Fingerprints of what a run is made from, by name; what is not known is left out.
 
@@ -67,8 +68,8 @@ def run_inputs(
         inputs["base weights"] = folder_fingerprint(source / config.component)
     if teacher is not None:
         inputs["teacher"] = model_fingerprint(teacher)
-    elif config.transfer_steps and source is not None:
-        # A run that is past the matching stage goes on without its teacher.
+    elif (config.transfer_steps or config.distill_steps) and source is not None:
+        # A run that is past these stages goes on without its teacher.
         with suppress(OSError, ValueError):
             inputs["teacher"] = folder_fingerprint(
                 find_teacher(source, config.component, config.teacher)[0] / config.component

@@ -15,6 +15,7 @@ from .batches import Batch, DataOrder, TrainingBatch
 from .config import TrainingConfig
 from .objectives import Objective
 from .parameters import mhla_layers, trainable_names
+from .teachers import Teacher
 from .transfer import LayerMatching, record_attention
 
 
@@ -136,6 +137,63 @@ class FineTuning:
 
     def close(self) -> None:
         """There is nothing to let go of."""
+
+
+class Distillation:
+    """The teacher's prediction on the data, alone or weighted against the family's own objective."""
+
+    name = "distill"
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: nn.Module,
+        objective: Objective,
+        make_batch: BatchMaker,
+        get_teacher: Callable[[], Teacher],
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.objective = objective
+        self.make_batch = make_batch
+        self.get_teacher = get_teacher
+        self.teacher: Teacher | None = None
+        self.steps = config.distill_steps
+        self.learning_rate = config.distill_learning_rate or config.learning_rate
+        # The more particular option wins, as in the matching stage.
+        self.mhla_learning_rate = config.distill_learning_rate or config.mhla_learning_rate or config.learning_rate
+        # Fine-tuning makes them later, of the same steps.
+        self.validates = not config.max_steps
+
+    def trainable_names(self) -> list[str]:
+        """What `train` says."""
+        return trainable_names(self.model, self.config.train)
+
+    def module(self) -> nn.Module:
+        """The transformer."""
+        self.teacher = self.get_teacher()
+        return ObjectivePrediction(self.model, self.objective)
+
+    def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
+        """The distance to the teacher's prediction, mixed with the objective's loss."""
+        assert self.teacher is not None
+        objective, share = self.objective, self.config.distill_ratio
+        noisy = objective.add_noise(batch.latents, batch.noise, batch.levels)
+        with torch.no_grad(), accelerator.autocast():
+            target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
+        prediction = module(noisy, ObjectivePrediction.whole_numbers(batch.levels), batch.condition)
+        loss = objective.distillation_losses(prediction, target, noisy, batch).mean()
+        if share < 1:
+            loss = share * loss + (1 - share) * objective.losses_of(prediction, noisy, batch).mean()
+        return loss
+
+    def context(self) -> AbstractContextManager[None]:
+        """What the objective asks for."""
+        return self.objective.fine_tuning(self.model)
+
+    def close(self) -> None:
+        """Lets go of the teacher."""
+        self.teacher = None
 
 
 class Transfer:

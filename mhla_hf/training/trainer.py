@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from ..files import remove_leftovers, write_json
+from ..models.registry import is_mhla_class
+from ..recovery.teacher import SharedTeacher
 from ..source_files import list_files
 from ..sources import find_pipeline
 from . import loading, parameters
@@ -25,8 +27,9 @@ from .metrics import MetricsFile
 from .objectives import Tensors, objective_for
 from .resuming import find_start, run_inputs, run_state
 from .runtime import check_distribution, make_accelerator, open_trackers
-from .stages import FineTuning, Stage, Transfer
+from .stages import Distillation, FineTuning, Stage, Transfer
 from .stopping import StopSignals, TrainingStopped
+from .teachers import Teacher, memory_of, share_weights
 from .validation import make_validator
 
 
@@ -38,6 +41,8 @@ class TrainingResult:
         model: The trained transformer, with the average of its weights under `ema_decay`; LoRA is merged.
         losses: Loss of every step of this run, by stage. A resumed run has those of the earlier one too.
         seconds_per_step: Mean duration of the steps run here, by stage.
+        teacher_memory: Bytes of the weights of the distillation's teacher: `stored` for it alone, and `shared` with
+            the model. Empty without distillation in this run.
         resumed_from: The checkpoint it went on from.
         pipeline: The pipeline directory written.
     """
@@ -45,14 +50,16 @@ class TrainingResult:
     model: nn.Module
     losses: dict[str, list[float]] = field(default_factory=dict)
     seconds_per_step: dict[str, float] = field(default_factory=dict)
+    teacher_memory: dict[str, int] = field(default_factory=dict)
     resumed_from: Path | None = None
     pipeline: Path | None = None
 
 
 class DiffusionTrainer:
-    """Matches a transformer's MHLA layers to the model it was converted from, then fine-tunes it by its objective.
+    """Trains a transformer with MHLA: matches it to the model it was converted from, then fine-tunes it.
 
-    That is flow matching for Wan and SANA, and noise prediction for DiT; see `mhla_hf.training.objectives`.
+    Its MHLA layers are matched one by one, then its whole prediction (distillation). The objective of fine-tuning is
+    flow matching for Wan and SANA, and noise prediction for DiT; see `mhla_hf.training.objectives`.
 
     With files, everything comes from `config.model` and `config.cache`. In a program, models and data can be passed
     in; without `config.output` nothing is written.
@@ -61,7 +68,8 @@ class DiffusionTrainer:
         config: The options.
         model: The transformer to train, in place; None loads it from `config.model`.
         dataset: The samples, see `LatentSamples`; None opens the cache.
-        teacher: The model that layers are matched to, for `transfer_steps`; None loads it.
+        teacher: The model that it was converted from, for `transfer_steps` and `distill_steps`; None loads it. For
+            `distill_steps` alone it can be a `SharedTeacher` of the model.
         null_condition: What a sample without caption or class holds, for `condition_dropout`; None takes the data
             set's attribute of this name, if it has one.
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
@@ -77,7 +85,7 @@ class DiffusionTrainer:
         model: nn.Module | None = None,
         dataset: LatentSamples | None = None,
         *,
-        teacher: nn.Module | None = None,
+        teacher: Teacher | None = None,
         null_condition: Tensors | None = None,
         callback: Callback | None = None,
         accelerator: Accelerator | None = None,
@@ -114,6 +122,8 @@ class DiffusionTrainer:
         self.objective = objective_for(self.model, self.source, config)
         self.objective.check_data(self.model, dataset[0], self.null_condition)
         self.teacher = teacher
+        self.teacher_of_distillation: SharedTeacher | None = None
+        self.teacher_memory: dict[str, int] = {}
         self.inputs: dict[str, str] = {}
         if config.train == "lora" and not hasattr(self.model, "peft_config"):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
@@ -148,6 +158,7 @@ class DiffusionTrainer:
                     loop = StageLoop(run, stage, steps_before, averages=stage is stages[-1])
                     losses, seconds = loop.run(position, result.resumed_from)
                     result.losses[stage.name], result.seconds_per_step[stage.name] = losses, seconds
+                result.teacher_memory = self.teacher_memory
             if signals.received is not None:
                 raise KeyboardInterrupt
             self._finish(result)
@@ -186,6 +197,9 @@ class DiffusionTrainer:
         stages: list[Stage] = []
         if config.transfer_steps:
             stages.append(Transfer(config, self.model, self.objective, batches, self._get_teacher))
+        if config.distill_steps:
+            self._keep_original_weights()
+            stages.append(Distillation(config, self.model, self.objective, batches, self._get_distillation_teacher))
         if config.max_steps:
             stages.append(FineTuning(config, self.model, self.objective, batches))
         return stages
@@ -197,9 +211,57 @@ class DiffusionTrainer:
             low = {"bf16": torch.bfloat16, "fp16": torch.float16}
             dtype = low.get(self.accelerator.mixed_precision, torch.float32)
             self.teacher = loading.load_teacher(self.source, self.config.component, self.config.teacher, dtype)
-        # Handed over: fine-tuning does not need it, and the stage lets go of it.
-        teacher, self.teacher = self.teacher, None
+        if isinstance(self.teacher, SharedTeacher):
+            raise ValueError("teacher must be a model of its own for transfer_steps, not a SharedTeacher")
+        teacher = self.teacher
+        if not self.config.distill_steps:
+            # Handed over: fine-tuning does not need it, and the stage lets go of it.
+            self.teacher = None
         return teacher.to(self.accelerator.device).requires_grad_(False).eval()
+
+    def _keep_original_weights(self) -> None:
+        """Starts the teacher of a model whose weights are still the original ones.
+
+        That is before any stage changes them, and before those of a checkpoint are loaded.
+        """
+        is_fresh = (
+            self.own_model
+            and self.teacher is None
+            and self.config.teacher is None
+            and not self._is_sharded()
+            and self.source is not None
+            and not is_mhla_class(loading.component_config(self.source, self.config.component)["_class_name"])
+        )
+        if is_fresh:
+            self.teacher_of_distillation = SharedTeacher(self.model)
+        elif isinstance(self.teacher, SharedTeacher):
+            self.teacher_of_distillation = self.teacher
+        if self.teacher_of_distillation is not None:
+            self.teacher_of_distillation.keep(parameters.trainable_names(self.model, self.config.train))
+
+    def _get_distillation_teacher(self) -> Teacher:
+        teacher: Teacher | None = self.teacher_of_distillation or self.teacher
+        self.teacher_of_distillation = self.teacher = None
+        if teacher is None:
+            if self.source is None:
+                raise ValueError(
+                    "distill_steps needs teacher: the model before its conversion, or a SharedTeacher of the model "
+                    "made before its weights changed"
+                )
+            teacher = loading.load_teacher(self.source, self.config.component, self.config.teacher)
+            if not self._is_sharded():
+                teacher = share_weights(self.model, teacher)
+            if isinstance(teacher, nn.Module):
+                low = {"bf16": torch.bfloat16, "fp16": torch.float16}
+                teacher = teacher.to(low.get(self.accelerator.mixed_precision, torch.float32))
+        if isinstance(teacher, nn.Module):
+            teacher = teacher.requires_grad_(False).eval()
+        self.teacher_memory = memory_of(teacher)
+        return teacher.to(self.accelerator.device)
+
+    def _is_sharded(self) -> bool:
+        """Whether no process has the whole model."""
+        return self.accelerator.distributed_type == DistributedType.FSDP
 
     def _prepare(self, position: Position | None, signals: StopSignals) -> Run:
         if self.output is not None and self.accelerator.is_main_process:
@@ -242,6 +304,8 @@ class DiffusionTrainer:
                 is_directory = Path(str(config.model)).is_dir()
                 record["source"] = {"location": str(self.source.resolve()) if is_directory else str(config.model)}
                 record["final_losses"] = {name: values[-1] for name, values in result.losses.items() if values}
+                if result.teacher_memory:
+                    record["teacher_memory_bytes"] = result.teacher_memory
                 record["versions"] = package_versions()
                 export_pipeline(self.source, result.pipeline, config.component, model, record)
         self.accelerator.wait_for_everyone()

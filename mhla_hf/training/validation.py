@@ -251,7 +251,8 @@ def make_validator(
     Raises:
         ValueError: If samples are wanted but cannot be made.
     """
-    if not config.validation_prompts or not accelerator.is_main_process or not config.max_steps:
+    makes_samples = config.validation_prompts and (config.max_steps or config.distill_steps)
+    if not makes_samples or not accelerator.is_main_process:
         return None
     if source is None or config.output is None or not isinstance(dataset, LatentDataset):
         raise ValueError("validation_prompts need model, output and cache: a pipeline, its data and where to write")

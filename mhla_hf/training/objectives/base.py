@@ -107,7 +107,7 @@ class Objective(ABC):
             condition: The tensors of `condition_names`, each `[B, ...]`.
         """
 
-    def predict(self, model: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
+    def predict(self, model: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
         """The model's output for noisy latents; arguments as in `model_inputs`."""
         return model(**self.model_inputs(cast(Any, model.config), noisy, levels, condition))[0]
 
@@ -120,6 +120,19 @@ class Objective(ABC):
             noisy: What the model saw.
             batch: What it was made from.
         """
+
+    def distillation_losses(
+        self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Distance of each sample's prediction to the teacher's, `[B]`, fp32: their mean squared error.
+
+        Args:
+            prediction: See `predict`.
+            target: The teacher's, same shape.
+            noisy: What both saw.
+            batch: What it was made from.
+        """
+        return (prediction.float() - target.float()).square().flatten(1).mean(1)
 
     def positions(self, model: nn.Module) -> nn.Module:
         """A module that makes, from noisy latents, what the model's self-attention takes besides hidden states.

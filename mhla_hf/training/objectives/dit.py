@@ -131,6 +131,12 @@ class DiTObjective(Objective):
             prediction, batch.noise, noisy, batch.latents, batch.levels, self.schedule
         )
 
+    def distillation_losses(
+        self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Mean squared error to the teacher's noise, plus the weighted divergence from its learned variances."""
+        return noise_prediction.noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
+
     def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
         """Classes are dropped from the sample's own seed, and not once more in every block."""
         return noise_prediction.own_class_dropping_off(model)

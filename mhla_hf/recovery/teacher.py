@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A teacher that is the student itself, with its original attention and its original weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from .layers import mhla_layers, original_heads
+
+
+_BASE_LAYER = ".base_layer."
+
+
+class SharedTeacher:
+    """What a converted model was before its conversion, computed by the model itself.
+
+    Called like the model, it runs the model without gradients, in evaluation mode, with the original attention in
+    place of MHLA, LoRA switched off, and original values in place of the parameters that were changed since or will
+    be. Only those values are stored besides the model.
+
+    Args:
+        model: The converted model. Its weights may change from now on; those named in `keep` before that are kept.
+        weights: Original values of parameters, by the names that they have in the original model. Only those that
+            differ from the model's are kept.
+
+    Raises:
+        ValueError: If the model has no MHLA layers, or a weight is not one of the model's.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.model = model
+        self.layers = mhla_layers(model)
+        self.weights: dict[str, torch.Tensor] = {}
+        parameters = self._parameters()
+        for name, value in (weights or {}).items():
+            parameter = parameters.get(name)
+            if parameter is None or parameter.shape != value.shape:
+                raise ValueError(f"weights has {name} of shape {tuple(value.shape)}, which the model does not have.")
+            value = value.detach().to(parameter)
+            if not torch.equal(value, parameter):
+                self.weights[name] = value
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.model.config
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the weights that are stored for the teacher alone."""
+        return _bytes(self.weights.values())
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of the weights that teacher and student share."""
+        return _bytes(self._parameters().values()) - self.stored_bytes
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The teacher's weights, by the names that they have in the original model."""
+        for name, parameter in self._parameters().items():
+            yield name, self.weights.get(name, parameter)
+
+    def keep(self, names: Iterable[str] | None = None) -> None:
+        """Stores the present values of parameters that are about to change; those stored already stay as they are.
+
+        Args:
+            names: Names in the model; None for all. Those of MHLA and LoRA have no part in the teacher.
+        """
+        parameters = self._parameters()
+        for name in parameters if names is None else map(_original_name, names):
+            if name in parameters and name not in self.weights:
+                self.weights[name] = parameters[name].detach().clone()
+
+    def to(self, device: torch.device | str) -> SharedTeacher:
+        """Moves the stored weights to the device that the model is on."""
+        self.weights = {name: value.to(device) for name, value in self.weights.items()}
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's output."""
+        with self.active():
+            return functional_call(self.model, self._by_present_names(), args, kwargs)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A context in which the model computes what the teacher does, but for the stored weights."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), _without_adapters(self.model), original_heads(self.model, self.layers):
+                yield
+        finally:
+            self.model.train(was_training)
+
+    def _by_present_names(self) -> dict[str, torch.Tensor]:
+        """The stored weights by their names in the model, which LoRA changes."""
+        there = dict(self.model.named_parameters())
+        names = {_original_name(name): name for name in there}
+        return {names[name]: value for name, value in self.weights.items()}
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters that the original has too, by the names that they have there."""
+        inside = tuple(f"{layer.name}.mhla." for layer in self.layers)
+        return {
+            _original_name(name): parameter
+            for name, parameter in self.model.named_parameters()
+            if not name.startswith(inside) and ".lora_" not in name
+        }
+
+
+def _original_name(name: str) -> str:
+    return name.replace(_BASE_LAYER, ".")
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Switches the adapters of a model off, if it has any."""
+    if not getattr(model, "peft_config", None):
+        yield
+        return
+    # Switching them changes which of them take gradients.
+    takes_gradients = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    model.disable_adapters()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.enable_adapters()  # type: ignore[operator]
+        for parameter, takes in takes_gradients.items():
+            parameter.requires_grad_(takes)
