@@ -289,13 +289,15 @@ def test_wrong_options_are_named(changes, message):
 
 class TestFiles:
     @pytest.fixture(scope="class")
-    def softmax(self, tmp_path_factory):
+    @staticmethod
+    def softmax(tmp_path_factory):
         directory = tmp_path_factory.mktemp("files") / "softmax"
         tiny.wan_pipeline(num_layers=2).save_pretrained(directory)
         return directory
 
     @pytest.fixture(scope="class")
-    def changed(self, softmax):
+    @staticmethod
+    def changed(softmax):
         """A converted pipeline whose output projections are not the original's, as after a calibration."""
         converted = softmax.parent / "converted"
         convert_pretrained(softmax, converted, {"blocks": (1, 2, 2)}, progress=False)
