@@ -30,6 +30,7 @@ _PUBLIC_NAMES = {
     "MHLASanaTransformer2DModel": "models.sana",
     "MHLASanaVideoTransformer3DModel": "models.sana_video",
     "MHLAWanTransformer3DModel": "models.wan",
+    "calibrate": "recovery.calibration",
     "convert": "pipelines",
     "convert_pretrained": "conversion",
     "from_preset": "presets",

@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: what is linear in a converted model is fitted to the original in closed form, without training.
+
+Every layer gets the inputs that it has in the original model. The probe runs once for the layers' own parameters
+(the temperatures of hedgehog feature maps on its first samples before), and once more for the output projections,
+which have to know them. Nothing is written before all layers are solved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..conversion.options import parse_size
+from .fits import Changes, HeadsFit, LayerCall, ProjectionFit, TemperatureFit, as_matrix, replaced
+from .layers import AttentionLayer, Batch, find_projections, mhla_layers, original_heads, run
+
+
+Progress = Callable[[int, int], None]
+"""Called with the number of batches that were run and of all."""
+
+DEFAULT_MEMORY_LIMIT = "4GB"
+# One sample in so many is held out.
+_HELD_OUT = 4
+# Temperatures are few numbers: so many samples are enough for them.
+_TEMPERATURE_SAMPLES = 16
+# Relative errors below this are rounding.
+_NEGLIGIBLE = 1e-7
+
+
+@dataclass
+class LayerCalibration:
+    """What calibration did to one layer.
+
+    Attributes:
+        name: The attention module.
+        error_before: Squared error of the layer's output on held-out samples, relative to the variance of the
+            original's; with the weights as they were.
+        error_after: The same with the weights as they are written.
+        changed: What was changed: `"temperature"`, `"gains"`, `"lepe"`, `"projection"`.
+        temperatures: Mean factor on the feature map's weights of each key/value head; `None` where it was not changed.
+        gains: Mean gains of MHLA and of the window; `None` where they were not changed.
+        heads_ridge: Strength of the ridge that the convolution and the gains were fitted with; `None` where they were
+            not changed.
+        projection_ridge: Strength of the ridge that the projection was fitted with.
+        tokens: Tokens that were fitted.
+        held_out_tokens: Tokens that the errors were measured on.
+        note: Why the layer was left alone, where it was.
+    """
+
+    name: str
+    error_before: float = 0.0
+    error_after: float = 0.0
+    changed: list[str] = field(default_factory=list)
+    temperatures: list[float] | None = None
+    gains: list[float] | None = None
+    heads_ridge: float | None = None
+    projection_ridge: float | None = None
+    tokens: int = 0
+    held_out_tokens: int = 0
+    note: str = ""
+
+
+@dataclass
+class CalibrationReport:
+    """What calibration did; `conversion.json` holds the same.
+
+    Attributes:
+        layers: What was done to each MHLA layer; names in pipelines begin with that of the component.
+        batches: Batches of the probe.
+        seconds: Time it took.
+        probe: What the probe was made from.
+    """
+
+    layers: list[LayerCalibration] = field(default_factory=list)
+    batches: int = 0
+    seconds: float = 0.0
+    probe: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def error_before(self) -> float:
+        """Mean over the layers."""
+        return sum(layer.error_before for layer in self.layers) / max(1, len(self.layers))
+
+    @property
+    def error_after(self) -> float:
+        """Mean over the layers."""
+        return sum(layer.error_after for layer in self.layers) / max(1, len(self.layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON types."""
+        return {**asdict(self), "seconds": round(self.seconds, 2)}
+
+
+def calibrate(
+    model_or_pipeline: Any,
+    batches: Iterable[Batch] | Mapping[str, Iterable[Batch]] | None = None,
+    *,
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    progress: Progress | None = None,
+) -> CalibrationReport:
+    """Fits what is linear in a converted model to its original in closed form, in place and without training.
+
+    The projections of a freshly converted model are those of its original, so the model itself tells what its softmax
+    attention would put out. For each layer, from sums over a small probe: the temperature of a hedgehog feature map,
+    the convolution of the values (`lepe_kernel`) and the gains of a window where there are such, and the output
+    projection, by ridge regression towards what it is. A quarter of the samples is held out; strengths are chosen by
+    the error on them, and a layer whose error on them does not fall is left as it is.
+
+    Args:
+        model_or_pipeline: A converted model of transformers or diffusers, or a pipeline with one. It must not have
+            been trained: the projections are those of the original.
+        batches: The probe: keyword arguments of the model's `forward`, such as tokenised texts or images, of two
+            samples at least; some dozens are better. Of a pipeline with several MHLA models a dict of such by
+            component.
+        memory_limit: Memory for the sums, as a number of bytes or text such as `"4GB"`. Layers whose sums do not fit
+            together are handled one group after the other, each with its own passes over the probe; a layer by itself
+            takes what it needs.
+        progress: Called with the number of batches that were run and of all.
+
+    Returns:
+        What was done to each layer, and its error before and after.
+
+    Raises:
+        ValueError: If there is no MHLA layer or no batch, weights are offloaded or quantised, or activations are not
+            finite. The model is unchanged then, and when it is interrupted.
+
+    Example:
+        >>> report = calibrate(model, [tokenizer(texts, return_tensors="pt", padding=True)])  # doctest: +SKIP
+        >>> report.error_before, report.error_after  # doctest: +SKIP
+    """
+    options: dict[str, Any] = {"memory_limit": memory_limit, "progress": progress}
+    if isinstance(model_or_pipeline, nn.Module):
+        if batches is None:
+            raise ValueError("batches must be given: dicts of keyword arguments of the model's forward.")
+        if isinstance(batches, Mapping):
+            raise ValueError("batches must be a list of dicts; a dict is for pipelines, by component.")
+        return calibrate_model(model_or_pipeline, batches, **options)
+    raise ValueError(f"model_or_pipeline must be a model or a pipeline, got {type(model_or_pipeline).__name__}.")
+
+
+def calibrate_model(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    progress: Progress | None = None,
+) -> CalibrationReport:
+    """Calibrates one model in place; see [`calibrate`][mhla_hf.calibrate].
+
+    Args:
+        model: A converted model with all weights of its original.
+        batches: The probe.
+        memory_limit: As there.
+        progress: As there.
+
+    Raises:
+        ValueError: As there.
+    """
+    started = time.monotonic()
+    batches = _check_batches(batches)
+    limit = parse_size(memory_limit, "memory_limit")
+    assert limit is not None
+    layers = mhla_layers(model)
+    _check_weights(layers)
+    report, changes = CalibrationReport(batches=len(batches)), {}
+    with _evaluating(model):
+        layers = find_projections(model, layers, on_device(batches[0], model))
+        _check_weights(layers)
+        groups = _groups(layers, limit)
+        probe = _Probe(model, layers, batches, progress, len(groups))
+        for group in groups:
+            for solved, new in _calibrate_group(probe, group):
+                report.layers.append(solved)
+                changes.update(new)
+    _write(changes)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+class _Fit(Protocol):
+    def observe(self, call: LayerCall) -> None: ...
+
+
+@dataclass
+class _OutputError:
+    """Squared held-out error of a layer's output with its projection as it is."""
+
+    layer: AttentionLayer
+    total: float = 0.0
+
+    def observe(self, call: LayerCall) -> None:
+        error = call.rows((call.heads.float() - call.output.float()).flatten(2), True)
+        if self.layer.projection is not None:
+            error = error @ as_matrix(self.layer.projection).to(error).T
+        self.total += float(error.square().sum(dtype=torch.float64 if error.device.type != "mps" else None))
+
+
+@dataclass
+class _Probe:
+    """The batches, run through the model with its original attention."""
+
+    model: nn.Module
+    layers: Sequence[AttentionLayer]
+    batches: Sequence[Batch]
+    progress: Progress | None
+    groups: int
+    done: int = 0
+    current: int = 0
+
+    @torch.no_grad()
+    def show(self, fits: Mapping[str, Sequence[_Fit]], most_samples: int | None = None) -> None:
+        """Shows every fit the calls of its layer, of all batches or of so many samples at least."""
+        seen = dict.fromkeys(fits, 0)
+
+        def observe(
+            layer: AttentionLayer,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            output: torch.Tensor,
+            heads: torch.Tensor,
+        ) -> None:
+            if layer.name not in fits:
+                return
+            for tensor, which in ((heads, "its original attention"), (output, "MHLA")):
+                if not torch.isfinite(tensor).all():
+                    raise ValueError(
+                        f"layer {layer.name}: {which} gives numbers that are not finite for batch {self.current} of "
+                        "the probe. The model is unchanged; check that batch, or calibrate in float32."
+                    )
+            samples = torch.arange(seen[layer.name], seen[layer.name] + len(output), device=output.device)
+            seen[layer.name] += len(output)
+            call = LayerCall(args, kwargs, output, heads, samples % _HELD_OUT == 1)
+            for fit in fits[layer.name]:
+                fit.observe(call)
+
+        for index, batch in enumerate(self.batches):
+            self.current = index
+            with original_heads(self.model, self.layers, observe):
+                run(self.model, on_device(batch, self.model))
+            if most_samples is None:
+                self._advance()
+            elif seen and min(seen.values()) >= most_samples:
+                break
+
+    def _advance(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, 2 * self.groups * len(self.batches))
+
+    def skip(self) -> None:
+        """Leaves a pass out."""
+        for _ in self.batches:
+            self._advance()
+
+
+def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator[tuple[LayerCalibration, Changes]]:
+    """Solves some layers; the model is as it was afterwards."""
+    own: dict[str, Changes] = {layer.name: {} for layer in group}
+    reports = {layer.name: LayerCalibration(layer.name) for layer in group}
+    before = {layer.name: _OutputError(layer) for layer in group}
+    with ExitStack() as stack:
+        temperatures = {layer.name: TemperatureFit(layer) for layer in group if TemperatureFit.applies(layer)}
+        if temperatures:
+            probe.show({name: [fit] for name, fit in temperatures.items()}, _TEMPERATURE_SAMPLES)
+        warmed = {name: fit.solve() for name, fit in temperatures.items()}
+        # The best temperature of MHLA by itself need not be that of MHLA with what is added to it: both are fitted.
+        heads: dict[str, list[tuple[HeadsFit, Changes]]] = {
+            layer.name: [(HeadsFit(layer), {})] for layer in group if HeadsFit.applies(layer)
+        }
+        for layer in group:
+            if layer.name in heads and warmed.get(layer.name):
+                heads[layer.name].append((HeadsFit(layer), warmed[layer.name]))
+        if warmed or heads:
+            probe.show(
+                {
+                    layer.name: [before[layer.name], *(_With(*pair) for pair in heads.get(layer.name, []))]
+                    for layer in group
+                    if layer.name in warmed or layer.name in heads
+                }
+            )
+        else:
+            probe.skip()
+        for layer in group:
+            name, report = layer.name, reports[layer.name]
+            own[name] = warmed.get(name, {})
+            if name in heads:
+                solved = [(fit.solve(), changes) for fit, changes in heads.pop(name)]
+                best, changes = min(solved, key=lambda pair: pair[0].error)
+                report.heads_ridge, own[name] = best.strength, {**changes, **best.changes}
+        for name in own:
+            stack.enter_context(replaced(own[name]))
+        projections = {layer.name: ProjectionFit(layer) for layer in group}
+        probe.show({name: [fit] for name, fit in projections.items()})
+    for layer in group:
+        yield _solved(layer, reports[layer.name], own[layer.name], projections[layer.name], before[layer.name])
+
+
+@dataclass
+class _With:
+    """A fit that sees the layer with other parameters."""
+
+    fit: _Fit
+    changes: Changes
+
+    def observe(self, call: LayerCall) -> None:
+        with replaced(self.changes):
+            self.fit.observe(call)
+
+
+def _solved(
+    layer: AttentionLayer, report: LayerCalibration, own: Changes, fit: ProjectionFit, before: _OutputError
+) -> tuple[LayerCalibration, Changes]:
+    """What to write of a layer: nothing where that would not lower the held-out error."""
+    report.tokens, report.held_out_tokens = fit.counts
+    if not report.tokens:
+        report.note = "the probe does not reach it"
+        return report, {}
+    if not report.held_out_tokens:
+        raise ValueError(
+            "batches must hold at least 2 samples, one to fit and one to measure the error; the more, the better."
+        )
+    solution = fit.solve()
+    scale = max(solution.scale, torch.finfo(torch.float32).tiny)
+    report.error_before = (before.total if own else solution.errors[None]) / scale
+    report.error_after = solution.errors[solution.strength] / scale
+    changes = {**own, **solution.changes}
+    report.projection_ridge = solution.strength
+    if report.error_before <= _NEGLIGIBLE:
+        report.note = "computes what the original does already"
+    elif report.error_after >= report.error_before:
+        report.note = "left alone: the held-out error does not fall"
+    else:
+        _describe(layer, report, changes)
+        return report, changes
+    report.error_after = report.error_before
+    report.heads_ridge = report.projection_ridge = None
+    return report, {}
+
+
+def _describe(layer: AttentionLayer, report: LayerCalibration, changes: Changes) -> None:
+    gain, map_of_keys = layer.mhla.window_gain, layer.mhla.feature_map_key
+    if map_of_keys is not None and map_of_keys.weight in changes:
+        factors = changes[map_of_keys.weight].flatten(1).norm(dim=1) / map_of_keys.weight.flatten(1).norm(dim=1)
+        report.temperatures = [round(float(factor), 2) for factor in factors]
+    named = {
+        "temperature": report.temperatures is not None,
+        "gains": gain is not None and gain in changes,
+        "lepe": layer.mhla.lepe is not None and layer.mhla.lepe.weight in changes,
+        "projection": report.projection_ridge is not None,
+    }
+    report.changed = [name for name, is_changed in named.items() if is_changed]
+    if gain is not None and gain in changes:
+        report.gains = [round(float(row.float().mean()), 4) for row in changes[gain]]
+
+
+def _groups(layers: Sequence[AttentionLayer], limit: int) -> list[list[AttentionLayer]]:
+    """Layers whose sums fit into memory together."""
+    groups: list[list[AttentionLayer]] = [[]]
+    used = 0
+    for layer in layers:
+        needed = ProjectionFit.nbytes(layer)
+        if HeadsFit.applies(layer):
+            needed = max(needed, HeadsFit.nbytes(layer) * (2 if TemperatureFit.applies(layer) else 1))
+        if groups[-1] and used + needed > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(layer)
+        used += needed
+    return groups
+
+
+def _check_batches(batches: Iterable[Batch]) -> list[Batch]:
+    batches = list(batches)
+    wrong = next((batch for batch in batches if not isinstance(batch, Mapping)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"batches must be dicts of keyword arguments of the model's forward, got {type(wrong).__name__}."
+        )
+    if not batches:
+        raise ValueError("batches is empty: calibration needs a few samples to run.")
+    return batches
+
+
+def _check_weights(layers: Sequence[AttentionLayer]) -> None:
+    """Refuses weights that cannot be read or written."""
+    for layer in layers:
+        modules = {f"{layer.name}.mhla": layer.mhla}
+        if layer.projection is not None:
+            modules[layer.projection_name] = layer.projection
+            if layer.projection_name.endswith(".base_layer"):
+                raise ValueError(
+                    f"{layer.projection_name.removesuffix('.base_layer')} has an adapter: merge it into the weights "
+                    "before calibration, or take it off."
+                )
+        for name, module in modules.items():
+            for key, parameter in module.named_parameters():
+                if parameter.is_meta:
+                    raise ValueError(
+                        f"{name}.{key} is offloaded: load the model whole onto its devices to calibrate it."
+                    )
+                plain = type(parameter.data) is torch.Tensor
+                if not plain or not parameter.is_floating_point() or parameter.element_size() < 2:
+                    raise ValueError(
+                        f"{name}.{key} is quantised or sharded: calibrate the model in full or half precision, then "
+                        "quantise it."
+                    )
+
+
+def on_device(value: Any, model: nn.Module) -> Any:
+    """Tensors in nested dicts and sequences, on the device of a model's first parameter."""
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    return _moved(value, device or torch.device("cpu"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(entry, device) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(entry, device) for entry in value)
+    return value
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A context without dropout."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@torch.no_grad()
+def _write(changes: Changes) -> None:
+    """Writes all parameters, or none where something stops it."""
+    before = {parameter: parameter.clone() for parameter in changes}
+    try:
+        for parameter, value in changes.items():
+            parameter.copy_(value)
+    except BaseException:
+        for parameter, value in before.items():
+            parameter.copy_(value)
+        raise

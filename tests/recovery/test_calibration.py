@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: the streamed fit is the dense one, errors never rise, and failures leave the model as it was."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import mhla_hf
+from mhla_hf.recovery import calibration
+from mhla_hf.recovery.fits import as_matrix
+from mhla_hf.recovery.layers import find_projections, mhla_layers, original_heads, run
+from mhla_hf.recovery.statistics import Moments, solve_ridge
+from tests.recovery.test_original_attention import DIFFUSERS
+from tests.transformers.mhla_models import default_options
+from tests.transformers.tiny_models import inputs, softmax_model
+
+
+def converted(name: str, **options):
+    """A converted model and how to make a batch of it."""
+    if name in DIFFUSERS:
+        case = DIFFUSERS[name]()
+        model, defaults = case.make(case.upstream), dict(case.options)
+        example = {**case.inputs(case.upstream_size), "return_dict": False}
+    else:
+        model, defaults, example = softmax_model(name), default_options(name), inputs(name)
+    return mhla_hf.convert(model, {**defaults, "feature_map": "elu", **options}).eval(), example
+
+
+def probe(example, count=4, seed=0):
+    """Batches like an example, of other numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def other(name, value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_floating_point():
+            return torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.dtype)
+        if name == "input_ids":
+            return torch.randint(1, int(value.max()) + 1, value.shape, generator=generator)
+        return value
+
+    return [{name: other(name, value) for name, value in example.items()} for _ in range(count)]
+
+
+def output_errors(model, batches):
+    """Relative error of each layer's output, from the activations themselves."""
+    layers = find_projections(model, mhla_layers(model), batches[0])
+    kept = {layer.name: [] for layer in layers}
+
+    def observe(layer, args, kwargs, output, heads):
+        valid = kwargs["sequence"].valid if kwargs.get("sequence") is not None else None
+        valid = torch.ones(output.shape[:2], dtype=torch.bool) if valid is None else valid
+        kept[layer.name].append((output.flatten(2)[valid].double(), heads.flatten(2)[valid].double()))
+
+    with torch.no_grad(), original_heads(model, layers, observe):
+        for batch in batches:
+            run(model, batch)
+    return layers, {name: [torch.cat(part) for part in zip(*pairs)] for name, pairs in kept.items()}
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_state(model, before):
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_moments_equal_sums_over_all_rows(centred):
+    torch.manual_seed(0)
+    rows = torch.randn(3, 500, 6) + 100
+    moments = Moments(3, 6)
+    for part in rows.split(130, dim=1):
+        moments.add(part[:2])
+        moments.add(part[2:], first=2)
+    wide = rows.double()
+    shift = wide.mean(1, keepdim=True) if centred else 0.0
+    expected = (wide - shift).mT @ (wide - shift)
+    assert moments.count == 500
+    torch.testing.assert_close(moments.mean, wide.mean(1))
+    torch.testing.assert_close(moments.products(centred), expected, rtol=1e-5, atol=1e-3)
+    coefficients, intercept = torch.randn(3, 2, 6, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    errors = (wide @ coefficients.mT + intercept[:, None]).square().sum(1)
+    torch.testing.assert_close(moments.squared_sums(coefficients, intercept), errors, rtol=1e-5, atol=1e-3)
+
+
+def test_ridge_of_columns_that_are_zero():
+    products = torch.zeros(1, 3, 3, dtype=torch.float64)
+    assert torch.equal(solve_ridge(products, torch.zeros(1, 3, 2, dtype=torch.float64), 0.1), torch.zeros(1, 3, 2))
+
+
+@pytest.mark.parametrize("name", ["wan", "llama", "gpt2", "bert", "vit"])
+def test_projection_equals_a_dense_solution(name):
+    """The ridge solved over all rows at once, by `lstsq` in float64, with the penalty as rows of their own."""
+    model, example = converted(name)
+    model = model.double() if name == "gpt2" else model
+    batches = probe(example)
+    layers, rows = output_errors(model, batches)
+    before = {layer.name: as_matrix(layer.projection).clone() for layer in layers}
+    report = mhla_hf.calibrate(model, batches)
+    checked = 0
+    for layer, entry in zip(layers, report.layers, strict=True):
+        if entry.projection_ridge is None:
+            continue
+        checked += 1
+        output, heads = rows[layer.name]
+        # Every fourth sample is held out, counted through the batches.
+        samples = torch.arange(len(batches) * batches_size(example))
+        lengths = token_counts(example).repeat(len(batches))
+        held = (samples % 4 == 1).repeat_interleave(lengths)
+        held_rows, fitted_rows = output[held], output[~held]
+        assert (entry.tokens, entry.held_out_tokens) == (len(fitted_rows), len(held_rows))
+        old = before[layer.name].detach().double()
+        bias = layer.projection.bias is not None
+        error = (heads - output)[~held] @ old.T
+        centre = fitted_rows.mean(0) if bias else 0.0
+        inner, target = fitted_rows - centre, error - (error.mean(0) if bias else 0.0)
+        strength = entry.projection_ridge * inner.square().sum(0).mean()
+        penalty = strength.sqrt() * torch.eye(inner.shape[1], dtype=torch.float64)
+        change = torch.linalg.lstsq(
+            torch.cat([inner, penalty]), torch.cat([target, target.new_zeros(inner.shape[1], target.shape[1])])
+        ).solution.T
+        new = as_matrix(layer.projection).detach().double()
+        torch.testing.assert_close(new, old + change, rtol=2e-3, atol=2e-4)
+        left = (heads - output)[held] @ old.T - held_rows @ (new - old).T
+        if bias:
+            left = left - (error.mean(0) - fitted_rows.mean(0) @ (new - old).T)
+        scale = (heads[held] @ old.T - (heads[held] @ old.T).mean(0)).square().sum()
+        assert entry.error_after == pytest.approx(float(left.square().sum() / scale), rel=1e-2)
+        original = ((heads - output)[held] @ old.T).square().sum() / scale
+        assert entry.error_before == pytest.approx(float(original), rel=1e-3)
+    assert checked
+
+
+def batches_size(example):
+    return next(value.shape[0] for value in example.values() if isinstance(value, torch.Tensor))
+
+
+def token_counts(example):
+    """Tokens of each sample that are no padding."""
+    mask = example.get("attention_mask")
+    if mask is not None:
+        return mask.sum(1)
+    if "input_ids" in example:
+        return torch.full((len(example["input_ids"]),), example["input_ids"].shape[1])
+    if "pixel_values" in example:
+        return torch.full((len(example["pixel_values"]),), 17)
+    frames, height, width = example["hidden_states"].shape[2:]
+    return torch.full((len(example["hidden_states"]),), frames * height * width // 4)
+
+
+def dense_heads(model, batches):
+    """Columns of every channel for the convolution and the gains, from the activations themselves."""
+    (layer,) = mhla_layers(model)
+    columns = []
+
+    def observe(layer, args, kwargs, output, heads):
+        parts = layer.mhla.attention_parts(*args, **kwargs)
+        identity = copy.deepcopy(layer.mhla.lepe)
+        near = []
+        for place in range(identity.weight[0].numel()):
+            with torch.no_grad():
+                identity.weight.zero_().view(len(identity.weight), -1)[:, place] = 1
+                identity.bias.zero_()
+            image = args[2].flatten(2).transpose(1, 2).unflatten(2, kwargs["grid"])
+            near.append(identity(image).flatten(2).transpose(1, 2))
+        outer = [parts.attended] if parts.window is None else [parts.attended, parts.window]
+        columns.append(torch.stack([*(x.flatten(2) for x in outer), *near, heads.flatten(2)], -1).double())
+
+    with torch.no_grad(), original_heads(model, [layer], observe):
+        for batch in batches:
+            run(model, batch)
+    return layer, torch.cat(columns)
+
+
+@pytest.mark.parametrize("gains", [None, "per_channel", "per_head"])
+def test_convolution_and_gains_equal_a_dense_solution(gains):
+    window = {} if gains is None else {"window": "block", "window_size": [3, 1, 2], "window_gains": gains}
+    model, example = converted("wan", layers=[1], lepe_kernel=3, **window)
+    batches = probe(example, 8)
+    layer, columns = dense_heads(model, batches)
+    held = torch.arange(len(columns)) % 4 == 1
+    report = mhla_hf.calibrate(model, batches)
+    (entry,) = report.layers
+    assert {"lepe"} | ({"gains"} if gains else set()) <= set(entry.changed)
+    rows = columns[~held].flatten(0, 1).transpose(0, 1)
+    rows = rows - rows.mean(1, keepdim=True)
+    first = 1 if gains is None else 2
+    target = rows[..., -1] - rows[..., 0]
+    heads, channels = layer.mhla.num_heads, layer.mhla.num_heads * layer.mhla.value_head_dim
+    width = layer.mhla.value_head_dim if gains == "per_head" else 1
+    near = rows[..., first:-1]
+    scale = near.square().sum(1).mean(-1) * entry.heads_ridge
+    places = near.shape[-1]
+    found = layer.mhla.lepe.weight.detach().reshape(channels, -1)
+    for start in range(0, channels, width):
+        # The channels that share gains, side by side, with the penalties as rows of their own.
+        group = range(start, start + width)
+        blocks, targets = [], []
+        shared = 0 if gains is None else 2
+        for place, channel in enumerate(group):
+            wide = rows.new_zeros(rows.shape[1] + places, shared + width * places)
+            own = slice(shared + place * places, shared + (place + 1) * places)
+            wide[: rows.shape[1], :shared] = rows[channel, :, :shared]
+            wide[: rows.shape[1], own] = near[channel]
+            wide[rows.shape[1] :, own] = scale[channel].sqrt() * torch.eye(places, dtype=torch.float64)
+            blocks.append(wide)
+            targets += [target[channel], target.new_zeros(places)]
+        if shared:
+            strength = sum(rows[channel, :, :2].square().sum(0) for channel in group) * entry.heads_ridge
+            wide = rows.new_zeros(2, shared + width * places)
+            wide[:, :2] = torch.diag(strength.sqrt())
+            blocks.append(wide)
+            targets.append(target.new_zeros(2))
+        solution = torch.linalg.lstsq(torch.cat(blocks), torch.cat(targets)).solution
+        expected = solution[shared:].reshape(width, places)
+        torch.testing.assert_close(found[start : start + width].double(), expected, rtol=5e-3, atol=2e-4)
+        if shared:
+            gain = layer.mhla.window_gain.detach().expand(2, heads, layer.mhla.value_head_dim).reshape(2, -1)
+            expected = solution[:2] + torch.tensor([1.0, 0.0], dtype=torch.float64)
+            torch.testing.assert_close(gain[:, start].double(), expected, rtol=5e-3, atol=2e-4)
+
+
+SETTINGS = {
+    "wan": {"lepe_kernel": 3, "feature_map": "hedgehog", "rope": "before_feature_map"},
+    "dit": {"lepe_kernel": 3},
+    "pixart": {},
+    "sana": {"layers": [1]},
+    "llama": {"feature_map": "hedgehog"},
+    "qwen3": {"window": "adjacent"},
+    "gpt2": {},
+    "bert": {"window": "block", "window_size": 3},
+    "modernbert": {},
+    "vit": {"lepe_kernel": 3, "window": "block", "window_size": [2, 2]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_held_out_error_never_rises(name, dtype):
+    model, example = converted(name, **SETTINGS[name])
+    model = model.to(dtype)
+    batches = [
+        {key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+         for key, value in batch.items()}
+        for batch in probe(example, 6)
+    ]  # fmt: skip
+    before = state(model)
+    report = mhla_hf.calibrate(model, batches)
+    assert [layer.name for layer in report.layers] == [layer.name for layer in mhla_layers(model)]
+    assert any(layer.changed for layer in report.layers)
+    for layer in report.layers:
+        assert layer.error_after < layer.error_before if layer.changed else layer.note
+    names = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert names and all(tensor.dtype == before[name].dtype for name, tensor in model.state_dict().items())
+    own = tuple(f"{layer.name}." for layer in mhla_layers(model)) if "bert" not in name else ("",)
+    assert all(changed.startswith(own) for changed in names), names
+    layers, rows = output_errors(model, batches)
+    assert all(torch.isfinite(output).all() for output, _ in rows.values())
+    json.dumps(report.to_dict())
+
+
+def test_a_layer_that_gets_no_better_is_left_alone(monkeypatch):
+    """With a probe of one sample to fit and one to measure, unlike each other, nothing is learnt."""
+    model, example = converted("bert")
+    torch.manual_seed(0)
+    batches = probe({name: value[:1] for name, value in example.items()}, 2)
+    batches[1]["input_ids"] = batches[1]["input_ids"].flip(1)
+    before = state(model)
+    monkeypatch.setattr("mhla_hf.recovery.fits.PROJECTION_STRENGTHS", (1e-9,))
+    report = mhla_hf.calibrate(model, batches)
+    left = [layer for layer in report.layers if not layer.changed]
+    assert left and all(layer.note == "left alone: the held-out error does not fall" for layer in left)
+    assert all(layer.error_after == layer.error_before for layer in left)
+    kept = {layer.name: layer for layer in find_projections(model, mhla_layers(model), batches[0])}
+    for layer in left:
+        for name in kept[layer.name].parameters():
+            assert torch.equal(model.state_dict()[name], before[name])
+
+
+def test_sana_that_starts_as_upstream_has_nothing_to_do():
+    case = DIFFUSERS["sana"]()
+    model = mhla_hf.convert(case.make(case.upstream), {"blocks": [2, 2], "mixing_init": "uniform"}).eval()
+    before = state(model)
+    report = mhla_hf.calibrate(model, probe({**case.inputs(0), "return_dict": False}))
+    assert {layer.note for layer in report.layers} == {"computes what the original does already"}
+    assert_same_state(model, before)
+
+
+def test_groups_of_layers_give_the_same():
+    model, example = converted("wan", lepe_kernel=3)
+    other, batches, seen = copy.deepcopy(model), probe(example), []
+    together = mhla_hf.calibrate(model, batches)
+    apart = mhla_hf.calibrate(other, batches, memory_limit=1, progress=lambda *count: seen.append(count))
+    assert together.layers == apart.layers
+    assert_same_state(other, state(model))
+    count = 2 * len(together.layers) * len(batches)
+    assert seen == [(done, count) for done in range(1, count + 1)]
+
+
+def test_dispatched_models():
+    from accelerate import dispatch_model
+    from accelerate.hooks import remove_hook_from_submodules
+
+    model, example = converted("llama", feature_map="hedgehog")
+    other, batches = copy.deepcopy(model), probe(example)
+    device_map = {name: "cpu" for name, _ in other.named_children()}
+    dispatch_model(other, device_map, main_device="cpu", force_hooks=True)
+    assert mhla_hf.calibrate(other, batches).layers == mhla_hf.calibrate(model, batches).layers
+    remove_hook_from_submodules(other)
+    assert_same_state(other, state(model))
+
+
+def test_training_mode_comes_back():
+    model, example = converted("bert")
+    model.train()
+    model.bert.encoder.layer[0].eval()
+    mhla_hf.calibrate(model, probe(example))
+    assert model.training and not model.bert.encoder.layer[0].training and model.encoder.layer[1].training
+
+
+class Stopped(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", [1, 5, 8])
+def test_interrupted(moment):
+    model, example = converted("wan", lepe_kernel=3, feature_map="hedgehog")
+    before = state(model)
+
+    def stop(done, count):
+        assert count == 8
+        if done == moment:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        mhla_hf.calibrate(model, probe(example), progress=stop)
+    assert_same_state(model, before)
+
+
+def test_interrupted_while_it_writes(monkeypatch):
+    model, example = converted("llama")
+    before, written = state(model), []
+    copy_ = torch.Tensor.copy_
+
+    def stop(tensor, *args, **kwargs):
+        if isinstance(tensor, torch.nn.Parameter):
+            written.append(tensor)
+            if len(written) == 2:
+                raise KeyboardInterrupt
+        return copy_(tensor, *args, **kwargs)
+
+    batches = probe(example)
+    monkeypatch.setattr(torch.Tensor, "copy_", stop)
+    with pytest.raises(KeyboardInterrupt):
+        mhla_hf.calibrate(model, batches)
+    assert_same_state(model, before)
+
+
+def test_numbers_that_are_not_finite():
+    model, example = converted("wan", lepe_kernel=3)
+    before, batches = state(model), probe(example)
+    batches[2]["hidden_states"][0, 0, 0, 0, 0] = float("nan")
+    message = r"^layer blocks\.0\.attn1: its original attention gives numbers that are not finite for batch 2 of the "
+    with pytest.raises(ValueError, match=message):
+        mhla_hf.calibrate(model, batches)
+    assert_same_state(model, before)
+
+
+def test_mistakes():
+    model, example = converted("llama")
+    for batches, message in (
+        (None, "batches must be given"),
+        ([], "batches is empty"),
+        ({}, "batches must be a list"),
+        ([torch.zeros(2)], "must be dicts of keyword arguments of the model's forward, got Tensor"),
+        ([{name: value[:1] for name, value in example.items()}], "at least 2 samples"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mhla_hf.calibrate(model, batches)
+    with pytest.raises(ValueError, match="has no MHLA layers: convert it first"):
+        mhla_hf.calibrate(softmax_model("llama"), probe(example))
+    with pytest.raises(ValueError, match="must be a model or a pipeline, got str"):
+        mhla_hf.calibrate("llama", probe(example))
+    with pytest.raises(ValueError, match="memory_limit='much' must be a size"):
+        mhla_hf.calibrate(model, probe(example), memory_limit="much")
+
+
+def test_weights_that_cannot_be_written():
+    model, example = converted("llama")
+    attention = model.model.layers[1].self_attn
+    weight = attention.o_proj.weight
+    attention.o_proj.weight = torch.nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
+    layers = [calibration.AttentionLayer("layers.1", attention, attention.mhla, "layers.1.o_proj", attention.o_proj)]
+    with pytest.raises(ValueError, match=r"^layers\.1\.o_proj\.weight is quantised or sharded"):
+        calibration._check_weights(layers)
+    attention.mhla.to("meta")
+    with pytest.raises(ValueError, match=r"self_attn\.mhla\.mixing is offloaded: load the model whole"):
+        mhla_hf.calibrate(model, probe(example))
+
+
+def test_adapters_are_refused():
+    from peft import LoraConfig, get_peft_model
+
+    model, example = converted("llama")
+    model = get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
+    with pytest.raises(ValueError, match=r"o_proj has an adapter: merge it into the weights"):
+        mhla_hf.calibrate(model, probe(example))
