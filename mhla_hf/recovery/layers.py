@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D width of the model, H heads, V value width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +173,7 @@ def find_projections(model: nn.Module, layers: Sequence[AttentionLayer], batch: 
         for name, module in model.named_modules():
             if _is_linear(module) and not name.startswith(inside):
                 hooks.callback(module.register_forward_pre_hook(projecting(name)).remove)
-        run(model, batch)
+        run(trunk_for(model, batch), batch)
     modules = dict(model.named_modules())
     return [
         AttentionLayer(layer.name, layer.attention, layer.mhla, found[layer.name], modules[found[layer.name]])
@@ -198,7 +198,7 @@ def original_heads(
     Args:
         model: The model; its class says whether its original attention is softmax.
         layers: All its MHLA layers.
-        observer: Called for every call of an `mhla` module.
+        observer: Called for every call of an `mhla` module; without one, MHLA is not computed at all.
     """
     linear = bool(getattr(model, "upstream_is_linear", False))
 
@@ -211,20 +211,50 @@ def original_heads(
 
         return hook
 
-    with ExitStack() as hooks:
+    with ExitStack() as stack:
         for layer in layers:
-            hooks.callback(layer.mhla.register_forward_hook(replace(layer), with_kwargs=True).remove)
+            if observer is None:
+                stack.enter_context(_only_original(layer.mhla, linear))
+            else:
+                stack.callback(layer.mhla.register_forward_hook(replace(layer), with_kwargs=True).remove)
         yield
 
 
+@contextmanager
+def _only_original(mhla: MHLA, linear: bool) -> Iterator[None]:
+    """A context in which a module computes the original attention, and reads none of its parameters."""
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return original_attention(mhla, *args, **kwargs, linear=linear)
+
+    # Libraries that move weights replace the method of the instance.
+    before = mhla.__dict__.get("forward")
+    mhla.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del mhla.forward
+        if before is not None:
+            mhla.forward = before  # type: ignore[method-assign]
+
+
 @torch.no_grad()
-def record_calls(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch) -> dict[str, LayerCall]:
+def record_calls(
+    model: nn.Module,
+    layers: Sequence[AttentionLayer],
+    batch: Batch,
+    *,
+    only: Collection[str] | None = None,
+    keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> dict[str, LayerCall]:
     """Runs a batch with the original attention and keeps what went into each layer, and what came out.
 
     Args:
         model: The model.
         layers: All its MHLA layers, with their projections.
         batch: On the model's device.
+        only: Names of the layers to record; `None` for all.
+        keep: What is kept of hidden states and outputs, for example a copy elsewhere.
 
     Returns:
         A call for each layer, by name.
@@ -235,31 +265,37 @@ def record_calls(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batc
 
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs[name] = _take_hidden_states(args, kwargs)
+            arguments, hidden_states = _take_hidden_states(args, kwargs)
+            inputs[name] = arguments, keep(hidden_states)
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            outputs[name] = first(output).detach()
+            outputs[name] = keep(first(output).detach())
 
         return hook
 
-    def observe(
-        layer: AttentionLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor, heads: torch.Tensor
-    ) -> None:
-        sequence = kwargs.get("sequence")
-        valid[layer.name] = None if sequence is None else sequence.valid
+    def attending(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            sequence = kwargs.get("sequence")
+            valid[name] = None if sequence is None else sequence.valid
 
-    with original_heads(model, layers, observe), ExitStack() as hooks:
+        return hook
+
+    with original_heads(model, layers), ExitStack() as hooks:
         for layer in layers:
+            if only is not None and layer.name not in only:
+                continue
             # Ahead of hooks that add arguments, which they will do again when the layer is called by itself.
             handle = layer.attention.register_forward_pre_hook(before(layer.name), with_kwargs=True, prepend=True)
             hooks.callback(handle.remove)
             last = layer.projection if layer.projects_outside else layer.attention
             assert last is not None
             hooks.callback(last.register_forward_hook(after(layer.name)).remove)
-        run(model, batch)
+            handle = layer.mhla.register_forward_pre_hook(attending(layer.name), with_kwargs=True)
+            hooks.callback(handle.remove)
+        run(trunk_for(model, batch), batch)
     return {name: LayerCall(*inputs[name], outputs[name], valid[name]) for name in inputs}
 
 
@@ -270,6 +306,18 @@ def run(model: nn.Module, batch: Batch) -> Any:
     if "use_cache" in parameters or getattr(getattr(model, "config", None), "use_cache", None):
         options["use_cache"] = False
     return model(**{**options, **batch})
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """A transformers model without its head, any other model as it is."""
+    return getattr(model, "base_model", model)
+
+
+def trunk_for(model: nn.Module, batch: Batch) -> nn.Module:
+    """The model without its head, if that takes all of a batch: attention does not need it, and it may be large."""
+    trunk = base_model(model)
+    taken = inspect.signature(inspect.unwrap(type(trunk).forward)).parameters
+    return trunk if set(batch) <= set(taken) else model
 
 
 def first(output: Any) -> torch.Tensor:

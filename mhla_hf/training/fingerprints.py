@@ -67,7 +67,7 @@ def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
             digest.update(f"{name}:{tuple(parameter.shape)};".encode())
             # The shards of other processes cannot be read from one alone.
             if not hasattr(parameter, "device_mesh"):
-                _add_tensor(digest, parameter, samples=64)
+                add_tensor(digest, parameter, samples=64)
     return digest.hexdigest()[:16]
 
 
@@ -86,7 +86,7 @@ def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
         for name, tensor in sorted(dataset[index].items()):
             digest.update(f"{name}:{tuple(tensor.shape)};".encode())
             if torch.equal(tensor, again[name]):
-                _add_tensor(digest, tensor, samples=1024)
+                add_tensor(digest, tensor, samples=1024)
     return digest.hexdigest()[:16]
 
 
@@ -115,7 +115,7 @@ def _begins(first: int, last: int) -> Iterator[int]:
         yield last - _PIECE
 
 
-def _add_tensor(digest: Any, tensor: torch.Tensor, samples: int) -> None:
+def add_tensor(digest: Any, tensor: torch.Tensor, samples: int) -> None:
     values = tensor.detach().reshape(-1)
     chosen = values[:: max(1, len(values) // samples)]
     digest.update(chosen.cpu().contiguous().view(torch.uint8).numpy().tobytes())
