@@ -10,14 +10,13 @@ what one process with batch 4 sees.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 
+from .data_order import DataOrder, stable_seed
 from .objectives import Objective, Tensors
 
 
@@ -29,7 +28,8 @@ class LatentSamples(Protocol):
     `prompt_attention_mask` `[L]`, 1 where there is text; for DiT `class_label` `[]`, int64.
 
     A data set may also have an attribute `null_condition`: the same tensors of a sample without caption or class,
-    which some samples are given instead of their own, for guidance.
+    which some samples are given instead of their own, for guidance. And one where samples differ in size, `buckets`:
+    the number of each sample's bucket, from 0, whose samples all have one size.
     """
 
     def __len__(self) -> int: ...
@@ -80,41 +80,6 @@ class Batch:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataOrder:
-    """Which samples each (step, micro-step, rank) takes: a fresh permutation of the data set every epoch."""
-
-    dataset_size: int
-    batch_size: int
-    seed: int
-    stage: str
-    accumulation_steps: int = 1
-    world_size: int = 1
-    rank: int = 0
-
-    def sample_numbers(self, step: int, micro_step: int = 0) -> list[int]:
-        """Running numbers of the samples of a micro-batch; `step` counts from 0."""
-        first = ((step * self.accumulation_steps + micro_step) * self.world_size + self.rank) * self.batch_size
-        return list(range(first, first + self.batch_size))
-
-    def dataset_index(self, number: int) -> int:
-        """Where in the data set a sample with this running number comes from."""
-        epoch, position = divmod(number, self.dataset_size)
-        return _permutation(self.dataset_size, self.seed, self.stage, epoch)[position]
-
-
-def stable_seed(*parts: Any) -> int:
-    """A 63-bit seed from plain values, the same on every machine and in every process."""
-    digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-@lru_cache(maxsize=4)
-def _permutation(size: int, seed: int, stage: str, epoch: int) -> list[int]:
-    generator = torch.Generator().manual_seed(stable_seed(seed, stage, "order", epoch))
-    return torch.randperm(size, generator=generator).tolist()
-
-
 def make_batch(
     dataset: LatentSamples,
     order: DataOrder,
@@ -127,7 +92,7 @@ def make_batch(
     """Builds the micro-batch of (step, micro-step) of the process that `order` was made for.
 
     Args:
-        dataset: The samples, all of one size.
+        dataset: The samples, of one size or in buckets.
         order: The data order.
         step: Optimizer step, from 0.
         micro_step: Micro-step within it, from 0.
@@ -139,7 +104,7 @@ def make_batch(
         The batch, on the CPU.
 
     Raises:
-        ValueError: If samples differ in size or lack a tensor, or conditions are to be dropped without
+        ValueError: If samples of a batch differ in size or lack a tensor, or conditions are to be dropped without
             `null_condition`.
     """
     numbers = order.sample_numbers(step, micro_step)

@@ -47,6 +47,7 @@ class LatentDataset:
     Attributes:
         manifest: The content of `cache.json`.
         null_condition: What a sample without caption or class holds besides latents.
+        buckets: Number of each sample's bucket; None where all have one size.
 
     Raises:
         ValueError: If the cache does not exist, is unfinished, of another format, or lacks a file.
@@ -65,6 +66,7 @@ class LatentDataset:
         missing = [path.name for path in self.files if not os.path.isfile(path)]
         if missing:
             raise ValueError(f"cache {directory} lacks {len(missing)} samples, for instance {missing[0]:.100}")
+        self.buckets: list[int] | None = self.manifest.get("buckets")
         self.null_condition = self._read(self.directory / NULL_CONDITION)
 
     def __len__(self) -> int:
@@ -73,9 +75,12 @@ class LatentDataset:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tensors = self._read(self.files[index])
         shape = tuple(tensors["latents"].shape) if "latents" in tensors else None
-        if shape != self.latent_shape:
+        expected = self.latent_shape
+        if self.buckets is not None:
+            expected = tuple(self.manifest["latent_shapes"][self.buckets[index]])
+        if shape != expected:
             raise ValueError(
-                f"cache file {self.files[index]} has latents of shape {shape}, {MANIFEST} says {self.latent_shape}; "
+                f"cache file {self.files[index]} has latents of shape {shape}, {MANIFEST} says {expected}; "
                 "remove it and run the cache step again"
             )
         return tensors
@@ -93,7 +98,7 @@ class LatentDataset:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """`[C, F, H, W]` of videos, `[C, H, W]` of pictures."""
+        """`[C, F, H, W]` of videos, `[C, H, W]` of pictures; with buckets that of the first sample."""
         return tuple(self.manifest["latent_shape"])
 
     def lock(self) -> IO[str] | None:
@@ -165,12 +170,19 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest,
         where,
         required={"settings": dict, "complete": bool},
-        optional={"samples_digest": str, "skipped": list, "classes": dict},
+        optional={
+            "samples_digest": str,
+            "skipped": list,
+            "classes": dict,
+            "buckets": list,
+            "latent_shapes": list,
+        },
     )
     if manifest["complete"]:
         check_fields(manifest, where, required={"samples": list, "latent_shape": list})
-        if not all(type(length) is int and length > 0 for length in manifest["latent_shape"]):
+        if not _is_shape(manifest["latent_shape"]):
             raise ValueError(f"{where}: 'latent_shape' must be a list of positive integers.")
+        _check_buckets(manifest, where)
     sizes = ("height", "width", "num_frames", "max_sequence_length")
     check_fields(manifest["settings"], f"{where}: 'settings'", optional=dict.fromkeys(sizes, (int, type(None))))
     length = manifest["settings"].get("max_sequence_length")
@@ -178,6 +190,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         shown = str(length)[:20]
         raise ValueError(f"{where}: 'max_sequence_length' must be from 1 to {LONGEST_TEXT}, and is {shown}.")
     return manifest
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(type(length) is int and length > 0 for length in value)
+
+
+def _check_buckets(manifest: dict[str, Any], where: str) -> None:
+    """Checks what a manifest says of buckets, if it has any."""
+    if "buckets" not in manifest and "latent_shapes" not in manifest:
+        return
+    check_fields(manifest, where, required={"buckets": list, "latent_shapes": list})
+    buckets, shapes = manifest["buckets"], manifest["latent_shapes"]
+    if not all(map(_is_shape, shapes)):
+        raise ValueError(f"{where}: 'latent_shapes' must be lists of positive integers.")
+    if len(buckets) != len(manifest["samples"]):
+        raise ValueError(f"{where}: 'buckets' must have an entry for each of the {len(manifest['samples'])} samples.")
+    if not all(type(bucket) is int and 0 <= bucket < len(shapes) for bucket in buckets):
+        raise ValueError(f"{where}: 'buckets' must be integers from 0 to {len(shapes) - 1}.")
 
 
 def saved_metadata(path: Path) -> dict[str, str]:
@@ -205,9 +235,12 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"cache file {path} cannot be read: {error}; remove it and run the cache step again"
-        ) from error
+        raise damaged_file(path, error) from error
+
+
+def damaged_file(path: Path, error: Exception) -> ValueError:
+    """What to raise for a file of a cache that cannot be read."""
+    return ValueError(f"cache file {path} cannot be read: {error}; remove it and run the cache step again")
 
 
 def write_tensors(

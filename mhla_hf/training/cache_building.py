@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..files import remove_leftovers, write_json
-from .cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, read_manifest, read_tensors, saved_key, write_tensors
+from ..tensor_files import read_header
+from .cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, damaged_file, read_manifest, saved_key, write_tensors
 from .config import DIGITS, CacheConfig
 from .encoding import Encoder
 from .fingerprints import folder_fingerprint
@@ -36,6 +38,9 @@ def cache_settings(
     settings = config.to_dict()
     settings["data"] = settings["data"] if config.data in (None, DIGITS) else str(Path(str(config.data)).resolve())
     settings["num_classes"] = num_classes
+    # Caches of one size are as they were before there were buckets.
+    if settings["buckets"] is None:
+        del settings["buckets"]
     return {**settings, **{folder: folder_fingerprint(pipeline_directory / folder) for folder in folders}}
 
 
@@ -139,19 +144,31 @@ def finish_cache(directory: Path, samples: Sequence[DataSample]) -> None:
             "cache: %d of %d samples were left out; 'skipped' in %s lists them",
             len(skipped), len(samples), directory / MANIFEST,
         )  # fmt: skip
-    shape = list(read_tensors(directory / "samples" / present[0])["latents"].shape)
+    paths = [directory / "samples" / name for name in present]
+    # Without buckets all have one size, which reading them checks.
+    shapes = [_latent_shape(path) for path in (paths if "buckets" in manifest["settings"] else paths[:1])]
+    every = sorted(set(shapes))
+    sorted_in = {"buckets": [every.index(shape) for shape in shapes], "latent_shapes": every}
     write_json(
         directory / MANIFEST,
         {
             **manifest,
             "samples": present,
             "skipped": skipped,
-            "latent_shape": shape,
+            "latent_shape": shapes[0],
+            **(sorted_in if "buckets" in manifest["settings"] else {}),
             "classes": {sample.class_name: sample.condition for sample in samples if sample.class_name is not None},
             "samples_digest": samples_digest(samples),
             "complete": True,
         },
     )
+
+
+def _latent_shape(path: Path) -> tuple[int, ...]:
+    try:
+        return tuple(read_header(path)[0]["latents"]["shape"])
+    except (OSError, SafetensorError, KeyError) as error:
+        raise damaged_file(path, error) from error
 
 
 def samples_digest(samples: Sequence[DataSample]) -> str:

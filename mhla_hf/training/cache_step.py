@@ -159,7 +159,8 @@ def find_samples(
     if config.data is None:
         raise ValueError("data must be given: a folder of videos or pictures, or 'digits'")
     assert config.height is not None and config.width is not None
-    folder, size = Path(config.data), {"height": config.height, "width": config.width}
+    folder = Path(config.data)
+    size: dict[str, Any] = {"height": config.height, "width": config.width, "buckets": sizes.buckets(config)}
     if config.data == DIGITS:
         count = config.num_samples or _DIGIT_COUNT
         if sizes.family not in VIDEO_FAMILIES:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..json_files import check_fields, parse_json, read_json
 from ..messages import shorten_value
+from .buckets import parse_buckets
 
 
 TRAIN_MODES = ("mhla", "lora", "full")
@@ -311,6 +312,11 @@ class CacheConfig(_Options):
         minimum=8,
         maximum=LONGEST_SIDE,
     )
+    buckets: str | None = _option(
+        None,
+        "Sizes to sort pictures or videos into, in place of height and width: 'height,width;height,width;...', of "
+        "videos with frames: '480,832,81;832,480,81'. The first is that of validation samples.",
+    )
     num_frames: int | None = _option(
         None,
         "Frames per video. Default: 81; 17 for 'digits'.",
@@ -344,6 +350,10 @@ class CacheConfig(_Options):
         if isinstance(self.data, Path):
             object.__setattr__(self, "data", str(self.data))
         self._check_fields()
+        if self.buckets is not None:
+            parse_buckets(self.buckets)
+            if self.data == DIGITS:
+                raise ValueError("buckets are for data in files: data='digits' has one size")
         if self.data == DIGITS and None not in (self.height, self.width) and self.height != self.width:
             raise ValueError(f"height and width must be the same for data='digits', got {self.height}, {self.width}")
 

@@ -75,13 +75,20 @@ def evaluation_batches(
     total = count * draws_per_sample
     generator = torch.Generator().manual_seed(stable_seed(seed, "evaluation", "strata"))
     strata = torch.randperm(total, generator=generator).tolist()
+    buckets = getattr(dataset, "buckets", None) or [0] * count
+    draws: dict[int, list[int]] = {}
+    for number in range(total):
+        draws.setdefault(buckets[number % count], []).append(number)
     batches = []
-    for first in range(0, total, batch_size):
-        numbers = range(first, min(first + batch_size, total))
+    for numbers in (
+        of_bucket[first : first + batch_size]
+        for of_bucket in draws.values()
+        for first in range(0, len(of_bucket), batch_size)
+    ):
 
-        def uniform_of(generator: torch.Generator, position: int, first: int = first) -> torch.Tensor:
+        def uniform_of(generator: torch.Generator, position: int, numbers: list[int] = numbers) -> torch.Tensor:
             within = torch.rand((), generator=generator, dtype=torch.float64)
-            return (strata[first + position] + within) / total
+            return (strata[numbers[position]] + within) / total
 
         batches.append(
             assemble_batch(

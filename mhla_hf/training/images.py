@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from .buckets import Bucket, nearest_bucket
 from .captions import captioned_files
 from .class_labels import folder_labels
 from .data_folder import DataFolder
@@ -23,26 +24,33 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".g
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 
-def captioned_pictures(folder: Path, *, height: int, width: int) -> list[DataSample]:
+def captioned_pictures(folder: Path, *, height: int, width: int, buckets: Sequence[Bucket] = ()) -> list[DataSample]:
     """The captioned pictures of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
 
     Args:
         folder: The folder.
         height: Height to scale and crop to.
         width: Width to scale and crop to.
+        buckets: Sizes to choose from for each picture, in place of height and width.
 
     Raises:
         ValueError: See `captions.captioned_files`.
     """
-    data = DataFolder(folder)
+    data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width),)
     return [
-        _sample(file.path, file.problem, data, file.caption, height, width)
+        _sample(file.path, file.problem, data, file.caption, sizes)
         for file in captioned_files(data, IMAGE_SUFFIXES, "pictures")
     ]
 
 
 def class_pictures(
-    folder: Path, *, height: int, width: int, known_labels: Mapping[str, int], num_classes: int
+    folder: Path,
+    *,
+    height: int,
+    width: int,
+    known_labels: Mapping[str, int],
+    num_classes: int,
+    buckets: Sequence[Bucket] = (),
 ) -> list[DataSample]:
     """The pictures of a folder with one subfolder per class.
 
@@ -55,12 +63,13 @@ def class_pictures(
         width: Width to scale and crop to.
         known_labels: Names of classes that the pipeline knows.
         num_classes: How many classes the model has.
+        buckets: See `captioned_pictures`.
 
     Raises:
         ValueError: If the folder does not exist, has no subfolders, or one of them has no pictures; or the classes
             do not fit the model.
     """
-    data = DataFolder(folder)
+    data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width),)
     classes = data.subfolders()
     if not classes:
         raise ValueError(f"data: {folder} must have one folder of pictures per class, and has no folders")
@@ -72,7 +81,7 @@ def class_pictures(
         if not files:
             raise ValueError(f"data: {directory} has no pictures ({', '.join(IMAGE_SUFFIXES)})")
         for place, (path, problem) in enumerate(files):
-            placed.append((place, labels[name], _sample(path, problem, data, labels[name], height, width, name)))
+            placed.append((place, labels[name], _sample(path, problem, data, labels[name], sizes, name)))
     return [sample for _, _, sample in sorted(placed, key=lambda entry: entry[:2])]
 
 
@@ -137,14 +146,16 @@ def _sample(
     problem: str | None,
     folder: DataFolder,
     condition: str | int,
-    height: int,
-    width: int,
+    sizes: Sequence[Bucket],
     class_name: str | None = None,
 ) -> DataSample:
     if problem is not None:
         return unusable_sample(problem, condition, class_name)
 
     def load() -> torch.Tensor:
-        return _fitted(_read_rgb(path), height, width)
+        picture = _read_rgb(path)
+        size = nearest_bucket(sizes, picture.height, picture.width)
+        assert size is not None
+        return _fitted(picture, size.height, size.width)
 
     return DataSample(folder.key(path), condition, load, class_name)

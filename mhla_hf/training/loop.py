@@ -18,9 +18,10 @@ from torch import nn
 
 from . import checkpoints, parameters
 from .averaging import WeightAverage
-from .batches import DataOrder, TrainingBatch
+from .batches import TrainingBatch
 from .checkpoints import Position
 from .config import TrainingConfig
+from .data_order import DataOrder
 from .divergence import divergence_error
 from .metrics import MetricsFile
 from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
@@ -214,6 +215,7 @@ class StageLoop:
             accumulation_steps=config.gradient_accumulation_steps,
             world_size=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
+            buckets=getattr(shared.dataset, "buckets", None),
         )
 
         def make(step: int, micro_step: int) -> TrainingBatch:

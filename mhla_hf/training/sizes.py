@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..json_files import read_json
-from .config import DIGITS, VIDEO_FAMILIES, CacheConfig
+from .buckets import Bucket, parse_buckets
+from .config import DIGITS, LONGEST_SIDE, MOST_FRAMES, VIDEO_FAMILIES, CacheConfig
 from .loading import component_config
 from .objectives import objective_class
 
@@ -83,12 +84,14 @@ class PipelineSizes:
 
         Videos are 480x832 with 81 frames, moving digits 64x64 with 17. Pictures have the size that the model was made
         for; digits at most 64x64, except for DiT, whose pipeline makes pictures of one size only. Of square data,
-        one side is enough.
+        one side is enough. With buckets the sizes are those of the first.
 
         Raises:
             ValueError: If a size does not fit the pipeline or an option belongs to other models; the error names it.
         """
         config.check_family(self.family)
+        if config.buckets is not None:
+            config = self._complete_buckets(config)
         given = {name: value for name, value in config.to_dict().items() if value is not None}
         completed = config.replace(**{**self._defaults(config), **given})
         self.check(completed)
@@ -100,15 +103,40 @@ class PipelineSizes:
         Raises:
             ValueError: If they do not; the error names the option.
         """
-        sides = (("height", config.height), ("width", config.width))
-        for (name, length), patch in zip(sides, self.patch_size, strict=True):
-            multiple = self.spatial_factor * patch
-            if length is None or length % multiple:
-                raise ValueError(f"{name} must be a multiple of {multiple} for this pipeline, got {length}")
-        if config.num_frames is not None and (config.num_frames - 1) % self.temporal_factor:
-            raise ValueError(
-                f"num_frames must be a multiple of {self.temporal_factor} plus 1, got {config.num_frames}"
-            )
+        for bucket in self.buckets(config):
+            where = f" in bucket {bucket}" if config.buckets is not None else ""
+            sides = (("height", bucket.height), ("width", bucket.width))
+            for (name, length), patch in zip(sides, self.patch_size, strict=True):
+                multiple = self.spatial_factor * patch
+                if length % multiple or not 8 <= length <= LONGEST_SIDE:
+                    raise ValueError(f"{name} must be a multiple of {multiple} for this pipeline, got {length}{where}")
+            if (bucket.num_frames - 1) % self.temporal_factor or bucket.num_frames > MOST_FRAMES:
+                raise ValueError(
+                    f"num_frames must be a multiple of {self.temporal_factor} plus 1, got {bucket.num_frames}{where}"
+                )
+
+    def buckets(self, config: CacheConfig) -> tuple[Bucket, ...]:
+        """The sizes of the options of a cache; one where they name no buckets."""
+        if config.buckets is not None:
+            return parse_buckets(config.buckets)
+        assert config.height is not None and config.width is not None
+        return (Bucket(config.height, config.width, config.num_frames or 1),)
+
+    def _complete_buckets(self, config: CacheConfig) -> CacheConfig:
+        """The options with the frames of all buckets, and the sizes of the first."""
+        videos = self.family in VIDEO_FAMILIES
+        default = config.num_frames or _VIDEO_DEFAULTS["num_frames"]
+        buckets = parse_buckets(str(config.buckets), default if videos else 1)
+        if not videos and any(bucket.num_frames > 1 for bucket in buckets):
+            raise ValueError(f"buckets of {self.family} models have height and width only, got {config.buckets!r}")
+        first = buckets[0]
+        for name, value in (("height", first.height), ("width", first.width)):
+            if getattr(config, name) not in (None, value):
+                raise ValueError(f"{name} cannot be given beside buckets, which say every size")
+        # Written out where it is one frame too: a text without frames means the default.
+        text = ";".join(f"{each.height},{each.width}" + (f",{each.num_frames}" if videos else "") for each in buckets)
+        frames = {"num_frames": first.num_frames} if videos else {}
+        return config.replace(buckets=text, height=first.height, width=first.width, **frames)
 
     def _defaults(self, config: CacheConfig) -> dict[str, Any]:
         text = {"max_sequence_length": _TEXT_LENGTHS[self.family]} if self.family in _TEXT_LENGTHS else {}

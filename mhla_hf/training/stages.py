@@ -11,8 +11,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .batches import Batch, DataOrder, TrainingBatch
+from .batches import Batch, TrainingBatch
 from .config import TrainingConfig
+from .data_order import DataOrder
 from .objectives import Objective
 from .parameters import mhla_layers, trainable_names
 from .teachers import Teacher

@@ -17,10 +17,11 @@ from ..recovery.teacher import SharedTeacher
 from ..source_files import list_files
 from ..sources import find_pipeline
 from . import loading, parameters
-from .batches import LatentBatches, LatentSamples, check_null_condition, stable_seed
+from .batches import LatentBatches, LatentSamples, check_null_condition
 from .cache import LatentDataset
 from .checkpoints import Position
 from .config import TrainingConfig
+from .data_order import first_of_buckets, stable_seed
 from .export import export_pipeline, package_versions, save_adapter, unsharded
 from .loop import Callback, Run, StageLoop
 from .metrics import MetricsFile
@@ -120,7 +121,8 @@ class DiffusionTrainer:
         self.own_model = model is None
         self.model = model if model is not None else self._load_student()
         self.objective = objective_for(self.model, self.source, config)
-        self.objective.check_data(self.model, dataset[0], self.null_condition)
+        for index in first_of_buckets(dataset):
+            self.objective.check_data(self.model, dataset[index], self.null_condition)
         self.teacher = teacher
         self.teacher_of_distillation: SharedTeacher | None = None
         self.teacher_memory: dict[str, int] = {}

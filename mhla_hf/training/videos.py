@@ -6,7 +6,7 @@ Reading takes imageio-ffmpeg, writing imageio as well (`pip install mhla-hf[vide
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from PIL import Image, ImageSequence
 
 from ..files import atomic_file
+from .buckets import Bucket, nearest_bucket
 from .captions import captioned_files
 from .data_folder import DataFolder
 from .fitting import check_size, fit, open_picture, to_tensor, unreadable
@@ -30,7 +31,13 @@ _HIGHEST_FPS = 1000
 
 
 def captioned_videos(
-    folder: Path, *, num_frames: int, height: int, width: int, fps: float | None = None
+    folder: Path,
+    *,
+    num_frames: int,
+    height: int,
+    width: int,
+    fps: float | None = None,
+    buckets: Sequence[Bucket] = (),
 ) -> list[DataSample]:
     """The captioned videos of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
 
@@ -40,17 +47,19 @@ def captioned_videos(
         height: Height to scale and crop to.
         width: Width to scale and crop to.
         fps: Frame rate to sample at; None takes the frames as they are.
+        buckets: Sizes and lengths to choose from for each video, in place of the others.
 
     Raises:
         ValueError: See `captions.captioned_files`.
     """
-    data = DataFolder(folder)
+    data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width, num_frames),)
 
     def sample(path: Path, caption: str) -> DataSample:
         def load() -> torch.Tensor:
-            frames = read_frames(path, num_frames, fps, (height, width))
-            if len(frames) < num_frames:
-                raise UnusableSampleError(f"{path} has fewer than {num_frames} frames that can be read")
+            size = sizes[0] if len(sizes) == 1 else _choose_bucket(path, sizes, fps)
+            frames = read_frames(path, size.num_frames, fps, (size.height, size.width))
+            if len(frames) < size.num_frames:
+                raise UnusableSampleError(f"{path} has fewer than {size.num_frames} frames that can be read")
             return to_tensor(frames)
 
         return DataSample(data.key(path), caption, load)
@@ -76,21 +85,39 @@ def read_frames(
         UnusableSampleError: If the file cannot be read as a video, or the size of its frames is out of bounds.
         ValueError: If imageio-ffmpeg is missing.
     """
+    frames: list[np.ndarray] = []
+    for frame, repeats in _frames(path, num_frames, fps):
+        pixels = np.asarray(frame) if size is None else fit(frame, *size)
+        frames += [pixels] * repeats
+    if not frames:
+        raise UnusableSampleError(f"{path} has no frames that can be read")
+    return np.stack(frames)
+
+
+def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
+    """The frames of a file and how often each is taken; errors as in `read_frames`."""
     if path.suffix.lower() == ".gif":
         read = _gif_frames
     else:
         _ffmpeg()  # What is missing here is no fault of the file.
         read = _video_frames
-    frames: list[np.ndarray] = []
     try:
-        for frame, repeats in read(path, num_frames, fps):
-            pixels = np.asarray(frame) if size is None else fit(frame, *size)
-            frames += [pixels] * repeats
+        yield from read(path, num_frames, fps)
     except Exception as error:
         raise unreadable(path, "video", error) from error
-    if not frames:
+
+
+def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> Bucket:
+    """The bucket of a video, which is read once without being kept: containers do not know their frames well."""
+    count, height, width = 0, 0, 0
+    for frame, repeats in _frames(path, max(bucket.num_frames for bucket in buckets), fps):
+        count, height, width = count + repeats, frame.height, frame.width
+    if not count:
         raise UnusableSampleError(f"{path} has no frames that can be read")
-    return np.stack(frames)
+    chosen = nearest_bucket(buckets, height, width, count)
+    if chosen is None:
+        raise UnusableSampleError(f"{path} has {count} frames that can be read, too few for buckets of its shape")
+    return chosen
 
 
 def _repeats(path: Path, num_frames: int, fps: float | None, source_fps: float) -> Iterator[int]:
