@@ -4,7 +4,7 @@
 import typer
 
 from .. import __version__
-from . import bench, bench_quality, bench_speed, convert, demo, models, train
+from . import bench, bench_quality, bench_speed, check_lora, convert, demo, models, train
 from .errors import FriendlyGroup
 
 
@@ -40,6 +40,7 @@ bench.app.command("train")(bench_speed.train_command)
 bench.app.command("quality")(bench_quality.quality_command)
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.run_command)
+app.command("check-lora")(check_lora.check_lora_command)
 app.command("models")(models.models_command)
 
 

@@ -198,7 +198,7 @@ def default_teacher(directory: Path, component: str) -> Path:
     """
     if not is_mhla_class(component_config(directory, component)["_class_name"]):
         return directory
-    recorded = _recorded_sources(directory)
+    recorded = recorded_sources(directory)
     if not recorded:
         raise ValueError(f"teacher must be given: {directory} does not say which pipeline it was converted from")
     first, seen = recorded[0], {directory.resolve()}
@@ -215,7 +215,7 @@ def default_teacher(directory: Path, component: str) -> Path:
             return found
         if found.resolve() not in seen:
             seen.add(found.resolve())
-            waiting = [(found, source) for source in _recorded_sources(found)] + waiting
+            waiting = [(found, source) for source in recorded_sources(found)] + waiting
     raise ValueError(
         f"teacher must be given: {first}, which {directory} comes from, is not there (only Hub repositories and "
         "folders beside it are looked for)"
@@ -231,7 +231,7 @@ def _find_recorded(owner: Path, source: str) -> Path:
     return find_pipeline(path_inside(folder, name, f"the record of {owner}"), "teacher")
 
 
-def _recorded_sources(directory: Path) -> list[str]:
+def recorded_sources(directory: Path) -> list[str]:
     """What the records of a pipeline directory say it was made from."""
     records = [directory / name for name in ("conversion.json", "training.json")]
     contents = [read_json(record, "the record", optional={"source": dict}) for record in records if record.exists()]

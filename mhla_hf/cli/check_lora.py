@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf check-lora`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..lora_check import LoraReport
+
+_SOURCE = "Hub"
+
+
+def check_lora_command(
+    model: Annotated[str, typer.Argument(help="Directory or Hub id of an MHLA pipeline or model.")],
+    lora: Annotated[Path, typer.Argument(help="LoRA: a directory or .safetensors file of peft, diffusers or kohya.")],
+    *,
+    original: Annotated[
+        str | None,
+        typer.Option(help="Softmax original, directory or Hub id. By default what conversion.json names."),
+    ] = None,
+    component: Annotated[str | None, typer.Option(help="The transformer to check, such as transformer_2.")] = None,
+    samples: Annotated[int, typer.Option(help="Random inputs to compare outputs on; 0 runs neither model.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an input.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and their noise levels.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. By default a GPU if there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the weights: float32 or bfloat16.")] = "float32",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file as well.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.", rich_help_panel=_SOURCE)] = None,
+    token: Annotated[str | None, typer.Option(help="Access token.", rich_help_panel=_SOURCE)] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where downloads go.", rich_help_panel=_SOURCE)] = None,
+) -> None:
+    """Say which weights of a LoRA made for the softmax model apply to its MHLA version, and how far outputs move."""
+    import torch
+
+    from ..benchmarks.machine import choose_device
+    from ..files import write_json
+    from ..lora_check import check_lora
+
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in types:
+        raise ValueError(f"--dtype {dtype} is not one of {', '.join(types)}.")
+    report = check_lora(
+        model,
+        lora,
+        original=original,
+        component=component,
+        samples=samples,
+        max_tokens=max_tokens,
+        seed=seed,
+        device=choose_device(device),
+        dtype=types[dtype],
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+    )
+    if json_file is not None:
+        write_json(json_file, report.to_dict())
+    _show(report)
+
+
+def _show(report: "LoraReport") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..messages import shorten_text
+
+    console = Console(soft_wrap=True)
+    total, lost = len(report.weights), report.counts["nothing"]
+    table = Table("weights for", "count", "change / weight", box=SIMPLE_HEAD)
+    for kind, count in report.counts.items():
+        if count and kind != "nothing":
+            table.add_row(f"{kind}s", str(count), _number(report.relative_change((kind,))))
+    if lost:
+        table.add_row("nothing", str(lost), "")
+    if report.others:
+        table.add_row("other models of the pipeline", str(len(report.others)), "")
+    applied = "all" if not lost else f"{total - lost} of"
+    console.print(f"{escape(report.lora)}: {applied} {total} weights apply to {report.component}.", highlight=False)
+    console.print(table)
+    reasons = {name: target.reason for name, target in report.weights.items() if target.reason}
+    for name, reason in list(reasons.items())[:3]:
+        console.print(f"  {escape(shorten_text(name))}: {escape(reason)}", highlight=False)
+    layers = sorted({module.layer for module in report.modules.values() if module.layer is not None})
+    attention = ("MHLA layer", "softmax layer")
+    table = Table("layer", "attention", "its change / weight", "other modules'", box=SIMPLE_HEAD)
+    for layer in layers:
+        kinds = {module.kind for module in report.modules.values() if module.layer == layer} & set(attention)
+        names = ", ".join(sorted(kind.removesuffix(" layer") for kind in kinds))
+        own, rest = report.relative_change(attention, layer), report.relative_change(("other module",), layer)
+        table.add_row(str(layer), names, _number(own), _number(rest))
+    if layers:
+        console.print(table)
+    if report.probes:
+        _show_probes(report, console)
+
+
+def _show_probes(report: "LoraReport", console: "Console") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table("noise", "MHLA moves", "original moves", "MHLA / original", "cosine", box=SIMPLE_HEAD)
+    for probe in report.probes:
+        level = "" if probe.noise_level is None else f"{probe.noise_level:.2f}"
+        values = (probe.mhla, probe.original, probe.ratio, probe.cosine)
+        table.add_row(level, *map(_number, values))
+    size = "" if report.grid is None else f" of {'×'.join(map(str, report.grid))} tokens"
+    console.print(f"Outputs for {len(report.probes)} random inputs{size}:", highlight=False)
+    console.print(table)
+    console.print(f"Original: {report.original}", highlight=False, markup=False)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

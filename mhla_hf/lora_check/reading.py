@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA files of peft and diffusers, and those that diffusers converts, such as kohya's: tensors by names of peft."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ..json_files import Types, check_fields, read_json
+from ..messages import shorten_list, shorten_text
+from ..tensor_files import read_header, read_tensors
+
+
+PEFT_CONFIG = "adapter_config.json"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+# What scales the product of the two matrices. Nothing else of the files' options is used.
+_FIELDS: dict[str, Types] = {
+    "r": int,
+    "lora_alpha": (int, float),
+    "alpha_pattern": (dict, type(None)),
+    "use_rslora": (bool, type(None)),
+    "use_dora": (bool, type(None)),
+    "peft_type": (str, type(None)),
+}
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA as it was read.
+
+    Attributes:
+        path: The file of its weights.
+        weights: Tensors by names of peft, relative to the model: `blocks.0.attn1.to_q.lora_A.weight`.
+        others: Names in the file of weights for other models of a pipeline.
+        options: Fields of peft's configuration that scale the weights; empty where none was saved.
+    """
+
+    path: Path
+    weights: dict[str, torch.Tensor]
+    others: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def modules(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Matrices `lora_A.weight` and `lora_B.weight`, and biases, by the module that they are for."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in self.weights.items():
+            if ".lora_" in name:
+                module, _, rest = name.partition(".lora_")
+                found.setdefault(module, {})[f"lora_{rest}"] = tensor
+        return found
+
+    def scale(self, module: str, rank: int) -> float:
+        """What the product of a module's matrices is multiplied with.
+
+        Args:
+            module: Name of the module.
+            rank: Rank of its matrices.
+        """
+        stored = self.weights.get(f"{module}.alpha")
+        patterns = self.options.get("alpha_pattern") or {}
+        matching = [alpha for name, alpha in patterns.items() if f".{module}".endswith(f".{_plain(name)}")]
+        alpha = float(stored) if stored is not None else float((matching or [self.options.get("lora_alpha", rank)])[0])
+        return alpha / (rank**0.5 if self.options.get("use_rslora") else rank)
+
+
+def read_lora(location: str | Path, *, component: str, family: str | None) -> LoraFile:
+    """Reads a LoRA.
+
+    Args:
+        location: A directory of peft or diffusers, or a .safetensors file.
+        component: What the model is called in its pipeline; weights for other components are left out.
+        family: Name of the model's family in diffusers; `None` for models of transformers.
+
+    Raises:
+        ValueError: If there is none, the file is damaged, holds other adapters or none, or is for another library.
+    """
+    path = _weight_file(Path(location).expanduser())
+    try:
+        names = list(read_header(path)[0])
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"LoRA {path} cannot be read as safetensors: {shorten_text(str(error), 200)}") from error
+    if not any("lora" in name for name in names):
+        raise ValueError(f"LoRA {path} holds no LoRA weights, but {shorten_list(names)}.")
+    if any("dora_scale" in name or "lora_magnitude_vector" in name for name in names):
+        raise ValueError(f"LoRA {path} is a DoRA adapter, whose changes depend on the weights: those are not checked.")
+    config = path.with_name(PEFT_CONFIG)
+    if config.is_file():
+        options = _options(read_json(config, "the adapter's configuration"), str(config))
+        weights = read_tensors(path, "copy or download it again")
+        return LoraFile(path, {name.removeprefix(_PEFT_PREFIX): weights[name] for name in names}, (), options)
+    if family is None:
+        raise ValueError(f"LoRA {path} has no {PEFT_CONFIG} beside it, which says how its weights are scaled.")
+    return _read_diffusers(path, names, component, family)
+
+
+def _weight_file(location: Path) -> Path:
+    if location.is_file():
+        if location.suffix != ".safetensors":
+            raise ValueError(f"LoRA {location} is not a .safetensors file; weights in other formats are not read.")
+        return location
+    if not location.is_dir():
+        raise ValueError(f"LoRA {location} is neither a directory nor a file.")
+    files = sorted(path for path in location.glob("*.safetensors") if path.is_file())
+    preferred = [path for path in files if path.name in (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")]
+    files = preferred or files
+    if len(files) != 1:
+        found = shorten_list(path.name for path in files) if files else "no .safetensors file"
+        raise ValueError(f"LoRA {location} has {found}: name the file to check.")
+    return files[0]
+
+
+def _read_diffusers(path: Path, names: list[str], component: str, family: str) -> LoraFile:
+    from diffusers.loaders.lora_pipeline import SanaLoraLoaderMixin, WanLoraLoaderMixin
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    loader = WanLoraLoaderMixin if family == "wan" else SanaLoraLoaderMixin
+    try:
+        weights, metadata = loader.lora_state_dict(str(path), use_safetensors=True, return_lora_metadata=True)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        reason = shorten_text(f"{type(error).__name__}: {error}", 200)
+        raise ValueError(f"LoRA {path} has names that diffusers cannot convert ({reason}).") from error
+    metadata = dict(metadata or {})
+    parts = {name.partition(".")[0] for name in weights}
+    parts = {part for part in parts if re.fullmatch(r"(transformer|text_encoder|unet)(_\d+)?", part)}
+    others: list[str] = []
+    if parts:
+        prefix = f"{component}."
+        others = sorted(name for name in weights if not name.startswith(prefix))
+        weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+        metadata = {name.removeprefix(prefix): metadata[name] for name in metadata if name.startswith(prefix)}
+        if not weights:
+            raise ValueError(f"LoRA {path} has nothing for {component}, only weights of {shorten_list(parts)}.")
+    if not any(".lora_A." in name for name in weights):
+        weights = convert_unet_state_dict_to_peft(weights)
+    return LoraFile(path, dict(weights), tuple(others), _options(metadata, f"the metadata of {path}"))
+
+
+def _options(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    check_fields(dict(fields), where, optional=_FIELDS)
+    kind = fields.get("peft_type") or "LORA"
+    if kind != "LORA":
+        raise ValueError(f"{where} is of a {shorten_text(kind)} adapter; only LoRA is checked.")
+    if fields.get("use_dora"):
+        raise ValueError(f"{where} is of a DoRA adapter, whose changes depend on the weights: those are not checked.")
+    for pattern, alpha in (fields.get("alpha_pattern") or {}).items():
+        # To peft they are regular expressions; those of others can take for ever.
+        if not re.fullmatch(r"[\w.]+", _plain(pattern)):
+            raise ValueError(f"{where}: 'alpha_pattern' has {shorten_text(pattern)}, which is no name of a module.")
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+            raise ValueError(f"{where}: 'alpha_pattern' must hold numbers.")
+    return {name: fields[name] for name in _FIELDS if name in fields}
+
+
+def _plain(pattern: str) -> str:
+    """A name that was written as a regular expression for itself."""
+    return pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
