@@ -94,10 +94,15 @@ def read_lora(location: str | Path, *, component: str, family: str | None) -> Lo
     if config.is_file():
         options = _options(read_json(config, "the adapter's configuration"), str(config))
         weights = read_tensors(path, "copy or download it again")
-        return LoraFile(path, {name.removeprefix(_PEFT_PREFIX): weights[name] for name in names}, (), options)
-    if family is None:
+        lora = LoraFile(path, {name.removeprefix(_PEFT_PREFIX): weights[name] for name in names}, (), options)
+    elif family is None:
         raise ValueError(f"LoRA {path} has no {PEFT_CONFIG} beside it, which says how its weights are scaled.")
-    return _read_diffusers(path, names, component, family)
+    else:
+        lora = _read_diffusers(path, component, family)
+    for name, tensor in lora.weights.items():
+        if not tensor.isfinite().all() or (name.endswith(".alpha") and tensor.numel() != 1):
+            raise ValueError(f"LoRA {path} is damaged: {name} is not finite, or not one number where it has to be.")
+    return lora
 
 
 def _weight_file(location: Path) -> Path:
@@ -116,7 +121,7 @@ def _weight_file(location: Path) -> Path:
     return files[0]
 
 
-def _read_diffusers(path: Path, names: list[str], component: str, family: str) -> LoraFile:
+def _read_diffusers(path: Path, component: str, family: str) -> LoraFile:
     from diffusers.loaders.lora_pipeline import SanaLoraLoaderMixin, WanLoraLoaderMixin
     from diffusers.utils import convert_unet_state_dict_to_peft
 

@@ -100,8 +100,8 @@ class ModelTargets:
             return f"only {', '.join(sorted(parts))} of the pair lora_A.weight and lora_B.weight"
         down, up = parts["lora_A.weight"], parts["lora_B.weight"]
         outputs, *inputs = reversed(weight.shape) if _is_transposed(there) else weight.shape
-        fits = list(down.shape[1:]) == inputs and up.shape[0] == outputs and up.flatten(1).shape[1] == len(down)
-        if fits:
+        pair = down.dim() > 1 < up.dim() and up.flatten(1).shape[1] == len(down) > 0
+        if pair and list(down.shape[1:]) == inputs and up.shape[0] == outputs:
             return ""
         return f"matrices {_sizes(up)} and {_sizes(down)} for a weight {_sizes(weight)}"
 

@@ -153,6 +153,20 @@ def test_llama(llama):
     assert all(probe.noise_level is None and probe.cosine > 0 for probe in report.probes)
 
 
+def test_mhla_parameters_of_an_adapter_replace_those_of_the_model(wan, tmp_path):
+    model = MHLAWanTransformer3DModel.from_pretrained(wan / "converted")
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["mhla"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.rand_like(parameter))
+    model.save_lora_adapter(tmp_path / "lora")
+    report = check_lora(wan / "converted", tmp_path / "lora", samples=1, max_tokens=100)
+    assert report.counts["MHLA parameter"] > 0 == report.counts["nothing"]
+    # Its LoRA itself is untrained, so that the softmax model stays as it is.
+    assert report.probes[0].mhla > 1e-4 and report.probes[0].original == 0 and report.probes[0].ratio is None
+
+
 def test_weights_without_a_place_are_named(wan, tmp_path):
     weights = load_file(wan / "model-lora" / "pytorch_lora_weights.safetensors")
     changed = {name.replace("blocks.0.attn1", "blocks.7.attn1"): value for name, value in weights.items()}
@@ -220,8 +234,8 @@ def write(path, tensors, config=None):
 
 
 PAIR = {
-    "base_model.model.blocks.0.attn1.to_q.lora_A.weight": torch.zeros(2, 24),
-    "base_model.model.blocks.0.attn1.to_q.lora_B.weight": torch.zeros(24, 2),
+    "transformer.blocks.0.attn1.to_q.lora_A.weight": torch.zeros(2, 24),
+    "transformer.blocks.0.attn1.to_q.lora_B.weight": torch.zeros(24, 2),
 }
 FILES: dict[str, tuple[Any, str]] = {
     "missing": (None, "is neither a directory nor a file"),
@@ -233,6 +247,10 @@ FILES: dict[str, tuple[Any, str]] = {
     "other": ({"transformer_2.proj_out.lora_A.weight": torch.zeros(2, 24)}, "has nothing for transformer"),
     "unknown": ({"a.lora_A.weight": torch.zeros(2, 24), "a.lora_B.weight": torch.zeros(24, 2)}, "None of the 2"),
     "names": ({"lora_unet_blocks_0_self_attn_q.lora_down.weight": torch.zeros(2, 24)}, "diffusers cannot convert"),
+    "nan": ({name: value * float("nan") for name, value in PAIR.items()}, "to_q.lora_A.weight is not finite"),
+    "alpha of two": ({**PAIR, "transformer.blocks.0.attn1.to_q.alpha": torch.ones(2)}, "not one number"),
+    "no rank": ({name: value[:0] if "_A" in name else value[:, :0] for name, value in PAIR.items()}, "24×0 and 0×24"),
+    "one axis": ({name: value.flatten() for name, value in PAIR.items()}, "matrices 48 and 48"),
     "kind": ((PAIR, {"peft_type": "LOHA"}), "only LoRA is checked"),
     "alpha": ((PAIR, {"peft_type": "LORA", "lora_alpha": "8"}), "lora_alpha"),
     "pattern": ((PAIR, {"alpha_pattern": {"(a+)+b": 2}}), "which is no name of a module"),

@@ -19,7 +19,7 @@ from mhla_hf.config import MHLAConfig
 from mhla_hf.layers import MHLA
 from mhla_hf.models.wan import MHLAWanTransformer3DModel
 from mhla_hf.ops.sharded import TokenShard
-from tests.tiny import wan_inputs, wan_transformer
+from tests.tiny import wan_inputs, wan_pipeline, wan_transformer
 
 
 EVEN = {"frames": 3, "height": 4, "width": 8}  # 24 tokens, 12 for each of two
@@ -100,6 +100,18 @@ def gather_uneven(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> t
     return torch.cat([piece[:size] for piece, size in zip(pieces, sizes)]).transpose(0, dim)
 
 
+def make_video(config: Any = None) -> torch.Tensor:
+    """Latents that a whole pipeline makes in two steps, split as `config` says."""
+    pipeline = wan_pipeline(MHLAWanTransformer3DModel, mhla={"blocks": [2, 2, 2], "layers": [0]})
+    if config is not None:
+        pipeline.transformer.enable_parallelism(config=config)
+    result = pipeline(
+        "a", height=32, width=64, num_frames=9, num_inference_steps=2, output_type="latent",
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    return result.frames
+
+
 LAYERS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "grouped queries": ({"blocks": [2, 3]}, (5, 7), 1),
     "one axis": ({"block_size": [4], "grid": [23], "lepe_kernel": 7, "normalizer": "none"}, (23,), 2),
@@ -165,6 +177,14 @@ def work(rank: int, path: Path, count: int, cases: list[tuple[str, torch.dtype]]
         model(**wan_inputs(**EVEN), return_dict=False)
     except ValueError as error:
         others["plan"] = str(error)
+    others["video"] = make_video(ContextParallelConfig(ulysses_degree=count)) if count == 2 else None
+    model = make_model("hybrid", torch.float32)
+    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=count))
+    model.train().enable_gradient_checkpointing()
+    if count == 2:
+        others["checkpointed"] = observe("hybrid", model, torch.float32)["gradients"]
+        for gradient in others["checkpointed"].values():
+            dist.all_reduce(gradient)
     reduced, original = [], dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -244,6 +264,15 @@ def test_three_processes_compute_what_one_does(tmp_path):
             torch.testing.assert_close(layers[case][name], tensor, rtol=1e-10, atol=1e-10, msg=name)
 
 
+def test_pipelines_and_checkpointing(results):
+    others = results[2]
+    torch.testing.assert_close(others["video"], make_video(), rtol=1e-4, atol=1e-4)
+    model = make_model("hybrid", torch.float32)
+    expected = observe("hybrid", model, torch.float32)["gradients"]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(others["checkpointed"][name], gradient, rtol=1e-4, atol=1e-4, msg=name)
+
+
 def test_other_splits_are_refused(results):
     assert results[2]["plan"] == (
         "This process holds tokens 0 to 12 of 24, but query has 24. Split the sequence as the model's own plan for "
@@ -253,6 +282,9 @@ def test_other_splits_are_refused(results):
     for config in (TensorParallelConfig(tp_degree=2), ParallelConfig()):
         with pytest.raises(ValueError, match="supports context parallelism alone"):
             model.enable_parallelism(config=config)
+    windowed = wan_transformer(MHLAWanTransformer3DModel, mhla={"blocks": [2, 2, 2], "window": "cross"})
+    with pytest.raises(ValueError, match="does not reach over a softmax window"):
+        windowed.enable_parallelism(config=ContextParallelConfig(ring_degree=2))
     # What upstream says where no processes have been set up.
     with pytest.raises(RuntimeError, match="must be available and initialized"):
         model.enable_parallelism(config=ContextParallelConfig(ring_degree=2))
