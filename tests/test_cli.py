@@ -117,7 +117,8 @@ def test_convert_with_every_option(pipeline_dir, tmp_path):
         "convert", pipeline_dir, tmp_path / "mhla", "--blocks", "1,2,2", "--layers", "2/3", "--grid", "3,2,4",
         "--feature-map", "hedgehog", "--normalizer", "none", "--rope", "before_feature_map", "--output-norm", "--gate",
         "--lepe", "3", "--mixing-init", "gaussian", "--mixing-heads", "per_head", "--mixing-constraint", "nonnegative",
-        "--mixing-range", "2", "--dtype", "bf16", "--max-shard-size", "1MB",
+        "--mixing-range", "2", "--window", "cross", "--window-size", "1,2,2", "--window-gains", "per_channel",
+        "--dtype", "bf16", "--max-shard-size", "1MB",
     ).output  # fmt: skip
     assert "2 of 3" in output
     assert "1×2×2" in output
@@ -137,6 +138,9 @@ def test_convert_with_every_option(pipeline_dir, tmp_path):
         "mixing_heads": "per_head",
         "mixing_constraint": "nonnegative",
         "mixing_range": 2.0,
+        "window": "cross",
+        "window_size": [1, 2, 2],
+        "window_gains": "per_channel",
     }
     assert {name: mhla[name] for name in expected} == expected
     MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla", subfolder="transformer")

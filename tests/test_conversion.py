@@ -40,6 +40,8 @@ EVERYTHING = {
     "output_norm": True,
     "output_gate": True,
     "lepe_kernel": 3,
+    "window": "cross",
+    "window_size": (1, 2, 2),
 }
 
 

@@ -296,6 +296,8 @@ def initial_entry(
         constant = bool((tensor == tensor.flatten()[0]).all())
         if relative == "mixing":
             note["values"] = f"mixing_init={module.config.mixing_init}"
+        elif relative == "window_gain":
+            note["values"] = "1 for MHLA, 0 for the window"
         else:
             note["values"] = f"constant {tensor.flatten()[0].item():.6g}" if constant else "identity"
         return tensor

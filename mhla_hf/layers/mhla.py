@@ -275,6 +275,8 @@ class MHLA(nn.Module):
                 raise ValueError(f"{name} must be a tensor [batch, tokens, heads, width], got {found}.")
         if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
             raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
+        if shard is not None and self.window_gain is not None:
+            raise ValueError("shard is not for layers with a softmax window (the option window).")
         layout = None if sequence is not None else self._grid_layout(grid, query.shape[1], shard)
         gate = self._projected_gate(hidden_states)
         backend = "torch" if shard is not None else choose_backend(self.config.backend, query, key, value)

@@ -47,6 +47,8 @@ def cross_attention(
     batch, _, heads, _ = query.shape
     groups = heads // key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    # Slots that a block has beyond the grid would be computed like tokens.
+    window_size = tuple([min(side, length) for side, length in zip(window_size, grid)])
     # Query heads that share their keys stand side by side as tokens: [B · H_kv, P, Q, F, g · N, K].
     queries = _by_place(query * scale, grid, window_size)
     queries = queries.unflatten(0, (-1, groups)).movedim(1, 4).flatten(4, 5)

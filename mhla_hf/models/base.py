@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
-_WINDOW = ("window", "window_size")
 
 
 if TYPE_CHECKING:
@@ -420,7 +419,9 @@ def _check_overrides(name: Any, model: Any) -> None:
             f"The MHLA weights of {name} are stored under mixing_constraint={stored.mixing_constraint!r}, but the "
             f"mhla options ask for {wanted.mixing_constraint!r}."
         )
-    changed = [field for field in (*_TRAINED_WITH, *_WINDOW) if getattr(stored, field) != getattr(wanted, field)]
+    # Gains of a window that was not there are fresh, and leave the output as it was.
+    fields = _TRAINED_WITH if stored.window is None else (*_TRAINED_WITH, "window", "window_size")
+    changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]
     if changed:
         changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)
         logger.warning("The MHLA weights of %s were made with %s; the mhla options change that.", name, changes)

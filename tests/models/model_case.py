@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from mhla_hf import MHLAConfig, mhla_attention
+from mhla_hf.window_options import with_window_size
 
 
 # Kinds of MHLA layer, as changes to a case's own options.
@@ -25,6 +26,7 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
         "output_norm": True,
         "output_gate": True,
         "lepe_kernel": 3,
+        "window": "adjacent",
     },
     "rope_first": {"feature_map": "elu", "rope": "before_feature_map"},
     "hybrid": {"layers": [1]},
@@ -64,7 +66,8 @@ class ModelCase:
 
     def full_options(self, **options: Any) -> MHLAConfig:
         """All options of `make_mhla(**options)`: the class's defaults, the case's, and these."""
-        return MHLAConfig(**{**self.mhla_class.default_options, **self.options, **options})
+        config = MHLAConfig(**{**self.mhla_class.default_options, **self.options, **options})
+        return with_window_size(config, len(self.mhla_class.default_grid))
 
     def run(self, model: torch.nn.Module, size: int = 0, **options: Any) -> torch.Tensor:
         """The model's output without gradients."""

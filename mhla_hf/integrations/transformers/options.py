@@ -37,9 +37,11 @@ def is_complete(options: Any) -> bool:
 
 def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warns of options that change what stored weights mean."""
-    changed = [name for name in _TRAINED_WITH if name in given and given[name] != stored.get(name)]
+    # Gains of a window that was not there are fresh, and leave the output as it was.
+    added = _ADDED_LATER if stored.get("window") is None else set()
+    changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
     if changed:
-        made_with = ", ".join(f"{name}={stored.get(name)!r}" for name in changed)
+        made_with = ", ".join(f"{name}={stored[name]!r}" for name in changed)
         logger.warning(
             "The MHLA options of this model were %s; the ones given change what its weights mean.", made_with
         )
