@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..ops.numerics import repeat_heads
+from ..ops.sharded import TokenShard
 from .fused import HeadNorms
 from .sequence import TokenSequence
 
@@ -35,6 +36,7 @@ def original_attention(
     norms: HeadNorms | None = None,
     scaling: float | None = None,
     linear: bool = False,
+    shard: TokenShard | None = None,
     **unused: Any,
 ) -> torch.Tensor:
     """What the host model's own attention gives for the arguments of [`MHLA.forward`].
@@ -51,11 +53,17 @@ def original_attention(
         norms: As for [`MHLA.forward`].
         scaling: Scale of the logits; `None` for `K ** -0.5`.
         linear: Whether the host's attention is linear, with ReLU as its feature map (SANA, arXiv 2410.10629).
+        shard: Has to be `None`: the tokens of other processes are needed.
         **unused: The other arguments of [`MHLA.forward`], which softmax has no use for.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
+
+    Raises:
+        ValueError: Under context parallelism.
     """
+    if shard is not None:
+        raise ValueError("A model's original attention cannot be computed under context parallelism.")
     if norms is not None:
         query, key = norms.apply(query, key)
     if linear:

@@ -136,7 +136,8 @@ def _read_diffusers(path: Path, component: str, family: str) -> LoraFile:
     parts = {part for part in parts if re.fullmatch(r"(transformer|text_encoder|unet)(_\d+)?", part)}
     others: list[str] = []
     if parts:
-        prefix = f"{component}."
+        # Each transformer of Wan 2.2 may have a file of its own, whose names say nothing of the second.
+        prefix = "transformer." if component not in parts and parts == {"transformer"} else f"{component}."
         others = sorted(name for name in weights if not name.startswith(prefix))
         weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
         metadata = {name.removeprefix(prefix): metadata[name] for name in metadata if name.startswith(prefix)}

@@ -19,6 +19,7 @@ from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.lora_check import check_lora
 from mhla_hf.lora_check.probing import diffusion_probes, outputs, probe_grid, transformers_probes
+from mhla_hf.lora_check.reading import read_lora
 from mhla_hf.models.wan import MHLAWanTransformer3DModel
 from tests.models.adapter_checks import TARGETS, randomize_lora
 from tests.models.dit_case import DiTCase
@@ -110,6 +111,10 @@ def test_pipeline_and_kohya_files(wan, tmp_path):
     save_file({name: value.clone() for name, value in both.items()}, tmp_path / "both.safetensors")
     report = check_lora(wan / "converted", tmp_path / "both.safetensors", samples=0)
     assert len(report.weights) == 36 and len(report.others) == 36
+    second = read_lora(tmp_path / "both.safetensors", component="transformer_2", family="wan")
+    assert second.weights.keys() == report.weights.keys() and second.others[0].startswith("transformer.")
+    alone = read_lora(wan / "pipeline-lora", component="transformer_2", family="wan")
+    assert alone.weights.keys() == report.weights.keys() and not alone.others
     names = {
         "attn1": "self_attn", "attn2": "cross_attn", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o",
         "ffn.net.2": "ffn.2",

@@ -19,6 +19,7 @@ from mhla_hf.config import MHLAConfig
 from mhla_hf.layers import MHLA
 from mhla_hf.models.wan import MHLAWanTransformer3DModel
 from mhla_hf.ops.sharded import TokenShard
+from mhla_hf.recovery.layers import mhla_layers, original_heads
 from tests.tiny import wan_inputs, wan_pipeline, wan_transformer
 
 
@@ -185,6 +186,11 @@ def work(rank: int, path: Path, count: int, cases: list[tuple[str, torch.dtype]]
         others["checkpointed"] = observe("hybrid", model, torch.float32)["gradients"]
         for gradient in others["checkpointed"].values():
             dist.all_reduce(gradient)
+    try:
+        with original_heads(model, mhla_layers(model)):
+            model(**wan_inputs(**EVEN), return_dict=False)
+    except ValueError as error:
+        others["original"] = str(error)
     reduced, original = [], dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -278,6 +284,7 @@ def test_other_splits_are_refused(results):
         "This process holds tokens 0 to 12 of 24, but query has 24. Split the sequence as the model's own plan for "
         "context parallelism does."
     )
+    assert results[2]["original"] == "A model's original attention cannot be computed under context parallelism."
     model = make_model("full", torch.float32)
     for config in (TensorParallelConfig(tp_degree=2), ParallelConfig()):
         with pytest.raises(ValueError, match="supports context parallelism alone"):
