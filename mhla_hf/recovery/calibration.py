@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..conversion.options import parse_size
-from .fits import Changes, HeadsFit, LayerCall, ProjectionFit, TemperatureFit, as_matrix, replaced
+from .fits import Changes, HeadsFit, LayerCall, ProjectionFit, TemperatureFit
 from .layers import AttentionLayer, Batch, find_projections, mhla_layers, original_heads, run
 
 
@@ -189,20 +189,6 @@ class _Fit(Protocol):
 
 
 @dataclass
-class _OutputError:
-    """Squared held-out error of a layer's output with its projection as it is."""
-
-    layer: AttentionLayer
-    total: float = 0.0
-
-    def observe(self, call: LayerCall) -> None:
-        error = call.rows((call.heads.float() - call.output.float()).flatten(2), True)
-        if self.layer.projection is not None:
-            error = error @ as_matrix(self.layer.projection).to(error).T
-        self.total += float(error.square().sum(dtype=torch.float64 if error.device.type != "mps" else None))
-
-
-@dataclass
 class _Probe:
     """The batches, run through the model with its original attention."""
 
@@ -261,64 +247,50 @@ class _Probe:
 
 
 def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator[tuple[LayerCalibration, Changes]]:
-    """Solves some layers; the model is as it was afterwards."""
-    own: dict[str, Changes] = {layer.name: {} for layer in group}
-    reports = {layer.name: LayerCalibration(layer.name) for layer in group}
-    before = {layer.name: _OutputError(layer) for layer in group}
-    with ExitStack() as stack:
-        temperatures = {layer.name: TemperatureFit(layer) for layer in group if TemperatureFit.applies(layer)}
-        if temperatures:
-            probe.show({name: [fit] for name, fit in temperatures.items()}, _TEMPERATURE_SAMPLES)
-        warmed = {name: fit.solve() for name, fit in temperatures.items()}
-        # The best temperature of MHLA by itself need not be that of MHLA with what is added to it: both are fitted.
-        heads: dict[str, list[tuple[HeadsFit, Changes]]] = {
-            layer.name: [(HeadsFit(layer), {})] for layer in group if HeadsFit.applies(layer)
-        }
-        for layer in group:
-            if layer.name in heads and warmed.get(layer.name):
-                heads[layer.name].append((HeadsFit(layer), warmed[layer.name]))
-        if warmed or heads:
-            probe.show(
-                {
-                    layer.name: [before[layer.name], *(_With(*pair) for pair in heads.get(layer.name, []))]
-                    for layer in group
-                    if layer.name in warmed or layer.name in heads
-                }
-            )
-        else:
-            probe.skip()
-        for layer in group:
-            name, report = layer.name, reports[layer.name]
-            own[name] = warmed.get(name, {})
-            if name in heads:
-                solved = [(fit.solve(), changes) for fit, changes in heads.pop(name)]
-                best, changes = min(solved, key=lambda pair: pair[0].error)
-                report.heads_ridge, own[name] = best.strength, {**changes, **best.changes}
-        for name in own:
-            stack.enter_context(replaced(own[name]))
-        projections = {layer.name: ProjectionFit(layer) for layer in group}
-        probe.show({name: [fit] for name, fit in projections.items()})
+    """Solves some layers, without changing the model."""
+    temperatures = {layer.name: TemperatureFit(layer) for layer in group if TemperatureFit.applies(layer)}
+    if temperatures:
+        probe.show({name: [fit] for name, fit in temperatures.items()}, _TEMPERATURE_SAMPLES)
+    # The best temperature of MHLA by itself need not be that of MHLA with what is fitted to it: both are followed up.
+    candidates: dict[str, list[Changes]] = {layer.name: [{}] for layer in group}
+    for name, fit in temperatures.items():
+        candidates[name] += [changes] if (changes := fit.solve()) else []
+    heads = {
+        layer.name: [HeadsFit(layer, changes) for changes in candidates[layer.name]]
+        for layer in group
+        if HeadsFit.applies(layer)
+    }
+    if heads:
+        probe.show(heads)
+    else:
+        probe.skip()
+    ridges: dict[str, list[float | None]] = {name: [None] * len(found) for name, found in candidates.items()}
+    for name, fits in heads.items():
+        solved = [fit.solve() for fit in fits]
+        ridges[name] = [None, *(solution.strength for solution in solved)]
+        followed = [{**changes, **solution.changes} for changes, solution in zip(candidates[name], solved)]
+        candidates[name] = [{}, *(changes for changes in followed)]
+    del heads
+    projections = {
+        layer.name: [ProjectionFit(layer, changes) for changes in candidates[layer.name]] for layer in group
+    }
+    probe.show(projections)
     for layer in group:
-        yield _solved(layer, reports[layer.name], own[layer.name], projections[layer.name], before[layer.name])
-
-
-@dataclass
-class _With:
-    """A fit that sees the layer with other parameters."""
-
-    fit: _Fit
-    changes: Changes
-
-    def observe(self, call: LayerCall) -> None:
-        with replaced(self.changes):
-            self.fit.observe(call)
+        yield _solved(layer, ridges[layer.name], projections.pop(layer.name))
 
 
 def _solved(
-    layer: AttentionLayer, report: LayerCalibration, own: Changes, fit: ProjectionFit, before: _OutputError
+    layer: AttentionLayer, ridges: Sequence[float | None], fits: Sequence[ProjectionFit]
 ) -> tuple[LayerCalibration, Changes]:
-    """What to write of a layer: nothing where that would not lower the held-out error."""
-    report.tokens, report.held_out_tokens = fit.counts
+    """What to write of a layer: nothing where that would not lower the held-out error.
+
+    Args:
+        layer: The layer.
+        ridges: Strength of the ridge behind each candidate's own parameters.
+        fits: The fits of the projection to the candidates; the first is to the layer as it is.
+    """
+    report = LayerCalibration(layer.name)
+    report.tokens, report.held_out_tokens = fits[0].counts
     if not report.tokens:
         report.note = "the probe does not reach it"
         return report, {}
@@ -326,28 +298,30 @@ def _solved(
         raise ValueError(
             "batches must hold at least 2 samples, one to fit and one to measure the error; the more, the better."
         )
-    solution = fit.solve()
-    scale = max(solution.scale, torch.finfo(torch.float32).tiny)
-    report.error_before = (before.total if own else solution.errors[None]) / scale
-    report.error_after = solution.errors[solution.strength] / scale
-    changes = {**own, **solution.changes}
-    report.projection_ridge = solution.strength
+    solutions = [fit.solve() for fit in fits]
+    best = min(range(len(fits)), key=lambda index: solutions[index].error)
+    solution, scale = solutions[best], max(solutions[0].scale, torch.finfo(torch.float32).tiny)
+    report.error_before = report.error_after = solutions[0].errors[None] / scale
+    changes = {**fits[best].own, **solution.changes}
     if report.error_before <= _NEGLIGIBLE:
         report.note = "computes what the original does already"
-    elif report.error_after >= report.error_before:
+        return report, {}
+    if not changes or solution.error >= solutions[0].errors[None]:
         report.note = "left alone: the held-out error does not fall"
-    else:
-        _describe(layer, report, changes)
-        return report, changes
-    report.error_after = report.error_before
-    report.heads_ridge = report.projection_ridge = None
-    return report, {}
+        return report, {}
+    report.error_after = solution.error / scale
+    report.heads_ridge, report.projection_ridge = ridges[best], solution.strength
+    _describe(layer, report, changes)
+    return report, changes
 
 
 def _describe(layer: AttentionLayer, report: LayerCalibration, changes: Changes) -> None:
     gain, map_of_keys = layer.mhla.window_gain, layer.mhla.feature_map_key
     if map_of_keys is not None and map_of_keys.weight in changes:
-        factors = changes[map_of_keys.weight].flatten(1).norm(dim=1) / map_of_keys.weight.flatten(1).norm(dim=1)
+        sizes = [
+            weight.detach().flatten(1).norm(dim=1) for weight in (changes[map_of_keys.weight], map_of_keys.weight)
+        ]
+        factors = sizes[0] / sizes[1]
         report.temperatures = [round(float(factor), 2) for factor in factors]
     named = {
         "temperature": report.temperatures is not None,
@@ -365,9 +339,10 @@ def _groups(layers: Sequence[AttentionLayer], limit: int) -> list[list[Attention
     groups: list[list[AttentionLayer]] = [[]]
     used = 0
     for layer in layers:
-        needed = ProjectionFit.nbytes(layer)
-        if HeadsFit.applies(layer):
-            needed = max(needed, HeadsFit.nbytes(layer) * (2 if TemperatureFit.applies(layer) else 1))
+        own, warmed = HeadsFit.applies(layer), TemperatureFit.applies(layer)
+        needed = ProjectionFit.nbytes(layer) * (1 + own + warmed)
+        if own:
+            needed = max(needed, HeadsFit.nbytes(layer) * (1 + warmed))
         if groups[-1] and used + needed > limit:
             groups.append([])
             used = 0

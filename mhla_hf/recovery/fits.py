@@ -146,10 +146,14 @@ class HeadsFit:
     The columns of a channel are MHLA, the window, the neighbours of the token and the original's heads, in this
     order. Weights are shrunk towards zero and gains towards (1, 0). Gains of whole heads are fitted to all their
     channels at once, each with a convolution of its own.
+
+    Args:
+        layer: The layer.
+        own: Other values for parameters of `mhla`.
     """
 
-    def __init__(self, layer: AttentionLayer) -> None:
-        self.mhla = layer.mhla
+    def __init__(self, layer: AttentionLayer, own: Changes) -> None:
+        self.mhla, self.own = layer.mhla, own
         columns, channels = self._columns(self.mhla), self._channels(self.mhla)
         self._moments = [Moments(channels, columns, _sums_device(self.mhla.mixing.device)) for _ in range(2)]
 
@@ -173,7 +177,8 @@ class HeadsFit:
 
     def observe(self, call: LayerCall) -> None:
         """Adds the rows of one call."""
-        parts = self.mhla.attention_parts(*call.args, **call.kwargs)
+        with replaced(self.own):
+            parts = self.mhla.attention_parts(*call.args, **call.kwargs)
         # The convolution leaves tokens before the grid alone.
         start = self.mhla.num_prefix_tokens if self.mhla.lepe is not None else 0
         grid = call.kwargs.get("grid")
@@ -285,16 +290,25 @@ class ProjectionSolution:
     strength: float | None
     changes: Changes = field(repr=False)
 
+    @property
+    def error(self) -> float:
+        """The smallest error."""
+        return self.errors[self.strength]
+
 
 class ProjectionFit:
     """The output projection, by ridge regression of what the original puts out, shrunk towards what it is.
 
     The target is linear in the original's heads, so sums of products of MHLA's and the original's heads are all that
     the fit and its errors need. A projection without bias is fitted without means.
+
+    Args:
+        layer: The layer.
+        own: Other values for parameters of `mhla`.
     """
 
-    def __init__(self, layer: AttentionLayer) -> None:
-        self.layer = layer
+    def __init__(self, layer: AttentionLayer, own: Changes) -> None:
+        self.layer, self.own = layer, own
         channels = layer.mhla.num_heads * layer.mhla.value_head_dim
         self._moments = [Moments(1, 2 * channels, _sums_device(layer.mhla.mixing.device)) for _ in range(2)]
 
@@ -305,8 +319,12 @@ class ProjectionFit:
 
     def observe(self, call: LayerCall) -> None:
         """Adds the rows of one call."""
+        output = call.output
+        if self.own:
+            with replaced(self.own):
+                output = self.layer.mhla.forward(*call.args, **call.kwargs)
         for held_out, moments in zip((False, True), self._moments):
-            pair = [call.rows(tokens.flatten(2), held_out) for tokens in (call.output, call.heads)]
+            pair = [call.rows(tokens.flatten(2), held_out) for tokens in (output, call.heads)]
             moments.add(torch.cat(pair, -1)[None])
 
     @property

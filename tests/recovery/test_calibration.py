@@ -9,7 +9,7 @@ import torch
 
 import mhla_hf
 from mhla_hf.recovery import calibration
-from mhla_hf.recovery.fits import as_matrix
+from mhla_hf.recovery.fits import HeadsFit, as_matrix
 from mhla_hf.recovery.layers import find_projections, mhla_layers, original_heads, run
 from mhla_hf.recovery.statistics import Moments, solve_ridge
 from tests.recovery.test_original_attention import DIFFUSERS
@@ -184,9 +184,10 @@ def test_convolution_and_gains_equal_a_dense_solution(gains):
     batches = probe(example, 8)
     layer, columns = dense_heads(model, batches)
     held = torch.arange(len(columns)) % 4 == 1
-    report = mhla_hf.calibrate(model, batches)
-    (entry,) = report.layers
-    assert {"lepe"} | ({"gains"} if gains else set()) <= set(entry.changed)
+    fit = HeadsFit(layer, {})
+    calibration._Probe(model, [layer], batches, None, 1).show({layer.name: [fit]})
+    solution = fit.solve()
+    changes = {parameter: solution.changes[parameter] for parameter in fit._current()}
     rows = columns[~held].flatten(0, 1).transpose(0, 1)
     rows = rows - rows.mean(1, keepdim=True)
     first = 1 if gains is None else 2
@@ -194,9 +195,9 @@ def test_convolution_and_gains_equal_a_dense_solution(gains):
     heads, channels = layer.mhla.num_heads, layer.mhla.num_heads * layer.mhla.value_head_dim
     width = layer.mhla.value_head_dim if gains == "per_head" else 1
     near = rows[..., first:-1]
-    scale = near.square().sum(1).mean(-1) * entry.heads_ridge
+    scale = near.square().sum(1).mean(-1) * solution.strength
     places = near.shape[-1]
-    found = layer.mhla.lepe.weight.detach().reshape(channels, -1)
+    found = changes[layer.mhla.lepe.weight].reshape(channels, -1)
     for start in range(0, channels, width):
         # The channels that share gains, side by side, with the penalties as rows of their own.
         group = range(start, start + width)
@@ -211,17 +212,17 @@ def test_convolution_and_gains_equal_a_dense_solution(gains):
             blocks.append(wide)
             targets += [target[channel], target.new_zeros(places)]
         if shared:
-            strength = sum(rows[channel, :, :2].square().sum(0) for channel in group) * entry.heads_ridge
+            strength = sum(rows[channel, :, :2].square().sum(0) for channel in group) * solution.strength
             wide = rows.new_zeros(2, shared + width * places)
             wide[:, :2] = torch.diag(strength.sqrt())
             blocks.append(wide)
             targets.append(target.new_zeros(2))
-        solution = torch.linalg.lstsq(torch.cat(blocks), torch.cat(targets)).solution
-        expected = solution[shared:].reshape(width, places)
+        dense = torch.linalg.lstsq(torch.cat(blocks), torch.cat(targets)).solution
+        expected = dense[shared:].reshape(width, places)
         torch.testing.assert_close(found[start : start + width].double(), expected, rtol=5e-3, atol=2e-4)
         if shared:
-            gain = layer.mhla.window_gain.detach().expand(2, heads, layer.mhla.value_head_dim).reshape(2, -1)
-            expected = solution[:2] + torch.tensor([1.0, 0.0], dtype=torch.float64)
+            gain = changes[layer.mhla.window_gain].expand(2, heads, layer.mhla.value_head_dim).reshape(2, -1)
+            expected = dense[:2] + torch.tensor([1.0, 0.0], dtype=torch.float64)
             torch.testing.assert_close(gain[:, start].double(), expected, rtol=5e-3, atol=2e-4)
 
 
@@ -320,7 +321,7 @@ def test_training_mode_comes_back():
     model.train()
     model.bert.encoder.layer[0].eval()
     mhla_hf.calibrate(model, probe(example))
-    assert model.training and not model.bert.encoder.layer[0].training and model.encoder.layer[1].training
+    assert model.training and not model.bert.encoder.layer[0].training and model.bert.encoder.layer[1].training
 
 
 class Stopped(BaseException):
