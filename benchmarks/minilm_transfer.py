@@ -6,8 +6,9 @@
     python benchmarks/minilm_transfer.py --json benchmarks/results/minilm_transfer.json
 
 Sentence embeddings (mean pooling, as the model does) of held-out text are compared with those of the softmax model by
-cosine similarity, for MHLA and for linear attention, which is MHLA with one block. Only parameters that MHLA adds are
-trained, layer by layer, towards the softmax attention. Text: paragraphs of docstrings of Python's standard library.
+cosine similarity, for MHLA and for linear attention, which is MHLA with one block. The attention layers are trained,
+each alone, on recorded inputs and outputs of the softmax layers. Text: paragraphs of docstrings of Python's standard
+library.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import transformers
 from transformers import AutoModel, AutoTokenizer
 
 import mhla_hf
-from mhla_hf.training import transfer_attention
+from mhla_hf.recovery import match_layers
 
 
 MODULES = (
@@ -109,10 +110,10 @@ def run(
     *,
     steps: int,
     seed: int = 0,
-    learning_rate: float = 3e-2,
     verbose: bool = False,
+    **matching: Any,
 ) -> dict[str, Any]:
-    """Loads the model with MHLA, measures it, transfers for `steps` batches and measures it again."""
+    """Loads the model with MHLA, measures it, matches its layers for `steps` batches and measures it again."""
     model = AutoModel.from_pretrained(directory, attn_implementation="mhla", mhla=dict(options))
     result: dict[str, Any] = {
         "options": model.config.mhla,
@@ -120,28 +121,20 @@ def run(
     }
     if steps:
         started = time.process_time()
-        report = transfer_attention(
-            model,
-            None,
-            train,
-            steps=steps,
-            learning_rate=learning_rate,
-            seed=seed,
-            progress=_print_step if verbose else None,
-        )
+        progress = _print_step if verbose else None
+        report = match_layers(model, train, steps=steps, seed=seed, progress=progress, **matching)
         result["cpu_seconds"] = time.process_time() - started
         result["steps"] = steps
-        result["matching_loss_first"] = report[0].loss
-        result["matching_loss_last_tenth"] = sum(step.loss for step in report[-steps // 10 :]) / len(
-            report[-steps // 10 :]
-        )
+        losses = report.mean_losses()
+        result["matching_loss_first"] = losses[0]
+        result["matching_loss_last_tenth"] = sum(losses[-steps // 10 :]) / len(losses[-steps // 10 :])
         result["cosine"] = mean_cosine(model, reference, test)
     return result
 
 
-def _print_step(step: Any) -> None:
-    if step.step % 20 == 0:
-        print(f"  step {step.step}: matching loss {step.loss:.4f}", flush=True)
+def _print_step(layer: str, step: int, loss: float) -> None:
+    if step % 50 == 0:
+        print(f"  {layer}, step {step}: matching loss {loss:.4f}", flush=True)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from mhla_hf.recovery import attention_matching_loss
 from mhla_hf.training import TrainingConfig, WanObjective, sample_sigmas
 from mhla_hf.training.batches import DataOrder, make_batch
 from mhla_hf.training.config import CacheConfig
@@ -22,7 +23,6 @@ from mhla_hf.training.flow_matching import (
     unshift_sigmas,
 )
 from mhla_hf.training.optimization import learning_rate_factor
-from mhla_hf.training.transfer import attention_matching_loss
 
 
 def samples(count: int = 7, channels: int = 2) -> list[dict[str, torch.Tensor]]:
@@ -215,6 +215,8 @@ def test_learning_rate_schedules():
         ({"max_steps": 0}, "nothing to train"),
         ({"mhla": "none", "train": "mhla"}, "mhla='none' converts nothing"),
         ({"mhla": "none", "transfer_steps": 3}, "transfer_steps needs MHLA layers"),
+        ({"transfer_cache": "disk", "transfer_steps": 3}, "transfer_cache='disk' needs output"),
+        ({"transfer_cache": "ram"}, "transfer_cache must be one of auto, memory, disk, none"),
         ({"mhla": "{"}, "mhla is not valid JSON"),
         ({"mhla": "there-is-no-such-file"}, "mhla must be a JSON object"),
         ({"mhla": 3}, "mhla must be JSON"),

@@ -13,6 +13,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert
+from mhla_hf.recovery.layers import find_projections, mhla_layers, original_heads
+from mhla_hf.recovery.recording import Recorder, original_values
 from mhla_hf.sources import find_pipeline
 from mhla_hf.training import (
     DiffusionTrainer,
@@ -20,9 +22,8 @@ from mhla_hf.training import (
     TrainingConfig,
     WanObjective,
     evaluate,
-    record_attention,
 )
-from mhla_hf.training.batches import Batch, DataOrder, LatentBatches
+from mhla_hf.training.batches import DataOrder, LatentBatches
 from mhla_hf.training.checkpoints import list_checkpoints
 from mhla_hf.training.export import unsharded
 from mhla_hf.training.loading import default_teacher, load_student, load_teacher
@@ -169,46 +170,78 @@ class TestParameters:
         assert twins[0].state_dict().keys() == student.state_dict().keys()
 
 
-def wan_records(teacher, layers, inputs):
-    """What the self-attention of some layers saw in a forward pass on `inputs`, halfway between data and noise."""
-    noisy = inputs["hidden_states"]
-    condition = {"prompt_embeds": inputs["encoder_hidden_states"]}
-    batch = Batch(noisy, noisy, torch.full(noisy.shape[:1], 0.5), condition)
-    return record_attention(teacher, layers, WAN, noisy, batch)
+def wan_records(student, teacher, inputs):
+    """The student's layers, and what the self-attention of the teacher saw in a forward pass."""
+    layers = find_projections(student, mhla_layers(student), inputs)
+    return layers, Recorder(student, layers, original_values(student, teacher))(inputs)
 
 
 class TestTransfer:
-    def test_records_are_what_the_layers_saw(self, teacher):
-        inputs = tiny.wan_inputs(batch=2)
-        records = wan_records(teacher, [0, 2], inputs)
-        assert sorted(records) == [0, 2]
-        rotary = teacher.rope(inputs["hidden_states"])
-        for layer, record in records.items():
-            output = teacher.blocks[layer].attn1(record.hidden_states, None, None, rotary)
-            assert torch.allclose(output, record.output, atol=1e-6)
-        assert not teacher.blocks[0].attn1._forward_hooks
+    def test_records_are_what_the_layers_saw(self, teacher, student):
+        inputs, seen = tiny.wan_inputs(batch=2), {}
+        for layer in (1, 2):
 
-    def test_a_layer_that_computes_the_same_has_no_loss(self, teacher):
-        """One block for all tokens and softmax weights cannot agree; a softmax student does."""
-        inputs = tiny.wan_inputs()
-        records = wan_records(teacher, [1], inputs)
-        assert LayerMatching(teacher, [1], WAN)(inputs["hidden_states"], records).item() < 1e-10
+            def keep(module, args, kwargs, output, layer=layer):
+                seen[f"blocks.{layer}.attn1"] = (args[0] if args else kwargs["hidden_states"]), output
+
+            teacher.blocks[layer].attn1.register_forward_hook(keep, with_kwargs=True)
+        with torch.no_grad():
+            teacher(**inputs)
+            # A student that has learnt is not its own teacher any more.
+            for parameter in student.parameters():
+                parameter.normal_()
+        before = copy.deepcopy(student.state_dict())
+        layers, records = wan_records(student, teacher, inputs)
+        assert list(records) == list(seen) == [layer.name for layer in layers]
+        for name, (hidden_states, output) in seen.items():
+            torch.testing.assert_close(records[name].hidden_states, hidden_states)
+            torch.testing.assert_close(records[name].output, output, atol=1e-5, rtol=1e-4)
+        assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
+        assert not student.blocks[1].attn1._forward_hooks and "forward" not in vars(student.blocks[1].attn1.mhla)
+
+    def test_a_layer_that_computes_the_same_has_no_loss(self, teacher, student):
+        """One block for all tokens and softmax weights cannot agree; softmax itself does."""
+        layers, records = wan_records(student, teacher, tiny.wan_inputs())
+        with original_heads(student, layers):
+            assert LayerMatching(layers)([records]).max().item() < 1e-10
+        assert LayerMatching(layers)([records]).min().item() > 1e-3
         with pytest.raises(ValueError, match="at least one MHLA layer"):
-            LayerMatching(teacher, [], WAN)
+            DiffusionTrainer(
+                options(transfer_steps=1, condition_dropout=0.0), teacher, CASES["wan"].dataset(), teacher=teacher
+            ).run()
 
     def test_gradients_reach_only_the_layers_and_checkpointing_changes_nothing(self, teacher, student):
-        inputs = tiny.wan_inputs()
-        records = wan_records(teacher, [1, 2], inputs)
+        layers, records = wan_records(student, teacher, tiny.wan_inputs())
         gradients = []
         for checkpointing in (False, True):
             student.zero_grad()
-            LayerMatching(student, [1, 2], WAN, checkpointing)(inputs["hidden_states"], records).sum().backward()
+            LayerMatching(layers, checkpointing)([records]).sum().backward()
             gradients.append({n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None})
         assert set(gradients[0]) == set(
             trainable_names(student, "full", [WAN.attention_name(layer) for layer in (1, 2)])
         )
         for name, gradient in gradients[0].items():
             assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
+
+    @every_family
+    @pytest.mark.parametrize("mode", ["lora", "full"])
+    def test_records_in_memory_and_on_disk_are_one(self, mode, case, tmp_path):
+        teacher, results = case.make_teacher(), []
+        for cache in ("memory", "disk"):
+            result = DiffusionTrainer(
+                options(
+                    transfer_steps=3, max_steps=0, train=mode, lora_rank=2, transfer_cache=cache,
+                    output=str(tmp_path / cache),
+                ),
+                case.student(teacher),
+                case.dataset(),
+                teacher=copy.deepcopy(teacher),
+                null_condition=case.null_condition,
+            ).run()  # fmt: skip
+            assert not (tmp_path / cache / "transfer" / "activations").exists()
+            results.append((result.losses["transfer"], result.model.state_dict()))
+        assert results[0][0] == results[1][0]
+        assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
 
 
 class TestInProcess:

@@ -34,7 +34,6 @@ from .layer_training import (
     STAGE,
     LayerTraining,
     MatchingOptions,
-    attention_matching_loss,
     layer_loss,
     trained_names,
 )
@@ -46,9 +45,8 @@ from .recording import (
     only_trainable,
     original_values,
 )
+from .teacher import SharedTeacher
 
-
-__all__ = ["MatchingReport", "attention_matching_loss", "match_layers", "matching_losses"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +90,7 @@ def match_layers(
     *,
     steps: int = 600,
     num_batches: int | None = None,
-    teacher: nn.Module | None = None,
+    teacher: nn.Module | SharedTeacher | None = None,
     original_parameters: Mapping[str, torch.Tensor] | None = None,
     batch_size: int = 1,
     learning_rate: float = 3e-3,
@@ -127,7 +125,7 @@ def match_layers(
             that an `attention_mask` leaves out do not count.
         steps: Optimizer steps of each layer.
         num_batches: How many batches there are; only for a function.
-        teacher: The original, of the class that transformers or diffusers has.
+        teacher: The original, of the class that transformers or diffusers has; or a `SharedTeacher` of the model.
         original_parameters: Values of the changed parameters in the original, by name.
         batch_size: Batches that one step learns from.
         learning_rate: Peak learning rate of projections, norms and output projections.
@@ -192,7 +190,7 @@ def matching_losses(
     model: nn.Module,
     batch: Batch,
     *,
-    teacher: nn.Module | None = None,
+    teacher: nn.Module | SharedTeacher | None = None,
     original_parameters: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """How well each MHLA layer matches the original on one batch, given the original's hidden states.
@@ -484,7 +482,7 @@ def _layers(model: nn.Module, batch: Batch) -> list[AttentionLayer]:
 
 
 def _originals(
-    model: nn.Module, teacher: nn.Module | None, original_parameters: Mapping[str, torch.Tensor] | None
+    model: nn.Module, teacher: nn.Module | SharedTeacher | None, original_parameters: Mapping[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
     mhla_layers(model)
     if teacher is None:

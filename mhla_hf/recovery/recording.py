@@ -16,6 +16,7 @@ from torch import nn
 
 from ..layers.mhla import MHLA
 from .layers import AttentionLayer, Batch, LayerCall, base_model, record_calls
+from .teacher import SharedTeacher
 
 
 Tensors = Mapping[str, torch.Tensor]
@@ -51,16 +52,21 @@ class Recorder:
             return record_calls(self.model, self.layers, batch, only=self.only, keep=keep)
 
 
-def original_values(model: nn.Module, teacher: nn.Module) -> dict[str, torch.Tensor]:
+def original_values(model: nn.Module, teacher: nn.Module | SharedTeacher) -> dict[str, torch.Tensor]:
     """The teacher's values of the parameters that a converted model shares with it, by name in the converted model.
 
     Args:
         model: The converted model; adapters of LoRA count as switched off.
-        teacher: The model that it was converted from, of the class that transformers or diffusers has.
+        teacher: The model that it was converted from, of the class that transformers or diffusers has; or a teacher
+            in the model itself, which stores what differs alone.
 
     Raises:
         ValueError: If the teacher is the model itself or has MHLA layers, or lacks a parameter.
     """
+    if isinstance(teacher, SharedTeacher):
+        names = {_original_name(name): name for name, _ in model.named_parameters()}
+        values = {names[name]: value for name, value in teacher.weights.items()}
+        return {**values, **_switched_off(model)}
     trunk, teacher = base_model(model), base_model(teacher)
     if teacher is trunk:
         raise ValueError("teacher is the student itself; pass teacher=None to run it with its original attention.")
@@ -69,21 +75,28 @@ def original_values(model: nn.Module, teacher: nn.Module) -> dict[str, torch.Ten
             "teacher has MHLA layers: load the original, of transformers with attn_implementation='sdpa'."
         )
     found = dict(teacher.named_parameters(remove_duplicate=False))
-    values: dict[str, torch.Tensor] = {}
+    values = _switched_off(model)
     # A head that one of the two lacks has no part in it.
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is trunk)
     for name, parameter in trunk.named_parameters(prefix=prefix.removesuffix(".")):
-        if ".mhla." in f".{name}" or ".lora_A." in name:
+        if ".mhla." in f".{name}" or ".lora_" in name:
             continue
-        if ".lora_B." in name:
-            values[name] = torch.zeros_like(parameter)
-            continue
-        original = found.get(name.removeprefix(prefix).replace(".base_layer.", "."))
+        original = found.get(_original_name(name.removeprefix(prefix)))
         if original is None or original.shape != parameter.shape:
             problem = "has no" if original is None else "has another shape of"
             raise ValueError(f"teacher {problem} {name}: it must be what this {type(model).__name__} was made from.")
         values[name] = original.detach()
     return values
+
+
+def _switched_off(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Values with which adapters of LoRA do nothing."""
+    return {name: torch.zeros_like(value) for name, value in model.named_parameters() if ".lora_B." in name}
+
+
+def _original_name(name: str) -> str:
+    """What LoRA has renamed."""
+    return name.replace(".base_layer.", ".")
 
 
 def check_originals(model: nn.Module, originals: Tensors) -> None:

@@ -28,6 +28,7 @@ PRECISIONS = ("no", "fp16", "bf16")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("none", "tensorboard", "wandb")
 DEVICES = ("auto", "cpu")
+TRANSFER_CACHES = ("auto", "memory", "disk", "none")
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 # What `mhla` is for a model that stays as it is.
 UNCONVERTED = "none"
@@ -174,6 +175,12 @@ class TrainingConfig(_Options):
     lora_alpha: float | None = _option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
     transfer_steps: int = _option(0, "Steps that first match each MHLA layer's output to the teacher's.", minimum=0)
+    transfer_cache: str = _option(
+        "auto",
+        "Where the teacher's activations are kept for those steps, so that it runs once per sample; 'none' runs it in "
+        "every step, on new noise, and so does 'auto' where they do not fit.",
+        choices=TRANSFER_CACHES,
+    )
     distill_steps: int = _option(0, "Steps that then match the whole model's prediction to the teacher's.", minimum=0)
     max_steps: int = _option(1000, "Fine-tuning steps.", minimum=0)
     batch_size: int = _option(1, "Samples per process and micro-step.", minimum=1)
@@ -281,6 +288,8 @@ class TrainingConfig(_Options):
             needed = "ema_decay" if name == "ema_power" else "ema_power"
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{name} needs {needed}")
+        if self.transfer_cache == "disk" and self.transfer_steps and self.output is None:
+            raise ValueError("transfer_cache='disk' needs output: the directory to keep activations in")
         if self.resume is not None and self.output is None:
             raise ValueError("resume needs output: the directory with the checkpoints")
 

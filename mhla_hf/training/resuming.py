@@ -33,7 +33,7 @@ TRAJECTORY = (
     "adam_beta1", "adam_beta2", "adam_epsilon", "condition_dropout", "distill_learning_rate", "distill_ratio",
     "distill_steps", "ema_decay", "ema_inv_gamma", "ema_power", "gradient_accumulation_steps", "learning_rate",
     "lr_schedule", "max_grad_norm", "max_steps", "mhla_learning_rate", "mixed_precision", "seed",
-    "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
+    "transfer_cache", "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +15,8 @@ from .batches import Batch, TrainingBatch
 from .config import TrainingConfig
 from .data_order import DataOrder
 from .objectives import Objective
-from .parameters import mhla_layers, trainable_names
+from .parameters import trainable_names
 from .teachers import Teacher
-from .transfer import LayerMatching, record_attention
 
 
 BatchMaker = Callable[[DataOrder, int, int], TrainingBatch]
@@ -194,58 +193,4 @@ class Distillation:
 
     def close(self) -> None:
         """Lets go of the teacher."""
-        self.teacher = None
-
-
-class Transfer:
-    """Layer matching: each MHLA layer on the teacher's inputs, against the teacher's outputs."""
-
-    name = "transfer"
-    validates = False
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        model: nn.Module,
-        objective: Objective,
-        make_batch: BatchMaker,
-        get_teacher: Callable[[], nn.Module],
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.objective = objective
-        self.make_batch = make_batch
-        self.get_teacher = get_teacher
-        self.teacher: nn.Module | None = None
-        self.steps = config.transfer_steps
-        self.learning_rate = config.transfer_learning_rate or config.learning_rate
-        # The more particular option wins: a rate for this stage over one for these parameters in every stage.
-        self.mhla_learning_rate = config.transfer_learning_rate or config.mhla_learning_rate or config.learning_rate
-        self.layers = mhla_layers(model)
-        if not self.layers:
-            raise ValueError("transfer_steps needs at least one MHLA layer, but the model has none")
-
-    def trainable_names(self) -> list[str]:
-        """What `train` says, within the self-attention of MHLA layers."""
-        return trainable_names(self.model, self.config.train, map(self.objective.attention_name, self.layers))
-
-    def module(self) -> nn.Module:
-        """The MHLA layers side by side."""
-        self.teacher = self.get_teacher()
-        return LayerMatching(self.model, self.layers, self.objective, self.config.gradient_checkpointing)
-
-    def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
-        """The matching loss, averaged over layers."""
-        assert self.teacher is not None
-        noisy_latents = self.objective.add_noise(batch.latents, batch.noise, batch.levels)
-        with accelerator.autocast():
-            records = record_attention(self.teacher, self.layers, self.objective, noisy_latents, batch)
-        return module(noisy_latents, records).mean()
-
-    def context(self) -> AbstractContextManager[None]:
-        """Nothing: only attention layers run."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Lets go of the teacher, which is as large as the model."""
         self.teacher = None

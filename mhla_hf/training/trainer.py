@@ -28,9 +28,10 @@ from .metrics import MetricsFile
 from .objectives import Tensors, objective_for
 from .resuming import find_start, run_inputs, run_state
 from .runtime import check_distribution, make_accelerator, open_trackers
-from .stages import Distillation, FineTuning, Stage, Transfer
+from .stages import Distillation, FineTuning, Stage
 from .stopping import StopSignals, TrainingStopped
 from .teachers import Teacher, memory_of, share_weights
+from .transfer import Transfer
 from .validation import make_validator
 
 
@@ -198,7 +199,19 @@ class DiffusionTrainer:
         )
         stages: list[Stage] = []
         if config.transfer_steps:
-            stages.append(Transfer(config, self.model, self.objective, batches, self._get_teacher))
+            folder = None if self.output is None else self.output / "transfer"
+            stages.append(
+                Transfer(
+                    config,
+                    self.model,
+                    self.objective,
+                    batches,
+                    self._get_teacher,
+                    self.accelerator,
+                    self.dataset,
+                    folder,
+                )
+            )
         if config.distill_steps:
             self._keep_original_weights()
             stages.append(Distillation(config, self.model, self.objective, batches, self._get_distillation_teacher))

@@ -134,13 +134,6 @@ class Objective(ABC):
         """
         return (prediction.float() - target.float()).square().flatten(1).mean(1)
 
-    def positions(self, model: nn.Module) -> nn.Module:
-        """A module that makes, from noisy latents, what the model's self-attention takes besides hidden states.
-
-        It returns keyword arguments, and shares its buffers with the model.
-        """
-        return _TokenGrid(cast(Any, model.config)["patch_size"])
-
     def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context to train the model in; afterwards the model is as it was."""
         return nullcontext()
@@ -231,17 +224,6 @@ class Objective(ABC):
             raise ValueError(
                 f"{what} of {cls.family().name} training must have {', '.join(names)}; it lacks {', '.join(missing)}"
             )
-
-
-class _TokenGrid(nn.Module):
-    """The grid of a picture's tokens, as MHLA layers take it."""
-
-    def __init__(self, patch_size: int) -> None:
-        super().__init__()
-        self.patch_size = patch_size
-
-    def forward(self, noisy: torch.Tensor) -> dict[str, Any]:
-        return {"grid": tuple(length // self.patch_size for length in noisy.shape[2:])}
 
 
 def check_text_width(embeddings: torch.Tensor, width: int) -> None:

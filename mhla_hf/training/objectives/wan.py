@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..flow_matching import timesteps_from_sigmas
 from ..pipeline_files import read_index
@@ -58,19 +57,6 @@ class WanObjective(FlowObjective):
             "encoder_hidden_states": condition["prompt_embeds"],
             "return_dict": False,
         }
-
-    def positions(self, model: nn.Module) -> nn.Module:
-        """The rotary tables, which in MHLA models also carry the token grid."""
-        return _RotaryTables(model.rope)
-
-
-class _RotaryTables(nn.Module):
-    def __init__(self, rope: nn.Module) -> None:
-        super().__init__()
-        self.rope = rope
-
-    def forward(self, noisy: torch.Tensor) -> dict[str, Any]:
-        return {"rotary_emb": self.rope(noisy)}
 
 
 def sigma_range(directory: Path, component: str) -> tuple[float, float]:
