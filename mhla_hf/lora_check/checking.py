@@ -12,7 +12,7 @@ from torch import nn
 
 from ..conversion.source import Component, Source, download_or_find, read_source
 from ..files import path_inside
-from ..messages import shorten_list
+from ..messages import shorten_list, shorten_text
 from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
 from ..recovery.layers import mhla_layers
 from ..sources import is_hub_id
@@ -150,9 +150,10 @@ def _load(part: Component, device: str | torch.device, dtype: torch.dtype) -> An
         if part.is_transformers:
             import transformers
 
-            model_class = getattr(transformers, part.class_name, None)
-            if model_class is None:
-                raise ValueError(f"{part.folder} is a {part.class_name}, which transformers does not have.")
+            model_class: Any = getattr(transformers, part.class_name, None)
+            is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+            if not is_model:
+                raise ValueError(f"{part.folder} is a {shorten_text(part.class_name)}, which transformers lacks.")
             model = model_class.from_pretrained(part.folder, dtype=dtype)
         elif is_mhla_class(part.class_name):
             model = family_for(part.class_name).load_class().from_pretrained(part.folder, torch_dtype=dtype)

@@ -13,13 +13,14 @@ import torch
 from safetensors import SafetensorError
 
 from ..json_files import Types, check_fields, read_json
-from ..messages import shorten_list, shorten_text
+from ..messages import shorten_list, shorten_text, shorten_value
 from ..tensor_files import read_header, read_tensors
 
 
 PEFT_CONFIG = "adapter_config.json"
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
+_LARGEST_ALPHA = 2**20
 # What scales the product of the two matrices. Nothing else of the files' options is used.
 _FIELDS: dict[str, Types] = {
     "r": int,
@@ -159,9 +160,14 @@ def _options(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         # To peft they are regular expressions; those of others can take for ever.
         if not re.fullmatch(r"[\w.]+", _plain(pattern)):
             raise ValueError(f"{where}: 'alpha_pattern' has {shorten_text(pattern)}, which is no name of a module.")
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-            raise ValueError(f"{where}: 'alpha_pattern' must hold numbers.")
+        _check_number(alpha, f"{where}: 'alpha_pattern'")
+    _check_number(fields.get("lora_alpha", 1), f"{where}: 'lora_alpha'")
     return {name: fields[name] for name in _FIELDS if name in fields}
+
+
+def _check_number(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST_ALPHA:
+        raise ValueError(f"{where} must be a number of at most {_LARGEST_ALPHA}, not {shorten_value(value)}.")
 
 
 def _plain(pattern: str) -> str:

@@ -258,6 +258,8 @@ FILES: dict[str, tuple[Any, str]] = {
     "one axis": ({name: value.flatten() for name, value in PAIR.items()}, "matrices 48 and 48"),
     "kind": ((PAIR, {"peft_type": "LOHA"}), "only LoRA is checked"),
     "alpha": ((PAIR, {"peft_type": "LORA", "lora_alpha": "8"}), "lora_alpha"),
+    "infinite": ((PAIR, {"lora_alpha": float("inf")}), "'lora_alpha' must be a number of at most"),
+    "alphas": ((PAIR, {"alpha_pattern": {"to_q": True}}), "'alpha_pattern' must be a number of at most"),
     "pattern": ((PAIR, {"alpha_pattern": {"(a+)+b": 2}}), "which is no name of a module"),
 }
 
@@ -290,6 +292,23 @@ def test_softmax_models_are_refused(wan, llama):
         check_lora(wan / "converted", wan / "model-lora", component="text_encoder")
     with pytest.raises(ValueError, match="samples=-1 must be"):
         check_lora(wan / "converted", wan / "model-lora", samples=-1)
+
+
+def test_wrong_models_give_one_line(wan, llama, tmp_path):
+    shutil.copytree(llama / "converted", tmp_path / "llama")
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, "architectures": ["AutoTokenizer"]}))
+    shutil.copytree(wan / "converted", tmp_path / "wan")
+    weights = next((tmp_path / "wan").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-8])
+    for model, lora, message in (
+        (tmp_path / "llama", llama / "lora", "is a AutoTokenizer, which transformers lacks"),
+        (tmp_path / "wan", wan / "model-lora", "are damaged"),
+        (tmp_path / "none", wan / "model-lora", "is neither a directory nor a Hub id"),
+        (wan / "model-lora", wan / "model-lora", "has neither model_index.json"),
+    ):
+        result = CliRunner().invoke(app, ["check-lora", str(model), str(lora)])
+        assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
 
 
 def test_probes_are_cut_to_the_most_tokens():
