@@ -11,6 +11,7 @@ M blocks of the window, N tokens of the largest one, S blocks that a block sees,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,10 @@ from ..ops.numerics import from_head_blocks, head_blocks
 from ..sequence_layout import SequenceLayout
 from .sequence import TokenSequence
 from .window_cross import cross_attention
+
+
+# Numbers of keys copied at a time; that many again are values. Half a gigabyte each in bfloat16.
+MAX_COPIED = 2**28
 
 
 def grid_window_attention(
@@ -51,6 +56,12 @@ def grid_window_attention(
     Returns:
         `[B, T, H, V]` in the dtype of `value`.
     """
+    step = _heads_at_once(key, window, len(grid))
+    if step < key.shape[2]:
+        groups = query.shape[2] // key.shape[2]
+        parts = zip(query.split(step * groups, dim=2), key.split(step, dim=2), value.split(step, dim=2))
+        options: dict[str, Any] = {"num_prefix_tokens": num_prefix_tokens, "scale": scale}
+        return torch.cat([grid_window_attention(*part, window, window_size, grid, **options) for part in parts], dim=2)
     before, after = slice(0, num_prefix_tokens), slice(num_prefix_tokens, None)
     tokens = query[:, after], key[:, after], value[:, after]
     prefix = (key[:, before], value[:, before]) if num_prefix_tokens else None
@@ -60,6 +71,14 @@ def grid_window_attention(
         return output
     queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (query[:, before], key, value))
     return torch.cat([_attend(queries, keys, values, None, scale).squeeze(2).transpose(1, 2), output], dim=1)
+
+
+def _heads_at_once(key: torch.Tensor, window: str, axes: int) -> int:
+    """How many key/value heads are computed together, so that the keys copied for their windows take little memory."""
+    if torch.compiler.is_compiling():
+        return key.shape[2]
+    copies = {"block": 1, "cross": 9}.get(window, 3**axes)
+    return max(1, MAX_COPIED // (copies * key.shape[0] * key.shape[1] * key.shape[3]))
 
 
 def _attend_grid(

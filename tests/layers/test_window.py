@@ -124,6 +124,13 @@ def test_prefix_tokens_see_and_are_seen_by_every_window(window):
     assert_same_with_gradients(layer, make_tokens(prefix + 20), mask, grid=grid, scaling=0.3)
 
 
+@pytest.mark.parametrize("window", ["block", "adjacent", "cross"])
+def test_heads_are_computed_in_parts_where_they_are_large(window, monkeypatch):
+    layer, tokens = make_layer(blocks=(1, 2, 2), window=window, window_size=(1, 2, 2)), make_tokens(48)
+    monkeypatch.setattr("mhla_hf.layers.window.MAX_COPIED", 1)
+    assert_same_with_gradients(layer, tokens, dense_mask((3, 4, 4), window, (1, 2, 2)), grid=(3, 4, 4))
+
+
 @pytest.mark.parametrize("rope", ["after_feature_map", "before_feature_map"])
 def test_queries_and_keys_are_rotated_whatever_the_order_for_mhla(rope):
     grid, size = (3, 4, 4), (1, 2, 2)
@@ -269,11 +276,14 @@ def test_taking_the_window_away_takes_its_size_with_it():
     assert config.replace(window="block").window_size == (2, 2)
 
 
-def test_torch_compile_traces_the_window_whole():
+def test_torch_compile_traces_the_window_whole_at_any_size():
+    torch.compiler.reset()
     layer = make_layer(blocks=(1, 2, 2), window="cross", window_size=(2, 2, 3))
-    tokens = make_tokens(60)
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    expected = layer(*tokens, grid=(3, 4, 5))
-    torch.testing.assert_close(compiled(*tokens, grid=(3, 4, 5)), expected, rtol=1e-10, atol=1e-10)
-    F.mse_loss(compiled(*tokens, grid=(3, 4, 5)), tokens[0]).backward()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    for grid in ((3, 4, 5), (5, 7, 4)):
+        tokens = make_tokens(grid[0] * grid[1] * grid[2])
+        output = compiled(*tokens, grid=grid)
+        torch.testing.assert_close(output, layer(*tokens, grid=grid), rtol=1e-10, atol=1e-10)
+    F.mse_loss(output, tokens[0]).backward()
     assert layer.window_gain.grad.abs().sum() > 0
+    torch.compiler.reset()
