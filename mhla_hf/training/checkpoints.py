@@ -25,6 +25,7 @@ from torch import nn
 
 from ..files import atomic_directory, remove_directory
 from ..json_files import check_fields, read_json
+from . import zero3
 from .fingerprints import file_fingerprint
 
 
@@ -134,8 +135,12 @@ def _newest_whole(available: Sequence[Path]) -> Path | None:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor, gathered if it is sharded over processes, on the CPU."""
-    gather = getattr(tensor, "full_tensor", None)
-    return (gather() if gather is not None else tensor).detach().cpu().contiguous()
+    if zero3.is_sliced(tensor):
+        whole = zero3.whole_parameter(tensor)  # type: ignore[arg-type]
+    else:
+        gather = getattr(tensor, "full_tensor", None)
+        whole = gather() if gather is not None else tensor
+    return whole.detach().cpu().contiguous()
 
 
 def collect_state(
@@ -146,7 +151,10 @@ def collect_state(
     weights = {name: full_tensor(parameters[name]) for name in names}
     moments = {}
     for name in names:
-        for kind, value in optimizer.state.get(parameters[name], {}).items():
+        parameter = parameters[name]
+        sliced = zero3.is_sliced(parameter)
+        state = zero3.whole_moments(parameter) if sliced else optimizer.state.get(parameter, {})
+        for kind, value in state.items():
             moments[f"{name}::{kind}"] = full_tensor(torch.as_tensor(value))
     return weights, moments
 
@@ -305,13 +313,15 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
             raise ValueError(f"checkpoint {checkpoint} has optimizer state of {name}, which does not train here")
         found.setdefault(name, set()).add(kind)
         parameter = parameters[name]
-        # A single number, the step count, stays on the CPU, where AdamW makes it.
         if kind != "step":
             _check_shape(checkpoint, key, value, parameter)
-            value = _like(value, parameter)
         elif value.ndim:
             raise ValueError(f"checkpoint {checkpoint} has {key} of shape {tuple(value.shape)}, and not one number")
-        optimizer.state[parameter][kind] = value
+        if zero3.is_sliced(parameter):
+            zero3.load_moment(parameter, kind, value)
+        else:
+            # A single number, the step count, stays on the CPU, where AdamW makes it.
+            optimizer.state[parameter][kind] = value if kind == "step" else _like(value, parameter)
     position = checkpoint_position(checkpoint)
     broken = next((name for name, kinds in found.items() if not kinds >= _KINDS), None)
     if broken is not None or (not found and (position is None or position.step)):
@@ -347,7 +357,9 @@ def _check_names(checkpoint: Path, saved: Iterable[str], names: Iterable[str]) -
 
 
 def _check_shape(checkpoint: Path, name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    if value.shape != parameter.shape:
+    # Under DeepSpeed a parameter has no elements while it is not in use.
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    if value.shape != shape:
         raise ValueError(
-            f"checkpoint {checkpoint} has {name} of shape {tuple(value.shape)}, the model has {tuple(parameter.shape)}"
+            f"checkpoint {checkpoint} has {name} of shape {tuple(value.shape)}, the model has {tuple(shape)}"
         )

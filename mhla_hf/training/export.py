@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from ..files import atomic_directory, write_json
 from ..source_files import list_files
 from ..sources import PIPELINE_INDEX
+from . import zero3
 from .checkpoints import full_tensor
 from .parameters import lora_options, lora_state_dict, mhla_state_dict
 from .pipeline_files import read_index
@@ -51,9 +52,12 @@ def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> N
 
 def unsharded(model: torch.nn.Module) -> torch.nn.Module:
     """The model itself, or a whole copy on the CPU if its parameters are sharded. Every process must call it."""
-    if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+    sharded = (hasattr(each, "full_tensor") or zero3.is_sliced(each) for each in model.parameters())
+    if not any(sharded):
         return model
-    state = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+    # The entries of a state dict are no parameters any more, which DeepSpeed needs to gather them.
+    tensors = {**model.state_dict(), **dict(model.named_parameters())}
+    state = {name: full_tensor(tensor) for name, tensor in tensors.items()}
     # fully_shard gives the model a class of its own; the one to save as is the first of its bases with a config.
     cls: Any = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
     copy = cls.from_config(model.config)

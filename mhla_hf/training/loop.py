@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from . import checkpoints, parameters
@@ -144,7 +144,9 @@ class StageLoop:
             self.average.copy_to_model()
         stage.close()
         del module, optimizer
-        accelerator.free_memory()
+        if accelerator.distributed_type != DistributedType.DEEPSPEED:
+            # DeepSpeed would let go of the weights, which are still to be gathered.
+            accelerator.free_memory()
         return losses, math.fsum(durations) / len(durations)
 
     def _step(
@@ -172,7 +174,8 @@ class StageLoop:
             losses.append(loss.detach())
             samples.append(batch.indices)
         norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
-        gradient_norm = float(checkpoints.full_tensor(norm))
+        # DeepSpeed gives a plain number.
+        gradient_norm = float(checkpoints.full_tensor(norm) if torch.is_tensor(norm) else norm)
         total = torch.stack(losses).sum()
         told_to_stop = torch.tensor(float(self.shared.signals.received is not None), device=total.device)
         # Both in one message: all processes stop after the same step.

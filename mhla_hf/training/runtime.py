@@ -17,6 +17,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
+from . import zero3
 from .config import TrainingConfig
 from .rendezvous import wait_for_processes
 
@@ -30,7 +31,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     """An `Accelerator` for the options; launched by `accelerate launch`, it joins the other processes.
 
     Raises:
-        ValueError: If the tracker asked for is not installed.
+        ValueError: If the tracker or DeepSpeed is asked for and not installed.
         OSError: If other processes of the run do not come; see `wait_for_processes`.
     """
     if config.report_to != "none":
@@ -41,11 +42,13 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     project = None
     if config.output is not None:
         project = ProjectConfiguration(project_dir=config.output, logging_dir=str(Path(config.output) / "logs"))
+    if zero3.is_asked_for() and find_spec("deepspeed") is None:
+        raise ValueError("distributed_type: DEEPSPEED needs that package: pip install deepspeed")
     # Held until the process group is made.
     meeting = wait_for_processes(config.startup_timeout)
     accelerator = Accelerator(
         cpu=config.device == "cpu",
-        mixed_precision=config.mixed_precision,
+        mixed_precision="no" if zero3.is_asked_for() else config.mixed_precision,
         log_with=None if config.report_to == "none" else config.report_to,
         project_config=project,
         kwargs_handlers=[
@@ -56,6 +59,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     )
     del meeting
     _shard_on_cpus(accelerator)
+    zero3.set_options(accelerator, config)
     return accelerator
 
 
@@ -89,18 +93,21 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
     """Refuses ways of running that would fail hours later.
 
     Raises:
-        ValueError: For DeepSpeed and others, FSDP 1, and what FSDP cannot do here; the message names the option.
+        ValueError: For FSDP 1 and others, and what sharded models cannot do here; the message names the option.
     """
     kind = accelerator.distributed_type
     if kind in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         return
-    if kind != DistributedType.FSDP:
-        raise ValueError(f"training under {kind.value} is not supported; use one process, DDP or FSDP 2")
-    if not getattr(accelerator, "is_fsdp2", False):
+    if kind == DistributedType.DEEPSPEED:
+        zero3.check_options(accelerator, config)
+    elif kind != DistributedType.FSDP:
+        raise ValueError(f"training under {kind.value} is not supported; use one process, DDP, FSDP 2 or DeepSpeed")
+    elif not getattr(accelerator, "is_fsdp2", False):
         raise ValueError("training under FSDP 1 is not supported; set fsdp_version: 2 in accelerate's configuration")
+    name = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP"
     if config.transfer_steps:
-        raise ValueError("transfer_steps must be 0 under FSDP: match the layers first in a run without sharding")
+        raise ValueError(f"transfer_steps must be 0 under {name}: match the layers first in a run without sharding")
     if config.train == "lora":
-        raise ValueError("train='lora' does not run under FSDP; use DDP, or train full")
+        raise ValueError(f"train='lora' does not run under {name}; use DDP, or train full")
     if config.validation_prompts:
-        raise ValueError("validation_prompts do not run under FSDP: generate from a checkpoint's pipeline instead")
+        raise ValueError(f"validation_prompts do not run under {name}: generate from a checkpoint's pipeline instead")
