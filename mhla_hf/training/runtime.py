@@ -105,8 +105,9 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
     elif not getattr(accelerator, "is_fsdp2", False):
         raise ValueError("training under FSDP 1 is not supported; set fsdp_version: 2 in accelerate's configuration")
     name = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP"
-    if config.transfer_steps:
-        raise ValueError(f"transfer_steps must be 0 under {name}: match the layers first in a run without sharding")
+    for option in ("transfer_steps", "distill_steps"):
+        if getattr(config, option):
+            raise ValueError(f"{option} must be 0 under {name}: run that stage first, without sharding")
     if config.train == "lora":
         raise ValueError(f"train='lora' does not run under {name}; use DDP, or train full")
     if config.validation_prompts:

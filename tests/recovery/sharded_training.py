@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import traceback
@@ -52,7 +53,7 @@ def train_together(name: str, runs: list[tuple[Path, dict[str, Any]]], processes
 
     Args:
         name: Configuration.
-        runs: Output and options of each run.
+        runs: Output and options of each run; with `damaged_sample` that one is NaN, and each process saves its error.
         processes: How many.
     """
     context = multiprocessing.get_context("forkserver")
@@ -78,7 +79,16 @@ def _train(environment: dict[str, str], runs: list[tuple[Path, dict[str, Any]]])
         accelerator = make_accelerator(TrainingConfig(device="cpu"))
         kind = accelerator.distributed_type.value
         for output, options in runs:
-            result = make_trainer(output, None, accelerator, **OPTIONS, **options).run()
+            damaged = options.pop("damaged_sample", None)
+            trainer = make_trainer(output, None, accelerator, **OPTIONS, **options)
+            if damaged is not None:
+                sample = trainer.dataset[damaged]
+                trainer.dataset[damaged] = {**sample, "latents": sample["latents"] * math.nan}
+            try:
+                result = trainer.run()
+            except FloatingPointError as error:
+                (output / f"error-{accelerator.process_index}").write_text(str(error))
+                continue
             if accelerator.is_main_process:
                 record = {"losses": result.losses, "weights": result.model.state_dict(), "kind": kind}
                 torch.save(record, output / "final.pt")
