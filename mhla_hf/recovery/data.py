@@ -9,7 +9,7 @@ samples that one process with batch 4 sees.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -92,11 +92,19 @@ class PackedText(BatchSource):
         table: The rows; the last of them are held out.
         held_out: Most rows to hold out.
         seed: Seed of their order.
+        decode: Makes the text of tokens, for `held_out_bytes`.
+
+    Attributes:
+        held_out_bytes: UTF-8 bytes of the held-out rows, without the first token of each, which no model predicts.
     """
 
-    def __init__(self, table: TokenTable, held_out: int, seed: int = 0) -> None:
+    def __init__(
+        self, table: TokenTable, held_out: int, seed: int = 0, decode: Callable[[list[int]], str] | None = None
+    ) -> None:
         super().__init__(seed, table.fingerprint)
         self.table, self.held_out_count = table, _held_out(len(table), held_out)
+        rows = (table[index][1:].tolist() for index in range(len(self), len(table)))
+        self.held_out_bytes = sum(len(decode(row).encode()) for row in rows) if decode is not None else 0
 
     def __len__(self) -> int:
         return len(self.table) - self.held_out_count

@@ -83,7 +83,7 @@ def text_batches(
             f"the tokenizer of {directory} makes token {int(table.tokens.max())}, but the model has {vocabulary}"
         )
     if packed:
-        return PackedText(table, held_out, seed)
+        return PackedText(table, held_out, seed, tokenizer.decode)
     return Passages(table, held_out, tokenizer.pad_token_id or 0, seed)
 
 

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that is recovered: finding out what it is, loading it converted, and writing it with new weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..conversion.provenance import FILE_NAME
+from ..conversion.source import Component, download_or_find, read_source
+from ..files import atomic_directory, write_json
+from ..json_files import read_json
+from ..messages import shorten_list
+from ..models.registry import FAMILIES as DIFFUSERS
+from ..models.registry import MHLA_CLASSES, family_for, is_mhla_class
+from ..source_files import list_files
+from ..training.loading import check_weights, damage_named
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be recovered.
+
+    Attributes:
+        location: What the user gave.
+        root: Its directory.
+        component: The model in it.
+        is_pipeline: Whether the directory is a pipeline of diffusers.
+        family: See `recipes.FAMILIES`.
+    """
+
+    location: str
+    root: Path
+    component: Component
+    is_pipeline: bool
+    family: str
+
+
+def find_subject(location: str | Path, component: str | None = None, **hub: Any) -> Subject:
+    """Looks at what is to be recovered, without loading weights.
+
+    Args:
+        location: A pipeline of diffusers or a model of transformers, directory or Hub id.
+        component: Which transformer of a pipeline; `transformer` by default.
+        **hub: Options of `download_or_find`.
+
+    Raises:
+        ValueError: If it is no such thing, has no version with MHLA, is MHLA already, or of a kind that takes its
+            inputs from several places.
+    """
+    root, origin = download_or_find(location, **hub)
+    source = read_source(root, str(location), origin, {**DIFFUSERS, **MHLA_CLASSES}, transformers=True)
+    names = [part.name for part in source.components]
+    chosen = component or names[0]
+    if chosen not in names:
+        raise ValueError(f"component must be one of {', '.join(names)} for {location}, got {chosen!r:.100}")
+    part = next(part for part in source.components if part.name == chosen)
+    if not part.is_transformers and is_mhla_class(part.class_name):
+        raise ValueError(f"{location} is MHLA already; recover from the model that it was converted from")
+    if not part.is_transformers and source.pipeline is None:
+        raise ValueError(f"{location} is a transformer alone; give the pipeline that it belongs to")
+    check_weights(part.folder)
+    family = _transformers_family(part) if part.is_transformers else family_for(part.class_name).name
+    return Subject(str(location), root, part, source.pipeline is not None, family)
+
+
+def _transformers_family(component: Component) -> str:
+    """`causal`, `encoder` or `vision`, from the options that the model would have."""
+    from ..conversion.transformers_planning import plan_transformers_model
+
+    options: Mapping[str, Any] = plan_transformers_model(component, None, None, None, None, None).report.mhla
+    if "causal" not in options:
+        raise ValueError(
+            f"{component.folder} has several towers ({shorten_list(options)}); recover them in Python, with "
+            "mhla_hf.calibrate and mhla_hf.recovery.match_layers"
+        )
+    grid = options.get("grid")
+    if grid is not None and len(grid) == 2:
+        return "vision"
+    return "causal" if options["causal"] else "encoder"
+
+
+def load_converted(directory: Path, component: str, device: torch.device) -> nn.Module:
+    """Loads a converted model, in fp32.
+
+    Args:
+        directory: What `convert_pretrained` wrote.
+        component: Name of the model in a pipeline.
+        device: Where to.
+
+    Raises:
+        ValueError: If files are damaged.
+    """
+    part = _component(directory, component)
+    check_weights(part.folder)
+    with damage_named(part.folder):
+        if part.is_transformers:
+            model = _transformers_class(part).from_pretrained(part.folder, dtype=torch.float32)
+        else:
+            model = family_for(part.class_name).load_class().from_pretrained(part.folder, torch_dtype=torch.float32)
+    return model.to(device).eval()
+
+
+def write_recovered(
+    converted: Path, destination: Path, component: str, model: nn.Module, record: Mapping[str, Any]
+) -> None:
+    """Writes a directory like the converted one, with the weights of a model, all at once.
+
+    Args:
+        converted: What `convert_pretrained` wrote, on the same disk.
+        destination: Directory to make.
+        component: Name of the model in a pipeline.
+        model: The recovered model; its weights take the type that the converted ones have.
+        record: Added to `conversion.json`.
+    """
+    part = _component(converted, component)
+    model = model.to("cpu").to(_dominant_dtype(part.folder))
+    with atomic_directory(destination) as temporary:
+        for path in list_files(converted):
+            own = (converted / path).parent == part.folder
+            if own and (path.name == "config.json" or part.is_weight_file(path)):
+                continue
+            (temporary / path).parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(converted / path, temporary / path)
+        folder = temporary / part.folder.relative_to(converted)
+        saving: Any = model
+        saving.save_pretrained(folder)
+        conversion = read_json(converted / FILE_NAME, "the record")
+        (temporary / FILE_NAME).unlink(missing_ok=True)
+        write_json(temporary / FILE_NAME, {**conversion, **record})
+
+
+def _component(directory: Path, name: str) -> Component:
+    source = read_source(directory, str(directory), {}, {**DIFFUSERS, **MHLA_CLASSES}, transformers=True)
+    return next(part for part in source.components if part.name == name)
+
+
+def _transformers_class(component: Component) -> Any:
+    import transformers
+
+    return getattr(transformers, component.class_name, None) or transformers.AutoModel
+
+
+def _dominant_dtype(folder: Path) -> torch.dtype:
+    from safetensors import safe_open
+
+    counts: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                kind = file.get_slice(name).get_dtype()
+                counts[kind] = counts.get(kind, 0) + 1
+    kind = max(counts, key=counts.__getitem__) if counts else "F32"
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)
+
+
+def _link_or_copy(source: Path, destination: Path) -> None:
+    """A second name of a file, or a copy where the disk has no such names: text encoders have gigabytes."""
+    try:
+        os.link(source, destination)
+    except OSError:
+        shutil.copyfile(source, destination)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a recovery under way: what run it is, and what its finished stages left.
+
+    OUT/work/run.json                the options of the run, and what it reads
+    OUT/work/converted/              the converted model
+    OUT/work/<stage>/                what a stage that is under way keeps: checkpoints, activations
+    OUT/work/<stage>.safetensors     the weights that a finished stage changed
+    OUT/work/<stage>.json            its figures; written last, so a stage that has it is finished
+    OUT/work/result/                 the finished directory, on its way into OUT
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..files import atomic_file, remove_directory, remove_leftovers, write_json
+from ..json_files import read_json
+from ..locks import lock_output
+from ..messages import shorten_value
+
+
+NAME = "work"
+RUN = "run.json"
+RESULT = "result"
+# What makes a directory loadable comes last.
+_MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
+
+
+class WorkFolder:
+    """The work folder of an output directory.
+
+    Args:
+        output: The output directory.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.path = output / NAME
+
+    @contextmanager
+    def claimed(self, identity: Mapping[str, Any], resume: bool) -> Iterator[None]:
+        """A context in which this run alone writes here.
+
+        Args:
+            identity: What tells this run from others, as plain JSON values.
+            resume: Go on with the run that is there.
+
+        Raises:
+            ValueError: If there is something here and `resume` is not asked for, or the run here is another one; the
+                message names what differs.
+        """
+        stored = self.read("run") if (self.path / RUN).is_file() else None
+        if stored is None and self.output.exists() and any(entry.name != NAME for entry in _entries(self.output)):
+            raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
+        if stored is not None and not resume:
+            raise ValueError(f"output {self.output} holds a run already; --resume goes on with it, or choose another")
+        lock = lock_output(self.path)
+        try:
+            remove_leftovers(self.path)
+            if stored is None:
+                write_json(self.path / RUN, dict(identity))
+            else:
+                _check_same(self.output, stored, identity)
+            yield
+        finally:
+            if lock is not None:
+                lock.close()
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The record of a finished stage.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        return read_json(self.path / f"{name}.json", "the record")
+
+    def is_done(self, name: str) -> bool:
+        """Whether a stage is finished."""
+        return (self.path / f"{name}.json").is_file()
+
+    def finish(
+        self, name: str, record: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Marks a stage finished.
+
+        Args:
+            name: The stage.
+            record: Its figures.
+            weights: What it changed.
+
+        Raises:
+            OSError: If there is no room; the stage's own checkpoints are still there.
+        """
+        if weights is not None:
+            with atomic_file(self.path / f"{name}.safetensors") as temporary:
+                save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, temporary)
+        write_json(self.path / f"{name}.json", dict(record))
+
+    def load_weights(self, name: str, model: nn.Module) -> None:
+        """Puts the weights of a finished stage into the model.
+
+        Raises:
+            ValueError: If the file is missing, damaged or of another model.
+        """
+        path = self.path / f"{name}.safetensors"
+        parameters = dict(model.named_parameters())
+        try:
+            stored = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read ({error}); remove {path.with_suffix('.json')} too, and go on with "
+                             "--resume: the stage runs again") from error  # fmt: skip
+        for key, value in stored.items():
+            if key not in parameters or parameters[key].shape != value.shape:
+                raise ValueError(f"{path} has {key[:200]}, which does not fit the model; choose another output")
+        with torch.no_grad():
+            for key, value in stored.items():
+                parameters[key].copy_(value)
+
+    def publish(self) -> None:
+        """Moves the result into the output directory; what makes it loadable comes last."""
+        result = self.path / RESULT
+        for path in sorted(_entries(result), key=lambda entry: (entry.name in _MOVED_LAST, entry.name)):
+            destination = self.output / path.name
+            if destination.is_dir():
+                remove_directory(destination)
+            os.replace(path, destination)
+        result.rmdir()
+
+    def remove_large(self, names: Iterable[str]) -> None:
+        """Removes what only a run under way needs; the records stay."""
+        for name in names:
+            (self.path / f"{name}.safetensors").unlink(missing_ok=True)
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def _check_same(output: Path, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    before, now = _flat(stored), _flat(identity)
+    different = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    if different:
+        changes = [f"{name} {_shown(before, name)} (now {_shown(now, name)})" for name in different[:4]]
+        more = f" and {len(different) - 4} more" if len(different) > 4 else ""
+        raise ValueError(
+            f"output {output} holds a run with {', '.join(changes)}{more}; give the same options, or another output"
+        )
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return shorten_value(values[name], 60) if name in values else "not given"
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested objects by their paths; lists count as values."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        elif value is not None:
+            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return flat
