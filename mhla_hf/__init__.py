@@ -37,6 +37,7 @@ _PUBLIC_NAMES = {
     "import_official": "conversion",
     "load_pipeline": "pipelines",
     "mhla_attention": "ops",
+    "recover": "recovery.recover",
     "resample_mixing": "resampling",
     "supported_models": "models.registry",
 }

@@ -34,8 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dit": _IMAGES,
     "pixart": _IMAGES,
     "sana": _LINEAR,
-    # No objective to fine-tune it by: converted, it computes what it did.
-    "sana-video": {"mhla": {"mixing_heads": "per_head"}, "calibrate": {"batches": 4, "batch_size": 1}},
+    "sana-video": {"mhla": {"mixing_heads": "per_head"}},
     "causal": {
         "mhla": {"mixing_heads": "per_head"},
         "layers": "auto:3/4",

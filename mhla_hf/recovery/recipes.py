@@ -335,7 +335,8 @@ def _mhla_options(content: Any, family: str, where: str) -> dict[str, Any]:
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """What goes for each part of a recipe, and not for them together."""
-    if not recipe.stages():
+    # Converted, SANA-Video computes what it did, and there is no objective to fine-tune it by.
+    if not recipe.stages() and recipe.family != "sana-video":
         yield f"it has no stage; give one of {', '.join(STAGES)}"
     if recipe.finetune is not None and recipe.family in (*TEXT, "vision", "pixart", "sana-video"):
         yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distil"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a recovery under way: what run it is, and what its finished stages left.
 
-    OUT/work/run.json                the options of the run, and what it reads
-    OUT/work/converted/              the converted model
-    OUT/work/<stage>/                what a stage that is under way keeps: checkpoints, activations
-    OUT/work/<stage>.safetensors     the weights that a finished stage changed
-    OUT/work/<stage>.json            its figures; written last, so a stage that has it is finished
-    OUT/work/result/                 the finished directory, on its way into OUT
+OUT/work/run.json                the options of the run, and what it reads
+OUT/work/converted/              the converted model
+OUT/work/<stage>/                what a stage that is under way keeps: checkpoints, activations
+OUT/work/<stage>.safetensors     the weights that a finished stage changed
+OUT/work/<stage>.json            its figures; written last, so a stage that has it is finished
+OUT/work/result/                 the finished directory, on its way into OUT
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class WorkFolder:
         """Whether a stage is finished."""
         return (self.path / f"{name}.json").is_file()
 
-    def finish(
-        self, name: str, record: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
+    def finish(self, name: str, record: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Marks a stage finished.
 
         Args:
@@ -117,8 +115,10 @@ class WorkFolder:
         try:
             stored = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}); remove {path.with_suffix('.json')} too, and go on with "
-                             "--resume: the stage runs again") from error  # fmt: skip
+            raise ValueError(
+                f"{path} cannot be read ({error}); remove {path.with_suffix('.json').name} beside it, and --resume runs "
+                "the stage again"
+            ) from error
         for key, value in stored.items():
             if key not in parameters or parameters[key].shape != value.shape:
                 raise ValueError(f"{path} has {key[:200]}, which does not fit the model; choose another output")
@@ -136,10 +136,16 @@ class WorkFolder:
             os.replace(path, destination)
         result.rmdir()
 
-    def remove_large(self, names: Iterable[str]) -> None:
-        """Removes what only a run under way needs; the records stay."""
+    def remove_large(self, names: Iterable[str], *, weights: bool = True) -> None:
+        """Removes what only a run under way needs; the records stay.
+
+        Args:
+            names: Stages or folders.
+            weights: Whether to remove the weights that finished stages left, too.
+        """
         for name in names:
-            (self.path / f"{name}.safetensors").unlink(missing_ok=True)
+            if weights:
+                (self.path / f"{name}.safetensors").unlink(missing_ok=True)
             shutil.rmtree(self.path / name, ignore_errors=True)
 
 

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`recover`: convert, calibrate, match and distil a model in one resumable run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import __version__
+from ..conversion import convert_pretrained
+from ..files import write_json
+from ..messages import shorten_text
+from ..training.config import DEVICES
+from ..training.stopping import TrainingStopped
+from .data import BatchSource
+from .defaults import default_recipe
+from .layers import find_projections, mhla_layers
+from .quality import Quality, on_device
+from .recipes import Recipe, load_recipe, parse_keep
+from .recovery_data import DigitVideos, open_data
+from .recovery_stages import StageRun, changed_parameters, run_stage
+from .report import REPORT, write_plot
+from .subjects import Subject, find_subject, load_converted, write_recovered
+from .teacher import SharedTeacher
+from .work_folder import RESULT, WorkFolder
+
+
+logger = logging.getLogger(__name__)
+
+CONVERTED = "converted"
+# So many batches of probes and activations are made anew when a stage goes on.
+_SAVE_EVERY = 100
+
+
+@dataclass
+class RecoveryReport:
+    """What a recovery did; `report.json` holds the same.
+
+    Attributes:
+        output: The directory written.
+        family: See `recipes.FAMILIES`.
+        figures: Quality on held-out data: of the original under `softmax`, after the conversion under `converted`,
+            and after each stage under its name. The main figure comes last, or is `cosine`.
+        seconds: Of each stage: `seconds` by the clock and `cpu_seconds`.
+        stages: What each stage says of itself.
+        data: What was trained on.
+        recipe: The recipe that was followed.
+    """
+
+    output: Path
+    family: str
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "family": self.family,
+            "figures": self.figures,
+            "seconds": self.seconds,
+            "stages": self.stages,
+            "data": self.data,
+            "recipe": self.recipe,
+            "version": __version__,
+        }
+
+
+def recover(
+    source: str | Path,
+    output: str | Path,
+    data: str | Path | None = None,
+    *,
+    recipe: str | Path | None = None,
+    preset: str | None = None,
+    layers: str | None = None,
+    keep: str | None = None,
+    window: str | None = None,
+    budget: float | None = None,
+    stages: Sequence[str] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    component: str | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    device: str = "auto",
+    save_every: int = _SAVE_EVERY,
+    progress: bool = True,
+    digit_videos: DigitVideos | None = None,
+    **hub: Any,
+) -> RecoveryReport:
+    """Converts a model to MHLA and makes it as good as the original: calibration, matching, distillation.
+
+    Everything that can be wrong is checked before weights are loaded. Each stage leaves its result in `output/work`,
+    so a run that was killed goes on with `resume=True` where it was, and ends where it would have ended. At the end
+    `output` is a directory for `from_pretrained`, with `conversion.json`, `report.json` and a plot.
+
+    Args:
+        source: A pipeline of diffusers or a model of transformers; a directory or a Hub id.
+        output: The directory to make.
+        data: For diffusion models a folder of videos or pictures with captions or classes, as for `mhla-hf train`; for
+            text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
+            folder of pictures; `digits` where scikit-learn's scans will do.
+        recipe: A YAML file, or the name of a recipe that comes with the package. `None` takes the default of the
+            model's family.
+        preset: `paper` for the settings of arXiv 2601.07832, in place of a recipe.
+        layers: Which layers become MHLA, in place of the recipe's.
+        keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; in place of
+            `layers`.
+        window: Softmax window beside MHLA: `block`, `adjacent` or `cross`.
+        budget: That many times the steps of the recipe in every stage.
+        stages: Only these stages of `calibrate`, `match`, `distil` and `finetune`.
+        changes: Values of the recipe by their path, such as `{"match.steps": 1000}`.
+        component: Which transformer of a pipeline; the others are copied.
+        resume: Go on with the run in `output`.
+        seed: Of everything random.
+        device: `auto` takes the GPU if there is one, or `cpu`.
+        save_every: Steps between checkpoints.
+        progress: Show progress.
+        digit_videos: Makes moving digits, for `data="digits"` with Wan.
+        **hub: `revision`, `token`, `cache_dir` and `local_files_only` for sources on the Hub.
+
+    Returns:
+        The figures, stage by stage.
+
+    Raises:
+        ValueError: If an option, the recipe, the data or the source is wrong, or `output` holds another run.
+        FloatingPointError: If a loss is no longer finite; the message names step, batch and last good checkpoint.
+        TrainingStopped: After Ctrl-C or SIGTERM; what was done is kept.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r:.100}")
+    given = load_recipe(recipe) if recipe is not None else None
+    if given is not None and preset is not None:
+        raise ValueError("recipe and preset are both given; give one of them")
+    subject = find_subject(source, component, **hub)
+    chosen = _with_options(
+        given or default_recipe(subject.family, preset),
+        subject,
+        layers=layers,
+        keep=keep,
+        window=window,
+        budget=budget,
+        stages=stages,
+        changes=changes or {},
+    )
+    if data is None and chosen.stages():
+        raise ValueError(f"data must be given: {_what_to_give(chosen)}")
+    work = WorkFolder(Path(output).expanduser())
+    identity = {
+        "source": str(Path(source).resolve()) if Path(source).is_dir() else str(source),
+        "component": subject.component.name,
+        "data": None if data is None else str(data),
+        "seed": seed,
+        "recipe": {**chosen.to_dict(), "description": None, "expected": None, "model": None},
+    }
+    with work.claimed(identity, resume):
+        run = _Run(subject, work, chosen, seed, _device(device), save_every, progress, hub)
+        try:
+            return run.run(None if data is None else str(data), digit_videos)
+        except TrainingStopped as stop:
+            done = shorten_text(str(stop).partition(";")[0], 200) or "stopped"
+            raise TrainingStopped(
+                f"{done}; the same command with --resume goes on from there ({work.output})", stop.exit_code - 128
+            ) from None
+
+
+def _with_options(
+    recipe: Recipe,
+    subject: Subject,
+    *,
+    layers: str | None,
+    keep: str | None,
+    window: str | None,
+    budget: float | None,
+    stages: Sequence[str] | None,
+    changes: Mapping[str, Any],
+) -> Recipe:
+    """The recipe with what was given besides."""
+    if recipe.family != subject.family:
+        raise ValueError(
+            f"{recipe.name} is for models of the family {recipe.family}, and {subject.location} is of {subject.family}"
+        )
+    if layers is not None and keep is not None:
+        raise ValueError("layers and keep are both given; give one of them")
+    if layers is not None or keep is not None:
+        recipe = recipe.changed({"layers": layers if keep is None else parse_keep(keep)})
+    if window is not None:
+        recipe = recipe.changed({"mhla.window": window})
+    if stages is not None:
+        recipe = recipe.only(tuple(stages))
+    if budget is not None:
+        if isinstance(budget, bool) or not 0 < budget < math.inf:
+            raise ValueError(f"budget must be a number above 0, got {budget!r:.100}")
+        recipe = recipe.with_budget(budget)
+    return recipe.changed(changes) if changes else recipe
+
+
+def _what_to_give(recipe: Recipe) -> str:
+    if recipe.family in ("causal", "encoder"):
+        return "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
+    if recipe.family == "vision":
+        return "a folder of pictures, or 'digits'"
+    if recipe.family == "wan":
+        return "a folder of videos with captions, or 'digits'"
+    return "a folder of pictures with captions or one folder per class, or 'digits'"
+
+
+@dataclass
+class _Run:
+    """One call of [`recover`]."""
+
+    subject: Subject
+    work: WorkFolder
+    recipe: Recipe
+    seed: int
+    device: torch.device
+    save_every: int
+    progress: bool
+    hub: Mapping[str, Any]
+
+    def run(self, data: str | None, digit_videos: DigitVideos | None) -> RecoveryReport:
+        """Does what is not done yet."""
+        stages = self.recipe.stages()
+        if not (self.work.path / RESULT).is_dir() and not self.work.is_done(RESULT):
+            self._convert()
+            model, name = self._load(), self.subject.component.name
+            source = None
+            if data is not None and stages:
+                source = open_data(
+                    self.subject,
+                    self.recipe,
+                    model,
+                    data,
+                    cache=self.work.path / "data",
+                    seed=self.seed,
+                    progress=self.progress,
+                    digit_videos=digit_videos,
+                )
+                self._stages(model, source)
+            report = self._report(source)
+            record = {"recovery": {key: value for key, value in report.to_dict().items() if key != "recipe"}}
+            if "calibrate" in report.stages:
+                record["calibration"] = report.stages["calibrate"]
+            write_json(self.work.path / "summary.json", report.to_dict())
+            write_recovered(self.work.path / CONVERTED, self.work.path / RESULT, name, model, record)
+        if not self.work.is_done(RESULT):
+            self.work.publish()
+            summary = self.work.read("summary")
+            write_json(self.work.output / REPORT, summary)
+            write_plot(self.work.output, summary)
+            self.work.finish(RESULT, {})
+        self.work.remove_large([CONVERTED, "data", *stages])
+        summary = self.work.read("summary")
+        summary.pop("version", None)
+        return RecoveryReport(output=self.work.output, **summary)
+
+    def _convert(self) -> None:
+        """Converts the source, if that is not done."""
+        if self.work.is_done(CONVERTED):
+            return
+        subject = self.subject
+        directory = self.work.path / CONVERTED
+        with _timed() as seconds:
+            convert_pretrained(
+                subject.location,
+                directory,
+                dict(self.recipe.mhla),
+                component=subject.component.name if subject.is_pipeline else None,
+                layers=self.recipe.layers.removeprefix("auto:"),
+                overwrite=True,
+                progress=self.progress,
+                **self.hub,
+            )
+        self.work.finish(CONVERTED, {"seconds": seconds})
+
+    def _load(self) -> nn.Module:
+        return load_converted(self.work.path / CONVERTED, self.subject.component.name, self.device)
+
+    def _stages(self, model: nn.Module, source: BatchSource) -> None:
+        """Runs what is left of the stages; the model ends with the weights of the last."""
+        names, work = self.recipe.stages(), self.work
+        pending = [name for name in names if not work.is_done(name)]
+        done = [name for name in names if work.is_done(name)]
+        if pending:
+            quality = Quality(model, source)
+            if not work.is_done("start"):
+                figures = {"softmax": quality.original, "converted": quality.measure(model)}
+                work.finish(
+                    "start", {"figures": figures, "data": source.describe(), "fingerprint": source.fingerprint}
+                )
+            elif work.read("start").get("fingerprint") != source.fingerprint:
+                raise ValueError(
+                    f"data: what {work.output} was begun with has changed since; give the same data, or another output"
+                )
+            # Before anything changes: the original's values of what later stages train.
+            teacher = SharedTeacher(model)
+            layers = find_projections(model, mhla_layers(model), on_device(source.batch("start", 0, 1), model))
+            changes = {stage: changed_parameters(model, layers, stage) for stage in names}
+            teacher.keep(sorted(set().union(*changes.values())))
+        if done:
+            work.load_weights(done[-1], model)
+        for name in pending:
+            with _timed() as seconds:
+                run = StageRun(
+                    recipe=self.recipe,
+                    model=model,
+                    layers=layers,
+                    teacher=teacher,
+                    source=source,
+                    directory=work.path / name,
+                    device=self.device,
+                    seed=self.seed,
+                    save_every=self.save_every,
+                    progress=self.progress,
+                )
+                details = run_stage(name, run)
+            figures = quality.measure(model)
+            # What earlier stages changed is in it too: the last file alone makes the model.
+            changed = set().union(*(changes[stage] for stage in names[: names.index(name) + 1]))
+            weights = {key: value for key, value in model.named_parameters() if key in changed}
+            work.finish(name, {"figures": figures, "seconds": seconds, "details": details}, weights)
+            logger.info("%s: %s in %.0f s", name, figures, seconds["seconds"])
+            # Its checkpoints and activations, and the weights before it: the result has replaced them.
+            work.remove_large(names[: names.index(name)])
+            work.remove_large([name], weights=False)
+        model.requires_grad_(True).eval()
+
+    def _report(self, source: BatchSource | None) -> RecoveryReport:
+        report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict())
+        report.seconds[CONVERTED] = self.work.read(CONVERTED)["seconds"]
+        if source is None:
+            return report
+        start = self.work.read("start")
+        report.figures, report.data = start["figures"], start["data"]
+        for name in self.recipe.stages():
+            record = self.work.read(name)
+            report.figures[name], report.seconds[name] = record["figures"], record["seconds"]
+            report.stages[name] = record["details"]
+        return report
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def _timed():
+    """Gives a dict that has the seconds when the block ends."""
+    seconds: dict[str, float] = {}
+    began, cpu = time.perf_counter(), time.process_time()
+    yield seconds
+    seconds["seconds"] = round(time.perf_counter() - began, 2)
+    seconds["cpu_seconds"] = round(time.process_time() - cpu, 2)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of a recovery, each a call of what does the work, with the options of the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..training.config import TrainingConfig
+from .calibration import calibrate_model
+from .data import BatchSource, Latents
+from .layers import AttentionLayer
+from .recipes import CalibrateOptions, DistilOptions, FinetuneOptions, MatchOptions, Recipe
+from .teacher import SharedTeacher
+
+
+_WARMUP_STEPS = 10
+# As in matching: the runs are short.
+_SECOND_BETA = 0.99
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """What a stage works with.
+
+    Attributes:
+        recipe: The recipe.
+        model: The model, with the weights that the stage before left.
+        layers: Its MHLA layers, with their projections.
+        teacher: The original, in the model itself.
+        source: The data.
+        directory: Where it keeps checkpoints.
+        device: Where it runs.
+        seed: Of everything random.
+        save_every: Steps between checkpoints.
+        progress: Show progress.
+    """
+
+    recipe: Recipe
+    model: nn.Module
+    layers: Sequence[AttentionLayer]
+    teacher: SharedTeacher
+    source: BatchSource
+    directory: Path
+    device: torch.device
+    seed: int
+    save_every: int
+    progress: bool
+
+
+def changed_parameters(model: nn.Module, layers: Sequence[AttentionLayer], stage: str) -> set[str]:
+    """Names of the parameters that a stage may change.
+
+    Args:
+        model: The model.
+        layers: Its MHLA layers, with their projections.
+        stage: Name of the stage.
+    """
+    if stage in ("calibrate", "match"):
+        return {name for layer in layers for name in layer.parameters()}
+    return {name for name, _ in model.named_parameters()}
+
+
+def run_stage(name: str, run: StageRun) -> dict[str, Any]:
+    """Runs a stage, from its last checkpoint if there is one.
+
+    Args:
+        name: One of `recipes.STAGES`.
+        run: What it works with; the model is changed in place.
+
+    Returns:
+        What it says of itself, as plain JSON values.
+    """
+    return _STAGES[name](run, getattr(run.recipe, name))
+
+
+def _calibrate(run: StageRun, options: CalibrateOptions) -> dict[str, Any]:
+    batches = run.source.batches("calibrate", options.batches, options.batch_size)
+    return calibrate_model(run.model, batches).to_dict()
+
+
+def _match(run: StageRun, options: MatchOptions) -> dict[str, Any]:
+    from .matching import match_layers
+
+    report = match_layers(
+        run.model,
+        lambda index: run.source.batch("match", index, options.batch_size),
+        num_batches=options.batches,
+        steps=options.steps,
+        learning_rate=options.learning_rate,
+        mhla_learning_rate=options.mhla_learning_rate,
+        # Calibration has changed projections; the original is recorded.
+        original_parameters=run.teacher.weights,
+        cache=options.cache,
+        output=run.directory,
+        save_every=run.save_every,
+        seed=run.seed,
+        progress=_bar(run, len(run.layers) * options.steps, "match"),
+    )
+    return report.to_dict()
+
+
+def _distil(run: StageRun, options: DistilOptions) -> dict[str, Any]:
+    if isinstance(run.source, Latents):
+        return _train(
+            run,
+            {
+                "distill_steps": options.steps,
+                "distill_ratio": options.ratio,
+                "max_steps": 0,
+                "lr_schedule": "cosine",
+                **_rates(options),
+            },
+        )
+    raise NotImplementedError
+
+
+def _finetune(run: StageRun, options: FinetuneOptions) -> dict[str, Any]:
+    return _train(run, {"max_steps": options.steps, "lr_schedule": "constant", **_rates(options)})
+
+
+def _rates(options: DistilOptions | FinetuneOptions) -> dict[str, Any]:
+    return {
+        "batch_size": options.batch_size,
+        "learning_rate": options.learning_rate,
+        "mhla_learning_rate": options.mhla_learning_rate,
+        "warmup_steps": min(_WARMUP_STEPS, options.steps),
+    }
+
+
+def _train(run: StageRun, options: dict[str, Any]) -> dict[str, Any]:
+    """A stage of the engine that trains diffusion models."""
+    from ..training.trainer import DiffusionTrainer
+
+    source = run.source
+    assert isinstance(source, Latents)
+    config = TrainingConfig(
+        output=str(run.directory),
+        resume="latest",
+        adam_beta2=_SECOND_BETA,
+        weight_decay=0.0,
+        condition_dropout=source.condition_dropout,
+        checkpointing_steps=run.save_every,
+        checkpoints_total_limit=2,
+        device="cpu" if run.device.type == "cpu" else "auto",
+        seed=run.seed,
+        progress=run.progress,
+        **options,
+    )
+    trainer = DiffusionTrainer(
+        config,
+        run.model,
+        source.samples,
+        teacher=run.teacher if config.distill_steps else None,
+        null_condition=source.null_condition,
+        objective=source.objective,
+    )
+    result = trainer.run()
+    (losses,) = result.losses.values()
+    return losses_record(losses)
+
+
+def losses_record(losses: Sequence[float]) -> dict[str, Any]:
+    """The first, the last, and the mean of the last tenth."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return {"steps": len(losses), "first": losses[0], "last": losses[-1], "last_tenth": sum(last) / len(last)}
+
+
+def _bar(run: StageRun, total: int, description: str) -> Callable[[str, int, float], None] | None:
+    if not run.progress:
+        return None
+    from tqdm.auto import tqdm
+
+    bar = tqdm(total=total, desc=description, unit="step")
+
+    def advance(layer: str, step: int, loss: float) -> None:
+        bar.set_postfix(layer=layer, loss=f"{loss:.4f}", refresh=False)
+        bar.update()
+        if bar.n >= total:
+            bar.close()
+
+    return advance
+
+
+_STAGES: dict[str, Callable[[StageRun, Any], dict[str, Any]]] = {
+    "calibrate": _calibrate,
+    "match": _match,
+    "distil": _distil,
+    "finetune": _finetune,
+}

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a recovery: which figure matters, and a plot of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..files import atomic_file
+
+
+logger = logging.getLogger(__name__)
+
+REPORT, PLOT = "report.json", "report.png"
+TITLES = {
+    "softmax": "softmax (original)",
+    "converted": "converted",
+    "calibrate": "calibrated",
+    "match": "matched",
+    "distil": "distilled",
+    "finetune": "fine-tuned",
+}
+"""What the states of a model are called, in their order."""
+
+LABELS = {
+    "above_softmax_percent": "above softmax, %",
+    "cosine": "cosine to the original",
+    "loss": "loss",
+    "bits_per_byte": "bits per byte",
+    "agreement": "same class as the original",
+}
+
+
+def main_figure(figures: Mapping[str, Mapping[str, float]]) -> str | None:
+    """Name of the figure that is compared."""
+    found = figures.get("converted", {})
+    return next((name for name in ("above_softmax_percent", "cosine") if name in found), None)
+
+
+def rows(report: Mapping[str, Any]) -> list[tuple[str, dict[str, float], float | None]]:
+    """Title, figures and CPU seconds of every state of the model, in order."""
+    figures, seconds = report["figures"], report["seconds"]
+    return [
+        (TITLES[name], dict(figures[name]), seconds.get(name, {}).get("cpu_seconds"))
+        for name in TITLES
+        if name in figures
+    ]
+
+
+def write_plot(directory: Path, report: Mapping[str, Any]) -> Path | None:
+    """Draws the main figure over the CPU seconds of the stages; nothing without matplotlib.
+
+    Args:
+        directory: Where to write `report.png`.
+        report: Content of `report.json`.
+    """
+    name = main_figure(report["figures"])
+    if name is None or importlib.util.find_spec("matplotlib") is None:
+        return None
+    from matplotlib.figure import Figure
+
+    states = [state for state in rows(report) if name in state[1]]
+    elapsed, points = 0.0, []
+    for title, figures, seconds in states:
+        elapsed += 0.0 if title == TITLES["converted"] else seconds or 0.0
+        points.append((elapsed, figures[name], title))
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o")
+    for x, y, title in points:
+        axes.annotate(title, (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8)
+    axes.set_xlabel("CPU seconds")
+    axes.set_ylabel(LABELS[name])
+    axes.grid(alpha=0.3)
+    with atomic_file(directory / PLOT) as temporary:
+        figure.savefig(temporary, dpi=120)
+    return directory / PLOT
