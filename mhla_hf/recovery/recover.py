@@ -28,7 +28,7 @@ from .quality import Quality, on_device
 from .recipes import Recipe, load_recipe, parse_keep
 from .recovery_data import DigitVideos, open_data
 from .recovery_stages import StageRun, changed_parameters, run_stage
-from .report import REPORT, write_plot
+from .report import REPORT, TITLES, write_plot
 from .subjects import Subject, find_subject, load_converted, write_recovered
 from .teacher import SharedTeacher
 from .work_folder import RESULT, WorkFolder
@@ -261,9 +261,16 @@ class _Run:
             write_plot(self.work.output, summary)
             self.work.finish(RESULT, {})
         self.work.remove_large([CONVERTED, "data", *stages])
+        return self._finished()
+
+    def _finished(self) -> RecoveryReport:
+        """The report of a finished run."""
         summary = self.work.read("summary")
         summary.pop("version", None)
-        return RecoveryReport(output=self.work.output, **summary)
+        order = [name for name in TITLES if name in summary["figures"]]
+        return RecoveryReport(
+            output=self.work.output, **{**summary, "figures": {name: summary["figures"][name] for name in order}}
+        )
 
     def _convert(self) -> None:
         """Converts the source, if that is not done."""
@@ -325,12 +332,12 @@ class _Run:
                     progress=self.progress,
                 )
                 details = run_stage(name, run)
-            figures = quality.measure(model)
+            measured = quality.measure(model)
             # What earlier stages changed is in it too: the last file alone makes the model.
             changed = set().union(*(changes[stage] for stage in names[: names.index(name) + 1]))
             weights = {key: value for key, value in model.named_parameters() if key in changed}
-            work.finish(name, {"figures": figures, "seconds": seconds, "details": details}, weights)
-            logger.info("%s: %s in %.0f s", name, figures, seconds["seconds"])
+            work.finish(name, {"figures": measured, "seconds": seconds, "details": details}, weights)
+            logger.info("%s: %s in %.0f s", name, measured, seconds["seconds"])
             # Its checkpoints and activations, and the weights before it: the result has replaced them.
             work.remove_large(names[: names.index(name)])
             work.remove_large([name], weights=False)
@@ -342,7 +349,9 @@ class _Run:
         if source is None:
             return report
         start = self.work.read("start")
-        report.figures, report.data = start["figures"], start["data"]
+        report.data = start["data"]
+        # Files are sorted by name.
+        report.figures = {name: start["figures"][name] for name in ("softmax", CONVERTED)}
         for name in self.recipe.stages():
             record = self.work.read(name)
             report.figures[name], report.seconds[name] = record["figures"], record["seconds"]

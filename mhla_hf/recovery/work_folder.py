@@ -116,8 +116,8 @@ class WorkFolder:
             stored = load_file(path)
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"{path} cannot be read ({error}); remove {path.with_suffix('.json').name} beside it, and --resume runs "
-                "the stage again"
+                f"{path} cannot be read ({error}); remove {path.with_suffix('.json').name} beside it, and --resume "
+                "runs the stage again"
             ) from error
         for key, value in stored.items():
             if key not in parameters or parameters[key].shape != value.shape:

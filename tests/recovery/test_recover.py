@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`recover`, for one tiny model of each kind: what it writes, what it refuses, and going on after a stop."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from diffusers import DiTPipeline, WanPipeline
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import mhla_hf
+from mhla_hf.cli.main import app
+from mhla_hf.cli.train import _digit_videos
+from mhla_hf.recovery import recover as module
+from tests import tiny, tiny_images
+
+from .sources import model_directory, text_folder
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+SMALL = {
+    "data.samples": 12,
+    "data.held_out": 4,
+    "calibrate.batches": 2,
+    "calibrate.batch_size": 2,
+    "match.steps": 6,
+    "match.batches": 4,
+    "match.batch_size": 1,
+    "distil.steps": 4,
+    "distil.batch_size": 2,
+}
+EXTRA = {
+    "wan": {
+        "data.height": 16,
+        "data.width": 16,
+        "data.num_frames": 5,
+        "data.samples": 4,
+        "data.held_out": 2,
+        "match.batches": 2,
+    },
+    "llama": {"data.max_length": 32},
+    "bert": {"data.max_length": 64},
+}
+KINDS = ["wan", "dit", "llama", "bert", "vit"]
+
+
+def make_source(kind: str, root: Path) -> tuple[Path, str]:
+    """A tiny softmax model, and data for it."""
+    directory = root / kind
+    if kind == "wan":
+        tiny.wan_pipeline().save_pretrained(directory)
+    elif kind == "dit":
+        tiny_images.dit_pipeline(num_embeds_ada_norm=10, sample_size=8).save_pretrained(directory)
+    else:
+        model_directory(kind, directory)
+    return directory, str(text_folder(root / "texts")) if kind in ("llama", "bert") else "digits"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    return {kind: make_source(kind, root) for kind in KINDS}
+
+
+def recover(kind: str, sources, output: Path, changes=None, **options):
+    source, data = sources[kind]
+    options = {"progress": False, "device": "cpu", "digit_videos": _digit_videos, **options}
+    return mhla_hf.recover(
+        source, output, data, changes={**SMALL, **EXTRA.get(kind, {}), **(changes or {})}, **options
+    )
+
+
+def load(kind: str, directory: Path):
+    """The recovered model, by plain `from_pretrained`."""
+    if kind == "wan":
+        return WanPipeline.from_pretrained(directory).transformer
+    if kind == "dit":
+        return DiTPipeline.from_pretrained(directory).transformer
+    auto = {"llama": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "vit": "AutoModel"}[kind]
+    return getattr(transformers, auto).from_pretrained(directory)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    (path,) = [
+        path for path in directory.rglob("*.safetensors") if "encoder" not in str(path) and "vae" not in str(path)
+    ]
+    return load_file(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recover(kind, sources, tmp_path):
+    report = recover(kind, sources, tmp_path / "out")
+    stages = ["calibrate", "match", "distil"]
+    assert list(report.figures) == ["softmax", "converted", *stages]
+    main = "above_softmax_percent" if kind in ("wan", "dit", "llama") else "cosine"
+    assert all(main in report.figures[name] for name in ["converted", *stages])
+    if main == "cosine":
+        assert report.figures["distil"]["cosine"] > report.figures["converted"]["cosine"]
+    assert report.data["samples"] >= 4 and report.data["held_out"] >= 1
+    # What was measured is what was written.
+    out = tmp_path / "out"
+    model = load(kind, out)
+    assert any(name.endswith("mhla.mixing") for name, _ in model.named_parameters())
+    stored = json.loads((out / "report.json").read_text())
+    assert stored["figures"] == report.figures and stored["recipe"]["match"]["steps"] == 6
+    conversion = json.loads((out / "conversion.json").read_text())
+    assert conversion["recovery"]["figures"] == report.figures and conversion["calibration"]["layers"]
+    assert conversion["source"]["location"] == kind
+    assert (out / "report.png").stat().st_size > 1000
+    # The work folder keeps records only.
+    assert {path.suffix for path in (out / "work").rglob("*") if path.is_file()} <= {".json", ""}
+    again = recover(kind, sources, out, resume=True)
+    assert again.figures == report.figures
+
+
+def test_other_options_are_refused(sources, tmp_path):
+    out = tmp_path / "out"
+    recover("bert", sources, out, stages=("calibrate",))
+    with pytest.raises(ValueError, match="output .* holds a run already; --resume goes on with it, or choose another"):
+        recover("bert", sources, out, stages=("calibrate",))
+    with pytest.raises(ValueError, match=r"holds a run with recipe.calibrate.batches 2 \(now 3\), seed 0 \(now 1\);"):
+        recover("bert", sources, out, {"calibrate.batches": 3}, stages=("calibrate",), seed=1, resume=True)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("")
+    with pytest.raises(ValueError, match="output .*taken is not empty; choose another, or remove it"):
+        recover("bert", sources, tmp_path / "taken")
+
+
+def test_changed_data_are_refused(sources, tmp_path, monkeypatch):
+    texts = text_folder(tmp_path / "texts")
+    source = sources["bert"][0]
+    changes = {**SMALL, **EXTRA["bert"]}
+    options = {"changes": changes, "progress": False, "device": "cpu", "stages": ("calibrate", "match")}
+
+    def stop(name, run):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "run_stage", stop)
+        with pytest.raises(KeyboardInterrupt):
+            mhla_hf.recover(source, tmp_path / "out", texts, **options)
+    (texts / "0.txt").write_text("and now something else entirely is written in here")
+    with pytest.raises(ValueError, match="data: what .*out was begun with has changed since"):
+        mhla_hf.recover(source, tmp_path / "out", texts, resume=True, **options)
+
+
+@pytest.mark.parametrize("kind", ["bert", "dit"])
+def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
+    """Each stage goes on from what the one before left, and the end is the same."""
+    whole = recover(kind, sources, tmp_path / "whole")
+    run_stage = module.run_stage
+
+    def one_more(name, run):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(name)
+        return run_stage(name, run)
+
+    for _ in range(3):
+        calls: list[str] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "run_stage", one_more)
+            try:
+                parts = recover(kind, sources, tmp_path / "parts", resume=True)
+            except KeyboardInterrupt:
+                assert len(calls) == 1
+    assert parts.figures == whole.figures
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_damaged_result_of_a_stage(sources, tmp_path, monkeypatch):
+    def stop(name, run):
+        if name == "match":
+            raise KeyboardInterrupt
+        return run_stage(name, run)
+
+    run_stage = module.run_stage
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "run_stage", stop)
+        with pytest.raises(KeyboardInterrupt):
+            recover("bert", sources, tmp_path / "out", stages=("calibrate", "match"))
+    path = tmp_path / "out" / "work" / "calibrate.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="calibrate.safetensors cannot be read .*; remove calibrate.json beside it"):
+        recover("bert", sources, tmp_path / "out", stages=("calibrate", "match"), resume=True)
+    path.with_suffix(".json").unlink()
+    report = recover("bert", sources, tmp_path / "out", stages=("calibrate", "match"), resume=True)
+    assert list(report.figures) == ["softmax", "converted", "calibrate", "match"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"recipe": "nothing"}, "recipe nothing is neither a .yaml file nor one of"),
+        ({"recipe": "qwen3-0.6b"}, "is for models of the family causal, and .*bert is of encoder"),
+        ({"recipe": "minilm", "preset": "paper"}, "recipe and preset are both given"),
+        ({"preset": "paper"}, "preset 'paper' has no setting for models of the family encoder"),
+        ({"layers": "all", "keep": "25%"}, "layers and keep are both given"),
+        ({"keep": "all"}, "keep must be a percentage"),
+        ({"layers": "most"}, "layers must be all, indices"),
+        ({"window": "wide"}, "mhla.window='wide' is not one of"),
+        ({"budget": 0}, "budget must be a number above 0, got 0"),
+        ({"stages": ("train",)}, "stages: 'train' given; there are calibrate, match, distil, finetune"),
+        ({"changes": {"match.speed": 3}}, "match.speed is not known; allowed: steps"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, got 'tpu'"),
+        ({"component": "vae"}, "component must be one of model"),
+    ],
+)
+def test_mistakes_before_anything_loads(options, message, sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "convert_pretrained", None)
+    with pytest.raises(ValueError, match=message):
+        recover("bert", sources, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_to_give(sources, tmp_path):
+    source = sources["bert"][0]
+    with pytest.raises(ValueError, match=r"data must be given: a folder of .txt, .md, .rst or .py files, a .jsonl"):
+        mhla_hf.recover(source, tmp_path / "out")
+    with pytest.raises(ValueError, match="data must be given: a folder of videos with captions, or 'digits'"):
+        mhla_hf.recover(sources["wan"][0], tmp_path / "out")
+    (tmp_path / "alone").mkdir()
+    tiny.wan_transformer().save_pretrained(tmp_path / "alone")
+    with pytest.raises(ValueError, match="is a transformer alone; give the pipeline that it belongs to"):
+        mhla_hf.recover(tmp_path / "alone", tmp_path / "out", "digits")
+    converted = mhla_hf.conversion.convert_pretrained(source, tmp_path / "mhla", progress=False)
+    with pytest.raises(ValueError, match="is MHLA already"):
+        mhla_hf.recover(converted.destination, tmp_path / "out", sources["bert"][1])
+
+
+def test_command(sources, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    source, data = sources["bert"]
+    values = {**SMALL, **EXTRA["bert"], "match.steps": 4}
+    options = [part for name, value in values.items() for part in (_option(name), str(value))]
+    command = ["recover", str(source), str(tmp_path / "out"), "--data", data, "--device", "cpu", *options]
+    done = CliRunner().invoke(app, [*command, "--stages", "calibrate,match"])
+    assert done.exit_code == 0, done.output
+    for text in ("softmax (original)", "converted", "calibrated", "matched", "cosine to the original", "CPU seconds"):
+        assert text in done.output
+    wrong = CliRunner().invoke(app, [*command, "--match-steps", "0"])
+    assert wrong.exit_code == 1 and "match.steps must be at least 1, got 0" in " ".join(wrong.output.split())
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('.', '-').replace('_', '-')}"
