@@ -158,8 +158,9 @@ def _train(run: StageRun, options: dict[str, Any]) -> dict[str, Any]:
         source.samples,
         teacher=run.teacher if config.distill_steps else None,
         null_condition=source.null_condition,
-        objective=source.objective,
     )
+    # That of the pipeline's scheduler; the trainer knows the model alone.
+    trainer.objective = source.objective
     result = trainer.run()
     (losses,) = result.losses.values()
     return losses_record(losses)

@@ -25,7 +25,7 @@ from .data_order import first_of_buckets, stable_seed
 from .export import export_pipeline, package_versions, save_adapter, unsharded
 from .loop import Callback, Run, StageLoop
 from .metrics import MetricsFile
-from .objectives import Objective, Tensors, objective_for
+from .objectives import Tensors, objective_for
 from .resuming import find_start, run_inputs, run_state
 from .runtime import check_distribution, make_accelerator, open_trackers
 from .stages import Distillation, FineTuning, Stage
@@ -76,7 +76,6 @@ class DiffusionTrainer:
             set's attribute of this name, if it has one.
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
         accelerator: An `Accelerator` to use; None makes one.
-        objective: The objective; None takes that of the options and of the scheduler in `config.model`.
 
     Raises:
         ValueError: If options, model and data do not fit together.
@@ -92,7 +91,6 @@ class DiffusionTrainer:
         null_condition: Tensors | None = None,
         callback: Callback | None = None,
         accelerator: Accelerator | None = None,
-        objective: Objective | None = None,
     ) -> None:
         if model is None and config.model is None:
             raise ValueError("model must be given: a pipeline directory or a Hub id")
@@ -123,7 +121,7 @@ class DiffusionTrainer:
         check_null_condition(config.condition_dropout, self.null_condition)
         self.own_model = model is None
         self.model = model if model is not None else self._load_student()
-        self.objective = objective or objective_for(self.model, self.source, config)
+        self.objective = objective_for(self.model, self.source, config)
         for index in first_of_buckets(dataset):
             self.objective.check_data(self.model, dataset[index], self.null_condition)
         self.teacher = teacher
