@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,8 +84,17 @@ class SharedTeacher:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's output."""
+        return self.compute(lambda model: model(*args, **kwargs))
+
+    def compute(self, function: Callable[[Any], Any]) -> Any:
+        """What a function of the original model returns.
+
+        Args:
+            function: Called with the model, or parts of it, while it is the original.
+        """
+        weights = {f"model.{name}": value for name, value in self._by_present_names().items()}
         with self.active():
-            return functional_call(self.model, self._by_present_names(), args, kwargs)
+            return functional_call(_Call(self.model), weights, (function,))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -112,6 +121,17 @@ class SharedTeacher:
             for name, parameter in self.model.named_parameters()
             if not name.startswith(inside) and ".lora_" not in name
         }
+
+
+class _Call(nn.Module):
+    """Hands a model to a function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[Any], Any]) -> Any:
+        return function(self.model)
 
 
 def _original_name(name: str) -> str:

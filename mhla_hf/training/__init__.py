@@ -18,7 +18,8 @@ _PUBLIC_NAMES = {
     "LatentDataset": "cache",
     "SanaObjective": "objectives",
     "TrainingConfig": "config",
-    "TrainingResult": "trainer",
+    "TrainingResult": "base_trainer",
+    "TransformersTrainer": "transformers_trainer",
     "WanObjective": "objectives",
     "add_noise": "flow_matching",
     "evaluate": "evaluation",
@@ -38,6 +39,7 @@ __all__ = [
     "SanaObjective",
     "TrainingConfig",
     "TrainingResult",
+    "TransformersTrainer",
     "WanObjective",
     "add_noise",
     "evaluate",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from .flow_matching import add_noise, flow_matching_loss, sample_sigmas
     from .objectives import DiTObjective, SanaObjective, WanObjective, objective_for
     from .trainer import DiffusionTrainer, TrainingResult
+    from .transformers_trainer import TransformersTrainer
 
 
 def __getattr__(name: str) -> Any:

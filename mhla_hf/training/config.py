@@ -35,6 +35,9 @@ UNCONVERTED = "none"
 # Families of the registry that are trained by flow matching.
 FLOW_FAMILIES = ("wan", "sana")
 VIDEO_FAMILIES = ("wan",)
+# Models of transformers, which have no command of their own.
+TRANSFORMERS_KINDS = ("transformers",)
+DISTILL_TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
 # What `data` is for the built-in set.
 DIGITS = "digits"
 # Far beyond what models are made for; a typing error above asks for more memory than there is.
@@ -201,6 +204,16 @@ class TrainingConfig(_Options):
         "Share of the distance to the teacher in the loss of that stage; the rest is the loss on the data.",
         above=0,
         maximum=1,
+    )
+    distill_target: str | None = _option(
+        None,
+        "What of the teacher is matched. Default: logits of language models and classifiers, else the last hidden "
+        "state.",
+        choices=DISTILL_TARGETS,
+        families=TRANSFORMERS_KINDS,
+    )
+    distill_temperature: float = _option(
+        1.0, "Temperature of the logits in distillation.", above=0, families=TRANSFORMERS_KINDS
     )
     lr_schedule: str = _option("constant", "Learning rate after the warm-up.", choices=LR_SCHEDULES)
     warmup_steps: int = _option(0, "Steps of linear warm-up, in each stage.", minimum=0)

@@ -15,7 +15,7 @@ from .config import TRAIN_MODES
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 ADAPTER_NAME = "default"
-_MHLA = re.compile(r"(^|\.)attn1\.mhla\.")
+_MHLA = re.compile(r"(^|\.)mhla\.")
 _LORA = re.compile(r"\.lora_[AB]\.")
 
 
@@ -78,7 +78,7 @@ def check_takes_adapters(model_class: type) -> None:
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float | None, seed: int) -> None:
-    """Adds LoRA to the query, key, value and output projections through diffusers' `add_adapter`.
+    """Adds LoRA to the query, key, value and output projections through the model's own `add_adapter`.
 
     Args:
         model: The transformer.
@@ -99,10 +99,24 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None, seed: int) -> Non
                 r=rank,
                 lora_alpha=rank if alpha is None else alpha,
                 lora_dropout=0.0,
-                target_modules=list(LORA_TARGETS),
+                target_modules=lora_targets(model),
             ),
             adapter_name=ADAPTER_NAME,
         )
+
+
+def lora_targets(model: nn.Module) -> list[str]:
+    """Names of the projections that LoRA is added to: those of self-attention in every layer, MHLA or not."""
+    from ..recovery.layers import mhla_layers as attention_layers
+
+    if any(name.endswith(LORA_TARGETS) for name, _ in model.named_modules()):
+        return list(LORA_TARGETS)
+    found: dict[str, None] = {}
+    for layer in attention_layers(model):
+        for name, module in layer.attention.named_modules():
+            if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and not name.startswith("mhla."):
+                found[f"{layer.name.rpartition('.')[2]}.{name}"] = None
+    return list(found)
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -132,5 +146,16 @@ def mhla_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def merge_lora(model: nn.Module) -> None:
     """Adds the LoRA matrices into the weights and removes them, in place."""
-    model.fuse_lora()
-    model.unload_lora()
+    if hasattr(model, "fuse_lora"):
+        model.fuse_lora()  # type: ignore[operator]
+        model.unload_lora()  # type: ignore[operator]
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    for layer in layers.values():
+        layer.merge()  # type: ignore[operator]
+    model.delete_adapter(ADAPTER_NAME)  # type: ignore[operator]
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer.get_base_layer())

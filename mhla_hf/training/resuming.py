@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -24,6 +24,10 @@ from .objectives import Objective
 from .parameters import trainable_names
 
 
+if TYPE_CHECKING:
+    from .objectives.transformers_models import TransformersObjective
+
+
 logger = logging.getLogger(__name__)
 
 # A checkpoint made under one of these options cannot go on under another.
@@ -31,9 +35,10 @@ IDENTITY = ("component", "train", "lora_rank", "lora_alpha", "mhla")
 # Another value lets the run go on, but it will not end where an uninterrupted one would.
 TRAJECTORY = (
     "adam_beta1", "adam_beta2", "adam_epsilon", "condition_dropout", "distill_learning_rate", "distill_ratio",
-    "distill_steps", "ema_decay", "ema_inv_gamma", "ema_power", "gradient_accumulation_steps", "learning_rate",
-    "lr_schedule", "max_grad_norm", "max_steps", "mhla_learning_rate", "mixed_precision", "seed",
-    "transfer_cache", "transfer_learning_rate", "transfer_steps", "warmup_steps", "weight_decay",
+    "distill_steps", "distill_target", "distill_temperature", "ema_decay", "ema_inv_gamma", "ema_power",
+    "gradient_accumulation_steps", "learning_rate", "lr_schedule", "max_grad_norm", "max_steps",
+    "mhla_learning_rate", "mixed_precision", "seed", "transfer_cache", "transfer_learning_rate", "transfer_steps",
+    "warmup_steps", "weight_decay",
 )  # fmt: skip
 
 
@@ -82,7 +87,7 @@ def run_state(
     model: nn.Module,
     accelerator: Accelerator,
     dataset_size: int,
-    objective: Objective,
+    objective: Objective | TransformersObjective,
     inputs: dict[str, str],
 ) -> dict[str, Any]:
     """What a checkpoint keeps of the run that made it, as plain JSON."""
@@ -146,7 +151,7 @@ def _batch_of_all(state: dict[str, Any]) -> Any:
 
 
 def find_start(
-    config: TrainingConfig, accelerator: Accelerator, current: dict[str, Any], dataset: LatentSamples | None = None
+    config: TrainingConfig, accelerator: Accelerator, current: dict[str, Any], dataset: Any = None
 ) -> tuple[Path | None, Position | None, list[IO[str]]]:
     """Locks the output, and the cache for reading, and finds where to go on.
 
@@ -175,8 +180,9 @@ def find_start(
             if isinstance(dataset, LatentDataset):
                 locks.append(dataset.lock())
             path = checkpoints.find_checkpoint(config.resume, output / "checkpoints")
-            if config.resume is None and (output / "pipeline").exists():
-                raise ValueError(f"output already holds the finished {output / 'pipeline'}; choose another output")
+            for finished in (output / "pipeline", output / "model"):
+                if config.resume is None and finished.exists():
+                    raise ValueError(f"output already holds the finished {finished}; choose another output")
             if path is not None:
                 check_state(path, current)
                 found[0] = str(path)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from ..recovery.teacher import SharedTeacher
@@ -37,6 +38,19 @@ def share_weights(model: nn.Module, teacher: nn.Module) -> Teacher:
         return teacher
     shared.keep(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     return shared
+
+
+def compute_with(teacher: Teacher, function: Callable[[Any], Any]) -> Any:
+    """What a function of the teacher's model returns, without gradients.
+
+    Args:
+        teacher: The teacher.
+        function: Called with its model.
+    """
+    if isinstance(teacher, SharedTeacher):
+        return teacher.compute(function)
+    with torch.no_grad():
+        return function(teacher)
 
 
 def memory_of(teacher: Teacher) -> dict[str, int]:
