@@ -246,3 +246,27 @@ def test_compiled_decoding(llama):
     torch.testing.assert_close(*logits)
     assert counter.frame_count <= 2
     torch._dynamo.reset()
+
+
+def test_gradient_checkpointing_changes_nothing(llama):
+    model, given = copy.deepcopy(llama).train(), inputs("llama", padding="right")
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(**given, use_cache=False).logits.square().mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(*gradients)
+    assert gradients[0]["model.layers.0.self_attn.mhla.window_gain"].abs().sum() > 0
+
+
+def test_bfloat16_models_keep_keys_and_values_in_bfloat16(llama):
+    model = copy.deepcopy(llama).bfloat16()
+    given = prompt(True)
+    result = generate(model, given)
+    state = result.past_key_values.layers[0].window_state
+    assert state.keys.dtype == state.values.dtype == torch.bfloat16
+    with torch.no_grad():
+        exact = recompute(llama, **given)[1][:, 0]
+    assert (result.logits[0] - exact).norm() < 0.03 * exact.norm()
