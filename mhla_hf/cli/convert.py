@@ -75,6 +75,13 @@ def convert_command(
     revision: Revision = None,
     token: Token = None,
     cache_dir: CacheDir = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Fit the result to the original without training, as mhla-hf calibrate does."
+        ),
+    ] = False,
+    data: Annotated[str | None, typer.Option(help="For --calibrate: see mhla-hf calibrate.")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     **options: Any,
@@ -85,6 +92,8 @@ def convert_command(
     """
     from ..conversion import convert_pretrained
 
+    if data is not None and not calibrate:
+        raise ValueError("data has no effect without --calibrate.")
     report = convert_pretrained(
         source,
         destination,
@@ -105,6 +114,18 @@ def convert_command(
     )
     if not quiet:
         _show(report)
+    if calibrate:
+        _calibrate(destination, data, quiet)
+
+
+def _calibrate(directory: Path, data: str | None, quiet: bool) -> None:
+    from ..recovery.directories import calibrate_directory
+    from .calibrate import batch_progress, show_calibration
+
+    with batch_progress("calibrating", not quiet) as progress:
+        calibration = calibrate_directory(directory, data=data, progress=progress)
+    if not quiet:
+        show_calibration(calibration, directory)
 
 
 def import_official_command(

@@ -4,7 +4,7 @@
 import typer
 
 from .. import __version__
-from . import bench, bench_quality, bench_speed, check_lora, convert, demo, models, recover, train
+from . import bench, bench_quality, bench_speed, calibrate, check_lora, convert, demo, models, recover, train
 from .errors import FriendlyGroup
 
 
@@ -34,6 +34,7 @@ def main(
 app.command("convert")(convert.convert_command)
 app.command("import-official")(convert.import_official_command)
 app.command("recover")(recover.recover_command)
+app.command("calibrate")(calibrate.calibrate_command)
 app.add_typer(train.app, name="train")
 bench.app.command("op")(bench_speed.operator_command)
 bench.app.command("model")(bench_speed.model_command)

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of batches that were run and of all."""
 
 DEFAULT_MEMORY_LIMIT = "4GB"
-# One sample in so many is held out.
+# One batch in so many is held out, or one sample where there are fewer batches.
 _HELD_OUT = 4
 # Temperatures are few numbers: so many samples are enough for them.
 _TEMPERATURE_SAMPLES = 16
@@ -104,13 +104,15 @@ def calibrate(
     *,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     progress: Progress | None = None,
+    **probe_options: Any,
 ) -> CalibrationReport:
     """Fits what is linear in a converted model to its original in closed form, in place and without training.
 
     The projections of a freshly converted model are those of its original, so the model itself tells what its softmax
     attention would put out. For each layer, from sums over a small probe: the temperature of a hedgehog feature map,
     the convolution of the values (`lepe_kernel`) and the gains of a window where there are such, and the output
-    projection, by ridge regression towards what it is. A quarter of the samples is held out; strengths are chosen by
+    projection, by ridge regression towards what it is. A quarter of the batches (of the samples, where
+    there are fewer than four) is held out; strengths are chosen by
     the error on them, and a layer whose error on them does not fall is left as it is.
 
     Args:
@@ -118,11 +120,14 @@ def calibrate(
             been trained: the projections are those of the original.
         batches: The probe: keyword arguments of the model's `forward`, such as tokenised texts or images, of two
             samples at least; some dozens are better. Of a pipeline with several MHLA models a dict of such by
-            component.
+            component. A pipeline needs none: what its models see while it makes samples with their original attention
+            is the probe.
         memory_limit: Memory for the sums, as a number of bytes or text such as `"4GB"`. Layers whose sums do not fit
             together are handled one group after the other, each with its own passes over the probe; a layer by itself
             takes what it needs.
         progress: Called with the number of batches that were run and of all.
+        **probe_options: How the samples of a pipeline are made: `samples`, `prompts`, `steps`, `seed` and arguments of
+            the pipeline's call; see [`pipeline_batches`][mhla_hf.recovery.probes.pipeline_batches].
 
     Returns:
         What was done to each layer, and its error before and after.
@@ -139,10 +144,41 @@ def calibrate(
     if isinstance(model_or_pipeline, nn.Module):
         if batches is None:
             raise ValueError("batches must be given: dicts of keyword arguments of the model's forward.")
+        if probe_options:
+            raise ValueError(f"{', '.join(probe_options)}: for pipelines without batches alone.")
         if isinstance(batches, Mapping):
             raise ValueError("batches must be a list of dicts; a dict is for pipelines, by component.")
         return calibrate_model(model_or_pipeline, batches, **options)
-    raise ValueError(f"model_or_pipeline must be a model or a pipeline, got {type(model_or_pipeline).__name__}.")
+    if not hasattr(model_or_pipeline, "components"):
+        raise ValueError(f"model_or_pipeline must be a model or a pipeline, got {type(model_or_pipeline).__name__}.")
+    return _calibrate_pipeline(model_or_pipeline, batches, probe_options, options)
+
+
+def _calibrate_pipeline(
+    pipeline: Any, batches: Any, probe_options: dict[str, Any], options: dict[str, Any]
+) -> CalibrationReport:
+    """Calibrates every MHLA model of a pipeline, each with batches of its own."""
+    from .probes import mhla_components, pipeline_batches
+
+    models = mhla_components(pipeline)
+    if batches is None:
+        batches = pipeline_batches(pipeline, **probe_options)
+    elif not isinstance(batches, Mapping):
+        if len(models) > 1:
+            raise ValueError(f"batches must be a dict by component for this pipeline: {', '.join(models)}.")
+        batches = dict.fromkeys(models, batches)
+    unknown = sorted(set(batches) - set(models))
+    if unknown:
+        raise ValueError(f"batches names {', '.join(map(str, unknown))}; the pipeline has {', '.join(models)}.")
+    total = CalibrationReport()
+    for name, own in batches.items():
+        report = calibrate_model(models[name], own, **options)
+        for layer in report.layers:
+            layer.name = f"{name}.{layer.name}"
+        total.layers += report.layers
+        total.batches += report.batches
+        total.seconds += report.seconds
+    return total
 
 
 def calibrate_model(
@@ -220,9 +256,11 @@ class _Probe:
                         f"layer {layer.name}: {which} gives numbers that are not finite for batch {self.current} of "
                         "the probe. The model is unchanged; check that batch, or calibrate in float32."
                     )
-            samples = torch.arange(seen[layer.name], seen[layer.name] + len(output), device=output.device)
+            numbers = torch.arange(seen[layer.name], seen[layer.name] + len(output), device=output.device)
             seen[layer.name] += len(output)
-            call = LayerCall(args, kwargs, output, heads, samples % _HELD_OUT == 1)
+            if len(self.batches) >= _HELD_OUT:
+                numbers = torch.full_like(numbers, self.current)
+            call = LayerCall(args, kwargs, output, heads, numbers % _HELD_OUT == 1)
             for fit in fits[layer.name]:
                 fit.observe(call)
 
@@ -232,7 +270,7 @@ class _Probe:
                 run(self.model, on_device(batch, self.model))
             if most_samples is None:
                 self._advance()
-            elif seen and min(seen.values()) >= most_samples:
+            elif index and min(seen.values()) >= most_samples:
                 break
 
     def _advance(self) -> None:

@@ -108,10 +108,8 @@ def test_projection_equals_a_dense_solution(name):
             continue
         checked += 1
         output, heads = rows[layer.name]
-        # Every fourth sample is held out, counted through the batches.
-        samples = torch.arange(len(batches) * batches_size(example))
-        lengths = token_counts(example).repeat(len(batches))
-        held = (samples % 4 == 1).repeat_interleave(lengths)
+        # One batch of four is held out.
+        held = (torch.arange(len(batches)) % 4 == 1).repeat_interleave(len(output) // len(batches))
         held_rows, fitted_rows = output[held], output[~held]
         assert (entry.tokens, entry.held_out_tokens) == (len(fitted_rows), len(held_rows))
         old = before[layer.name].detach().double()
@@ -134,23 +132,6 @@ def test_projection_equals_a_dense_solution(name):
         original = ((heads - output)[held] @ old.T).square().sum() / scale
         assert entry.error_before == pytest.approx(float(original), rel=1e-3)
     assert checked
-
-
-def batches_size(example):
-    return next(value.shape[0] for value in example.values() if isinstance(value, torch.Tensor))
-
-
-def token_counts(example):
-    """Tokens of each sample that are no padding."""
-    mask = example.get("attention_mask")
-    if mask is not None:
-        return mask.sum(1)
-    if "input_ids" in example:
-        return torch.full((len(example["input_ids"]),), example["input_ids"].shape[1])
-    if "pixel_values" in example:
-        return torch.full((len(example["pixel_values"]),), 17)
-    frames, height, width = example["hidden_states"].shape[2:]
-    return torch.full((len(example["hidden_states"]),), frames * height * width // 4)
 
 
 def dense_heads(model, batches):
@@ -183,7 +164,7 @@ def test_convolution_and_gains_equal_a_dense_solution(gains):
     model, example = converted("wan", layers=[1], lepe_kernel=3, **window)
     batches = probe(example, 8)
     layer, columns = dense_heads(model, batches)
-    held = torch.arange(len(columns)) % 4 == 1
+    held = (torch.arange(len(batches)) % 4 == 1).repeat_interleave(len(columns) // len(batches))
     fit = HeadsFit(layer, {})
     calibration._Probe(model, [layer], batches, None, 1).show({layer.name: [fit]})
     solution = fit.solve()

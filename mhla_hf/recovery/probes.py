@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small sets of inputs to calibrate on: what a pipeline's transformers see while it makes samples, or given data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.registry import is_mhla_class
+from ..training.batches import stable_seed
+from .layers import Batch, mhla_layers, original_heads
+
+
+DEFAULT_SAMPLES = 32
+DEFAULT_STEPS = 8
+PROMPTS = (
+    "a person walks along a street in the rain",
+    "waves break on a rocky coast at sunset",
+    "a dog runs across a field of grass",
+    "a close-up of a cup of coffee on a wooden table",
+    "a city at night, seen from above",
+    "a train crosses a bridge between mountains",
+    "two children play with a ball on a beach",
+    "a bowl of fruit beside an open window",
+)
+"""What is made where nothing is asked for."""
+# Samples of one kind that are made at least: one of four is held out.
+_LEAST_SAMPLES = 4
+
+
+def mhla_components(pipeline: Any) -> dict[str, nn.Module]:
+    """The MHLA models of a diffusers pipeline by name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = {
+        name: component
+        for name, component in pipeline.components.items()
+        if isinstance(component, nn.Module) and is_mhla_class(type(component).__name__)
+    }
+    if not found:
+        raise ValueError(f"This {type(pipeline).__name__} has no MHLA model: convert it first (mhla_hf.convert).")
+    return found
+
+
+def pipeline_batches(
+    pipeline: Any,
+    *,
+    samples: int = DEFAULT_SAMPLES,
+    prompts: Sequence[str] | None = None,
+    steps: int = DEFAULT_STEPS,
+    seed: int = 0,
+    **call_options: Any,
+) -> dict[str, list[Batch]]:
+    """What the MHLA models of a pipeline see while it makes samples with their original attention.
+
+    Of every sample some denoising steps are kept, drawn at random, so that all noise levels occur. The samples stay
+    latents, and nothing is decoded where the pipeline allows that.
+
+    Args:
+        pipeline: A diffusers pipeline from text, or from classes.
+        samples: Calls of each model to keep.
+        prompts: What to make; by default neutral captions. Classes are drawn.
+        steps: Denoising steps.
+        seed: Seed of noise, classes and of the steps that are kept.
+        **call_options: Other arguments of the pipeline's call, such as `height`, `width` and `num_frames`. By default
+            the size that the mixing weights were made for, where the model's options say it.
+
+    Returns:
+        Batches by component. Those of one sample are four places apart, so that they are held out together.
+
+    Raises:
+        ValueError: If the pipeline takes neither prompts nor classes, needs other inputs, or an argument is wrong.
+    """
+    for name, value, least in (("samples", samples, _LEAST_SAMPLES), ("steps", steps, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r:.40}.")
+    models = mhla_components(pipeline)
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    subjects = _subjects(pipeline, parameters, prompts, samples, steps, seed)
+    options: dict[str, Any] = {name: value for name, value in _size(pipeline, models).items() if name in parameters}
+    options.update({name: value for name, value in call_options.items() if value is not None})
+    unknown = sorted(set(options) - set(parameters))
+    if unknown:
+        raise ValueError(f"{type(pipeline).__name__} takes no {', '.join(unknown)}.")
+    if "output_type" in parameters:
+        options.setdefault("output_type", "latent")
+    if "use_resolution_binning" in parameters:
+        options.setdefault("use_resolution_binning", False)
+    taken: dict[str, list[list[Batch]]] = {name: [] for name in models}
+    bar = getattr(pipeline, "_progress_bar_config", {})
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        with ExitStack() as stack:
+            for model in models.values():
+                stack.enter_context(original_heads(model, mhla_layers(model)))
+            for number, subject in enumerate(subjects):
+                generator = torch.Generator().manual_seed(stable_seed(seed, "probe", number))
+                with _recorded(models) as calls, torch.no_grad():
+                    try:
+                        pipeline(**subject, **options, num_inference_steps=steps, generator=generator)
+                    except TypeError as error:
+                        raise ValueError(
+                            f"{type(pipeline).__name__} makes no samples from a prompt alone ({error}); give batches."
+                        ) from error
+                for name in models:
+                    taken[name].append(calls[name])
+    finally:
+        pipeline.set_progress_bar_config(**bar)
+    idle = [name for name, calls in taken.items() if not all(calls)]
+    if idle:
+        raise ValueError(f"{', '.join(idle)} is not called in {steps} denoising steps; take more of them (steps).")
+    return {name: _drawn(calls, samples, seed) for name, calls in taken.items()}
+
+
+def data_batches(
+    model: nn.Module,
+    directory: Path,
+    data: str,
+    *,
+    samples: int = DEFAULT_SAMPLES,
+    batch_size: int = 4,
+    component: str = "transformer",
+    seed: int = 0,
+    **options: Any,
+) -> list[Batch]:
+    """Batches of given data.
+
+    Args:
+        model: The converted model.
+        directory: Its directory, or the pipeline's.
+        data: For language models and encoders a folder of texts, a JSONL file, or the id of a data set; for vision
+            models a folder of pictures or `digits`; for diffusion models the cache of a training.
+        samples: Rows, passages, pictures or noisy latents.
+        batch_size: Samples of a batch.
+        component: Name of the model in a pipeline.
+        seed: Seed of their order, and of noise.
+        **options: Other arguments of [`text_batches`][mhla_hf.recovery.opening.text_batches].
+
+    Raises:
+        ValueError: If there are no such data, or they do not fit the model.
+    """
+    from .data import BatchSource, Latents
+    from .opening import picture_batches, text_batches
+
+    source: BatchSource
+    if is_mhla_class(type(model).__name__):
+        from ..training.cache import LatentDataset
+        from ..training.config import TrainingConfig
+        from ..training.objectives import objective_for
+
+        pipeline = directory if (directory / "model_index.json").is_file() else None
+        objective = objective_for(model, pipeline, TrainingConfig(component=component))
+        source = Latents(LatentDataset(Path(data).expanduser()), objective, model, 1, seed)
+    elif any(len(layer.mhla.blocks) == 2 for layer in mhla_layers(model)):
+        source = picture_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
+    else:
+        source = text_batches(model, directory, data, samples=samples, held_out=1, seed=seed, **options)
+    return source.batches("calibrate", max(1, min(samples, 16 * len(source)) // batch_size), batch_size)
+
+
+def _subjects(
+    pipeline: Any,
+    parameters: Mapping[str, Any],
+    prompts: Sequence[str] | None,
+    samples: int,
+    steps: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """What each sample shows. As many as there are prompts, and enough for the calls that are wanted."""
+    if isinstance(prompts, str) or (prompts is not None and not prompts):
+        raise ValueError(f"prompts must be a list of one prompt at least, got {prompts!r:.100}.")
+    # At most half of the steps of a sample are kept; a multiple of four keeps held-out samples apart.
+    count = max(_LEAST_SAMPLES, -(-samples // max(1, steps // 2)), len(prompts or ()))
+    count = -(-count // _LEAST_SAMPLES) * _LEAST_SAMPLES
+    if "prompt" in parameters:
+        given = list(prompts or PROMPTS)
+        return [{"prompt": given[number % len(given)]} for number in range(count)]
+    if "class_labels" in parameters:
+        if prompts is not None:
+            raise ValueError(f"{type(pipeline).__name__} makes samples of classes; leave prompts out.")
+        classes = pipeline.transformer.config.num_embeds_ada_norm
+        generator = torch.Generator().manual_seed(stable_seed(seed, "classes"))
+        return [{"class_labels": [label]} for label in torch.randint(classes, (count,), generator=generator).tolist()]
+    raise ValueError(f"{type(pipeline).__name__} makes samples neither of prompts nor of classes; give batches.")
+
+
+def _size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Height, width and number of frames for the token grid that the mixing weights were made for."""
+    model: Any = next(iter(models.values()))
+    grids = {layer.mhla.config.grid for layer in mhla_layers(model)}
+    grid = grids.pop() if len(grids) == 1 else None
+    if grid is None or len(grid) < 2:
+        return {}
+    patch = model.config.patch_size
+    patches = (patch,) * len(grid) if isinstance(patch, int) else tuple(patch)
+    factor = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None)
+    if factor is None:
+        return {}
+    height, width = (length * side * factor for length, side in zip(grid[-2:], patches[-2:]))
+    size = {"height": height, "width": width}
+    if len(grid) == 3:
+        size["num_frames"] = (grid[0] * patches[0] - 1) * getattr(pipeline, "vae_scale_factor_temporal", 1) + 1
+    return size
+
+
+@contextmanager
+def _recorded(models: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Batch]]]:
+    """A context in which the arguments of all calls of models are kept, on the CPU."""
+    calls: dict[str, list[Batch]] = {name: [] for name in models}
+
+    def keep(name: str, names: Sequence[str]) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = {**dict(zip(names, args)), **kwargs}
+            calls[name].append({key: _kept(value) for key, value in arguments.items()})
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, model in models.items():
+            names = [key for key in inspect.signature(inspect.unwrap(type(model).forward)).parameters if key != "self"]
+            hooks.callback(model.register_forward_pre_hook(keep(name, names), with_kwargs=True).remove)
+        yield calls
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # Samplers write into their latents.
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _kept(entry) for key, entry in value.items()}
+    return value
+
+
+def _drawn(calls: Sequence[Sequence[Batch]], samples: int, seed: int) -> list[Batch]:
+    """Some calls of every sample, those of one sample as far apart as there are samples."""
+    # An expert that sees a part of the noise levels alone is not called for all of them.
+    each = min(-(-samples // len(calls)), *map(len, calls))
+    generator = torch.Generator().manual_seed(stable_seed(seed, "steps"))
+    chosen = [torch.randperm(len(own), generator=generator)[:each].tolist() for own in calls]
+    return [own[picks[turn]] for turn in range(each) for own, picks in zip(calls, chosen)]

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf calibrate` and `convert --calibrate`: probes that pipelines make, and the files that are written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import mhla_hf
+from mhla_hf.cli.main import app
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.recovery.directories import calibrate_directory
+from mhla_hf.recovery.probes import mhla_components, pipeline_batches
+from tests import tiny, tiny_images
+from tests.recovery.sources import model_directory, text_folder
+
+
+PIPELINES = {
+    "wan": (tiny.wan_pipeline, {"blocks": [1, 2, 2], "grid": [3, 2, 4]}),
+    "dit": (tiny_images.dit_pipeline, {"blocks": [2, 2]}),
+    "pixart": (tiny_images.pixart_pipeline, {"blocks": [2, 2]}),
+    "sana": (tiny_images.sana_pipeline, {"blocks": [2, 2], "feature_map": "elu", "layers": [1]}),
+}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        found.update({f"{path.parent.name}/{name}": tensor for name, tensor in load_file(path).items()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A converted Wan pipeline in shards; tests copy it."""
+    folder = tmp_path_factory.mktemp("converted")
+    tiny.wan_pipeline().save_pretrained(folder / "softmax")
+    convert_pretrained(
+        folder / "softmax", folder / "mhla", {"blocks": (1, 2, 2), "grid": (3, 2, 4), "lepe_kernel": 3},
+        max_shard_size=60_000, dtype="bfloat16", progress=False,
+    )  # fmt: skip
+    return folder / "mhla"
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_make_their_own_probe(name):
+    make, options = PIPELINES[name]
+    pipeline = mhla_hf.convert(make(), options)
+    batches = pipeline_batches(pipeline, samples=8, steps=4)
+    again = pipeline_batches(pipeline, samples=8, steps=4)["transformer"]
+    assert list(batches) == list(mhla_components(pipeline)) == ["transformer"]
+    assert len(batches["transformer"]) == 8
+    for batch, other in zip(batches["transformer"], again, strict=True):
+        assert torch.equal(batch["hidden_states"], other["hidden_states"])
+    # The calls of one sample stand four apart, at other noise levels.
+    first, second = (batches["transformer"][place]["timestep"].flatten()[0] for place in (0, 4))
+    assert first != second
+    report = mhla_hf.calibrate(pipeline, samples=8, steps=4)
+    assert report.batches == 8 and all(layer.name.startswith("transformer.") for layer in report.layers)
+    assert report.error_after < report.error_before
+
+
+def test_two_experts():
+    pipeline = mhla_hf.convert(tiny.wan_pipeline(second_transformer=True), PIPELINES["wan"][1])
+    with pytest.raises(ValueError, match=r"transformer_2 is not called in 1 denoising steps; take more of them"):
+        mhla_hf.calibrate(pipeline, samples=8, steps=1)
+    report = mhla_hf.calibrate(pipeline, samples=8, steps=6)
+    assert {layer.name.partition(".")[0] for layer in report.layers} == {"transformer", "transformer_2"}
+
+
+def test_mistakes_with_pipelines():
+    pipeline = mhla_hf.convert(tiny_images.dit_pipeline(), {"blocks": [2, 2]})
+    for options, message in (
+        ({"prompts": ["a dog"]}, "makes samples of classes; leave prompts out"),
+        ({"samples": 2}, "samples must be a whole number of at least 4, got 2"),
+        ({"colour": 3}, "takes no colour"),
+        ({"batches": {"text": []}}, "batches names text; the pipeline has transformer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mhla_hf.calibrate(pipeline, **options)
+    with pytest.raises(ValueError, match="has no MHLA model: convert it first"):
+        mhla_hf.calibrate(tiny_images.dit_pipeline())
+
+
+def test_directory(converted, tmp_path):
+    output = tmp_path / "calibrated"
+    before = tensors(converted)
+    result = CliRunner().invoke(app, ["calibrate", str(converted), "--output", str(output), "--samples", "8"])
+    assert result.exit_code == 0, result.output
+    assert "held-out error of the layers' outputs" in result.output
+    record = json.loads((output / "conversion.json").read_text())
+    original = json.loads((converted / "conversion.json").read_text())
+    assert {name: record[name] for name in original} == original
+    layers = record["calibration"]["layers"]
+    assert [layer["name"] for layer in layers] == ["blocks.0.attn1", "blocks.1.attn1"]
+    assert all(layer["error_after"] < layer["error_before"] for layer in layers if layer["changed"])
+    after = tensors(output)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in after.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in before.items()
+    }
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed and all(".attn1." in name for name in changed)
+    files = [sorted(path.relative_to(root) for path in root.rglob("*")) for root in (converted, output)]
+    assert files[0] == files[1] and any("-of-" in path.name for path in files[0])
+    assert tensors(converted).keys() == before.keys()
+    mhla_hf.load_pipeline(output, attn_implementation=None)
+
+    with pytest.raises(ValueError, match="has been calibrated: its projections are not those of the original"):
+        calibrate_directory(output, samples=8)
+    with pytest.raises(ValueError, match="is not empty"):
+        calibrate_directory(converted, output=output, samples=8)
+    stopped = tensors(output)
+
+    def stop(done, count):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_directory(output, samples=8, force=True, progress=stop)
+    assert all(torch.equal(tensor, stopped[name]) for name, tensor in tensors(output).items())
+    (output / "training.json").write_text("{}")
+    with pytest.raises(ValueError, match="has been trained"):
+        calibrate_directory(output, samples=8)
+    calibrate_directory(output, samples=8, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibrated"]
+
+
+def test_convert_and_calibrate_a_language_model(tmp_path):
+    model_directory("llama", tmp_path / "softmax")
+    texts = text_folder(tmp_path / "texts")
+    arguments = ["convert", str(tmp_path / "softmax"), str(tmp_path / "mhla"), "--block-size", "4"]
+    result = CliRunner().invoke(app, [*arguments, "--calibrate", "--data", str(texts)])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "mhla" / "conversion.json").read_text())["calibration"]
+    assert record["probe"]["data"] == str(texts) and len(record["layers"]) == 3
+
+
+def test_mistakes_with_directories(tmp_path, converted):
+    with pytest.raises(ValueError, match="is no directory; give one that mhla-hf convert wrote"):
+        calibrate_directory(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"data must be given \(--data\): .* is a model alone"):
+        calibrate_directory(converted / "transformer")
+    with pytest.raises(ValueError, match="prompts: of no use beside data"):
+        calibrate_directory(converted, data="cache", prompts=["a dog"])
+    result = CliRunner().invoke(app, ["convert", "a", "b", "--data", "c"])
+    assert result.exit_code == 1 and "data has no effect without --calibrate" in result.output
