@@ -78,8 +78,9 @@ def whole_moments(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
     _, state = _flat_state(parameter)
+    # One step count stands for many parameters, which files hold by themselves.
     moments = {kind: safe_get_full_optimizer_state(parameter, kind) for kind in _MOMENTS}
-    return {**moments, "step": torch.as_tensor(state["step"])}
+    return {**moments, "step": torch.as_tensor(state["step"]).clone()}
 
 
 def load_moment(parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
