@@ -39,11 +39,11 @@ class Processes:
 
     def any(self, value: bool) -> bool:
         """Whether it is so in one of the processes."""
-        return any(self._all(value))
+        return any(self.all(value))
 
     def gather(self, mine: dict[str, Any]) -> dict[str, Any]:
         """The entries of all processes."""
-        return {name: value for entries in self._all(mine) for name, value in entries.items()}
+        return {name: value for entries in self.all(mine) for name, value in entries.items()}
 
     def send(self, tensor: torch.Tensor, owner: int) -> None:
         """Gives all processes the owner's values, in place."""
@@ -67,7 +67,7 @@ class Processes:
                 raise error
             return
         number = error.exit_code - 128 if isinstance(error, TrainingStopped) else 0
-        states = self._all(None if error is None else (str(error), number))
+        states = self.all(None if error is None else (str(error), number))
         if error is not None:
             raise error
         for rank, state in enumerate(states):
@@ -76,7 +76,8 @@ class Processes:
             if state is not None:
                 raise RuntimeError(f"process {rank} has failed: {state[0]}")
 
-    def _all(self, value: Any) -> list[Any]:
+    def all(self, value: Any) -> list[Any]:
+        """The values of all processes."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

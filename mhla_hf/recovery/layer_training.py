@@ -128,6 +128,7 @@ class LayerTraining:
     ) -> None:
         self.model, self.layer, self.options, self.device, self.directory = model, layer, options, device, directory
         self.names = trained_names(layer, options.train)
+        self._before: dict[str, tuple[torch.dtype, torch.device]] = {}
         self.losses: list[float] = []
         self._unread: list[tuple[torch.Tensor, list[int]]] = []
         self.checkpoint = checkpoints.find_checkpoint("latest", directory) if directory is not None else None
@@ -239,11 +240,13 @@ class LayerTraining:
         parameters = self.layer.parameters()
         for name, (dtype, device) in self._before.items():
             parameters[name].data = parameters[name].data.to(device, dtype)
-        # Buffers follow; the parameters are there already.
-        for module in self._modules():
-            if self.device is not None and self._before:
+        if self.device is not None and self._before:
+            # Buffers follow; the parameters are there already.
+            for module in self._modules():
                 module.to(next(iter(self._before.values()))[1])
-        del self.optimizer, self.trained
+        self._before = {}
+        self.__dict__.pop("optimizer", None)
+        self.__dict__.pop("trained", None)
 
     def _value(self, name: str) -> torch.Tensor:
         return self.layer.parameters()[name].detach()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -177,6 +176,7 @@ def match_layers(
         raise ValueError(f"save_every={save_every!r:.100} must be a whole number of at least 1.")
     limit, dtype = parse_size(cache_limit, "cache_limit"), parse_dtype(cache_dtype)
     assert dtype is not None
+    _check_not_offloaded(model)
     data = _Batches.of(batches, num_batches, _input_device(model))
     originals = _originals(model, teacher, original_parameters)
     run = _Matching(
@@ -313,7 +313,7 @@ class _Matching:
         records: ActivationCache | None = None
         if unfinished and cache != "none":
             with self.processes.together():
-                records = self._records(cache, limit)
+                records = self._records(cache, limit, signals)
         with self.processes.together():
             began = time.perf_counter()
             if records is None and unfinished:
@@ -328,8 +328,8 @@ class _Matching:
         return self.report
 
     def _one_alone(self, training: LayerTraining, records: ActivationCache | None, signals: StopSignals) -> None:
-        training.open()
         try:
+            training.open()
             while not training.finished:
                 assert records is not None
                 indices = self._indices(training.step)
@@ -366,23 +366,24 @@ class _Matching:
             for training in trainings:
                 training.close()
 
-    def _records(self, cache: str, limit: int | None) -> ActivationCache | None:
+    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> ActivationCache | None:
         """Records of all batches that steps take; `None` where they do not fit."""
         began = time.perf_counter()
         needed = sorted({index for step in range(self.options.steps) for index in self._indices(step)})
         recorder = Recorder(self.model, self.layers, self.originals, only=self.mine)
         disk = None if self.output is None else self.output / "activations"
-        if disk is not None and disk.is_dir() and cache != "memory":
+        if self.processes.any(disk is not None and disk.is_dir()) and cache != "memory":
             cache = "disk"
         else:
             first = pack(Recorder(self.model, self.layers, self.originals)(self.data[needed[0]], self._kept))
             size = total_size(first.bytes, self.data, needed)
             del first
             cache, note = choose_cache(cache, size, limit, disk, len(self.mine) / len(self.layers))
+            # What has room in one process has to have it in all.
+            cache = max(self.processes.all(cache), key=CACHES.index)
             self.report.cache_bytes = size
-            logger.info("matching: %s", note)
+            logger.log(logging.WARNING if cache == "none" else logging.INFO, "matching: %s", note)
             if cache == "none":
-                logger.warning("matching: %s", note)
                 return None
         self.report.cache = cache
         if cache == "memory":
@@ -395,6 +396,12 @@ class _Matching:
             # Each process writes some of the batches, for all layers.
             recorder.only, share = None, needed[self.processes.rank :: self.processes.size]
         for index in records.missing(share):
+            if signals.received is not None:
+                raise TrainingStopped(
+                    "stopped recording activations; the same command goes on"
+                    + (f" from there (saved in {self.output})" if cache == "disk" else " from the beginning"),
+                    signals.received,
+                )
             records.put(index, pack(recorder(self.data[index], self._kept)))
         self.report.seconds["recording"] = time.perf_counter() - began
         return records
@@ -432,7 +439,7 @@ class _Matching:
             way_on = f"the same command goes on from there (saved in {self.output})"
         raise TrainingStopped(
             f"stopped matching {name} after step {step} of {self.options.steps}; {way_on}",
-            signals.received or signal.SIGTERM,
+            signals.received,
         )
 
     def _exchange(self, trainings: list[LayerTraining]) -> None:
@@ -492,6 +499,16 @@ def _originals(
     if original_parameters is not None:
         raise ValueError("give teacher or original_parameters, not both.")
     return original_values(model, teacher)
+
+
+def _check_not_offloaded(model: nn.Module) -> None:
+    """Refuses weights that are elsewhere, where training them would be lost."""
+    for layer in mhla_layers(model):
+        if any(parameter.is_meta for parameter in layer.attention.parameters()):
+            raise ValueError(
+                f"{layer.name} is offloaded: load the model on the CPU, without a device map, and give device, where "
+                "one layer at a time is."
+            )
 
 
 def _input_device(model: nn.Module) -> torch.device:

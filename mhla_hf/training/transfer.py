@@ -41,7 +41,6 @@ BatchMaker = Callable[[DataOrder, int, int], Batch]
 
 # So many draws of noise there are at least, however few samples.
 _LEAST_RECORDS = 128
-_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LayerMatching(nn.Module):
@@ -212,12 +211,17 @@ class Transfer:
         from accelerate.utils import broadcast_object_list
 
         assert self.recorder is not None
-        kind, main = [self.config.transfer_cache], self.accelerator.is_main_process
+        kind: list[Any] = [self.config.transfer_cache, None]
         if kind[0] == "none":
             return None
-        if main:
-            kind[0] = self._choose(kind[0], first)
+        if self.accelerator.is_main_process:
+            try:
+                kind[0] = self._choose(kind[0], first)
+            except (OSError, ValueError) as error:
+                kind[1] = str(error)
         broadcast_object_list(kind)
+        if kind[1] is not None:
+            raise ValueError(kind[1])
         if kind[0] == "none":
             return None
         if kind[0] == "memory":

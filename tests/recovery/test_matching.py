@@ -6,14 +6,17 @@ from __future__ import annotations
 import copy
 import json
 
+import accelerate
 import pytest
 import torch
+from peft import LoraConfig
 
 import mhla_hf
 from mhla_hf.recovery.activations import DiskCache, pack, unpack
 from mhla_hf.recovery.cache_choice import choose_cache, total_size
 from mhla_hf.recovery.layers import find_projections, mhla_layers, record_calls
 from mhla_hf.recovery.matching import match_layers, matching_losses
+from mhla_hf.recovery.teacher import SharedTeacher
 from tests.transformers.mhla_models import default_options
 from tests.transformers.tiny_models import inputs, softmax_model
 
@@ -285,6 +288,30 @@ class TestWhereRecordsGo:
     def test_free_disk_is_looked_at(self, tmp_path):
         with pytest.raises(ValueError, match="cache='disk' needs 1000000000.0 GB, more than room on the disk"):
             choose_cache("disk", 10**18, None, tmp_path / "not" / "there")
+
+
+def test_offloaded_layers_are_refused():
+    student, _ = pair("bert")
+    accelerate.cpu_offload(student, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"layer.0.attention.self is offloaded: load the model on the CPU"):
+        match_layers(student, batches("bert"), steps=1)
+
+
+def test_lora_is_switched_off_while_the_original_is_recorded():
+    softmax, _, batch = models("wan")
+    options = DIFFUSERS["wan"]().options
+    student = mhla_hf.convert(copy.deepcopy(softmax), options)
+    expected = matching_losses(student, batch)
+    student.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    assert matching_losses(student, batch, teacher=softmax) == pytest.approx(expected, rel=1e-4)
+    shared = SharedTeacher(student)
+    shared.keep()
+    for name, parameter in student.named_parameters():
+        if ".lora_B." in name or name.endswith("to_k.weight"):
+            torch.nn.init.normal_(parameter)
+    changed = matching_losses(student, batch, teacher=softmax)
+    assert all(changed[name] > expected[name] for name in expected)
+    assert matching_losses(student, batch, teacher=shared) == pytest.approx(changed, rel=1e-4)
 
 
 @pytest.mark.parametrize(
