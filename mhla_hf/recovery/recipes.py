@@ -26,7 +26,9 @@ FAMILIES = (*VIDEO, *PICTURES, *TEXT, "vision")
 """The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
 `vision` transformers."""
 
+TRANSFORMERS = (*TEXT, "vision")
 CACHES = ("auto", "memory", "disk", "none")
+TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _LAYERS = re.compile(r"all|(auto:)?\s*\d{1,9}\s*/\s*\d{1,9}|\d{1,9}(\s*,\s*\d{1,9})*")
@@ -103,13 +105,19 @@ class DistilOptions(_Section):
         1.0, "Share of the distance to the original in the loss; the rest is the loss on the data.", above=0, maximum=1
     )
     temperature: float | None = _option(
-        None, "Temperature of the distributions compared. Default: 1.", above=0, families=("causal",)
+        None, "Temperature of the distributions compared. Default: 1.", above=0, families=TRANSFORMERS
+    )
+    target: str | None = _option(
+        None,
+        "What of the original is learned. Default: logits of language models and classifiers, else last_hidden_state.",
+        choices=TARGETS,
+        families=TRANSFORMERS,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(_Section):
-    """The whole model learns the data by its own objective; for diffusion models."""
+    """The whole model learns the data by its own objective; for diffusion models and language models."""
 
     steps: int = _option(2000, "Optimizer steps.", minimum=1, maximum=MOST_STEPS)
     batch_size: int = _option(8, "Samples of a step.", minimum=1, maximum=MOST_IN_BATCH)
@@ -338,7 +346,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     # Converted, SANA-Video computes what it did, and there is no objective to fine-tune it by.
     if not recipe.stages() and recipe.family != "sana-video":
         yield f"it has no stage; give one of {', '.join(STAGES)}"
-    if recipe.finetune is not None and recipe.family in (*TEXT, "vision", "pixart", "sana-video"):
+    if recipe.finetune is not None and recipe.family in ("encoder", "vision", "pixart", "sana-video"):
         yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distil"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)

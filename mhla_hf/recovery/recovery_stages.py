@@ -106,18 +106,18 @@ def _match(run: StageRun, options: MatchOptions) -> dict[str, Any]:
 
 
 def _distil(run: StageRun, options: DistilOptions) -> dict[str, Any]:
-    if isinstance(run.source, Latents):
-        return _train(
-            run,
-            {
-                "distill_steps": options.steps,
-                "distill_ratio": options.ratio,
-                "max_steps": 0,
-                "lr_schedule": "cosine",
-                **_rates(options),
-            },
-        )
-    raise NotImplementedError
+    chosen = {
+        "distill_steps": options.steps,
+        "distill_ratio": options.ratio,
+        "max_steps": 0,
+        "lr_schedule": "cosine",
+        **_rates(options),
+    }
+    if not isinstance(run.source, Latents):
+        chosen["distill_target"] = options.target
+        if options.temperature is not None:
+            chosen["distill_temperature"] = options.temperature
+    return _train(run, chosen)
 
 
 def _finetune(run: StageRun, options: FinetuneOptions) -> dict[str, Any]:
@@ -134,17 +134,17 @@ def _rates(options: DistilOptions | FinetuneOptions) -> dict[str, Any]:
 
 
 def _train(run: StageRun, options: dict[str, Any]) -> dict[str, Any]:
-    """A stage of the engine that trains diffusion models."""
+    """A stage of the training engine."""
     from ..training.trainer import DiffusionTrainer
+    from ..training.transformers_trainer import TransformersTrainer
 
     source = run.source
-    assert isinstance(source, Latents)
     config = TrainingConfig(
         output=str(run.directory),
         resume="latest",
         adam_beta2=_SECOND_BETA,
         weight_decay=0.0,
-        condition_dropout=source.condition_dropout,
+        condition_dropout=source.condition_dropout if isinstance(source, Latents) else 0.1,
         checkpointing_steps=run.save_every,
         checkpoints_total_limit=2,
         device="cpu" if run.device.type == "cpu" else "auto",
@@ -152,17 +152,17 @@ def _train(run: StageRun, options: dict[str, Any]) -> dict[str, Any]:
         progress=run.progress,
         **options,
     )
-    trainer = DiffusionTrainer(
-        config,
-        run.model,
-        source.samples,
-        teacher=run.teacher if config.distill_steps else None,
-        null_condition=source.null_condition,
-    )
-    # That of the pipeline's scheduler; the trainer knows the model alone.
-    trainer.objective = source.objective
-    result = trainer.run()
-    (losses,) = result.losses.values()
+    teacher = run.teacher if config.distill_steps else None
+    trainer: DiffusionTrainer | TransformersTrainer
+    if isinstance(source, Latents):
+        trainer = DiffusionTrainer(
+            config, run.model, source.samples, teacher=teacher, null_condition=source.null_condition
+        )
+        # That of the pipeline's scheduler; the trainer knows the model alone.
+        trainer.objective = source.objective
+    else:
+        trainer = TransformersTrainer(config, source, run.model, teacher=teacher)
+    (losses,) = trainer.run().losses.values()
     return losses_record(losses)
 
 

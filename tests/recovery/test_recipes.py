@@ -141,7 +141,10 @@ def test_default_recipes(family):
         ),
         ({"layers": True}, "layers must be a text, got True"),
         ({"data": {"max_length": 128}}, "data.max_length is not an option of wan models, only of causal, encoder"),
-        ({"distil": {"temperature": 2.0}}, "distil.temperature is not an option of wan models, only of causal"),
+        (
+            {"distil": {"temperature": 2.0}},
+            "distil.temperature is not an option of wan models, only of causal, encoder",
+        ),
         ({"family": "encoder", "finetune": {}}, "finetune: models of the family encoder have no objective"),
         ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
         ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks has no meaning for sequences of text"),
