@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..training.config import DEVICES
 from ..training.stopping import TrainingStopped
 from .data import BatchSource
 from .defaults import default_recipe
+from .layer_choice import choose_layers, layer_errors
 from .layers import find_projections, mhla_layers
 from .quality import Quality, on_device
 from .recipes import Recipe, load_recipe, parse_keep
@@ -37,8 +39,9 @@ from .work_folder import RESULT, WorkFolder
 logger = logging.getLogger(__name__)
 
 CONVERTED = "converted"
-# So many batches of probes and activations are made anew when a stage goes on.
 _SAVE_EVERY = 100
+# What layers are tried on when they are to be chosen.
+_TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 8, 4
 
 
 @dataclass
@@ -233,20 +236,23 @@ class _Run:
         """Does what is not done yet."""
         stages = self.recipe.stages()
         if not (self.work.path / RESULT).is_dir() and not self.work.is_done(RESULT):
-            self._convert()
-            model, name = self._load(), self.subject.component.name
-            source = None
-            if data is not None and stages:
-                source = open_data(
+            open_source = None
+            if data is not None:
+                open_source = partial(
+                    open_data,
                     self.subject,
                     self.recipe,
-                    model,
-                    data,
+                    data=data,
                     cache=self.work.path / "data",
                     seed=self.seed,
                     progress=self.progress,
                     digit_videos=digit_videos,
                 )
+            self._convert(open_source)
+            model, name = self._load(), self.subject.component.name
+            source = None
+            if open_source is not None and stages:
+                source = open_source(model)
                 self._stages(model, source)
             report = self._report(source)
             record = {"recovery": {key: value for key, value in report.to_dict().items() if key != "recipe"}}
@@ -272,24 +278,42 @@ class _Run:
             output=self.work.output, **{**summary, "figures": {name: summary["figures"][name] for name in order}}
         )
 
-    def _convert(self) -> None:
-        """Converts the source, if that is not done."""
+    def _convert(self, open_source: Callable[[nn.Module], BatchSource] | None) -> None:
+        """Converts the source, if that is not done; layers that are to be chosen are tried before."""
         if self.work.is_done(CONVERTED):
             return
-        subject = self.subject
-        directory = self.work.path / CONVERTED
+        layers, record = self.recipe.layers, {}
         with _timed() as seconds:
-            convert_pretrained(
-                subject.location,
-                directory,
-                dict(self.recipe.mhla),
-                component=subject.component.name if subject.is_pipeline else None,
-                layers=self.recipe.layers.removeprefix("auto:"),
-                overwrite=True,
-                progress=self.progress,
-                **self.hub,
-            )
-        self.work.finish(CONVERTED, {"seconds": seconds})
+            if layers.startswith("auto:"):
+                if open_source is None:
+                    raise ValueError(f"layers={layers} needs data to try the layers on; give data or name the layers")
+                indices = self._convert_with("all")
+                model = self._load()
+                batches = open_source(model).batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
+                errors = dict(zip(indices, layer_errors(model, batches), strict=True))
+                chosen = choose_layers(errors, layers.removeprefix("auto:"), self._count)
+                record = {"layers": chosen, "errors": {str(index): error for index, error in errors.items()}}
+                self._convert_with(chosen)
+            else:
+                self._convert_with(layers)
+        self.work.finish(CONVERTED, {"seconds": seconds, **record})
+
+    def _convert_with(self, layers: str | list[int]) -> list[int]:
+        """Writes the converted directory; returns the indices of the layers that are MHLA in it."""
+        subject = self.subject
+        report = convert_pretrained(
+            subject.location,
+            self.work.path / CONVERTED,
+            dict(self.recipe.mhla),
+            component=subject.component.name if subject.is_pipeline else None,
+            layers=layers,
+            overwrite=True,
+            progress=self.progress,
+            **self.hub,
+        )
+        part = report.components[subject.component.name]
+        self._count = part.num_layers
+        return part.mhla_layers
 
     def _load(self) -> nn.Module:
         return load_converted(self.work.path / CONVERTED, self.subject.component.name, self.device)
@@ -345,7 +369,10 @@ class _Run:
 
     def _report(self, source: BatchSource | None) -> RecoveryReport:
         report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict())
-        report.seconds[CONVERTED] = self.work.read(CONVERTED)["seconds"]
+        conversion = self.work.read(CONVERTED)
+        report.seconds[CONVERTED] = conversion.pop("seconds")
+        if conversion:
+            report.stages[CONVERTED] = conversion
         if source is None:
             return report
         start = self.work.read("start")

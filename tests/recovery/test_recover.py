@@ -16,6 +16,7 @@ import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.cli.train import _digit_videos
 from mhla_hf.recovery import recover as module
+from mhla_hf.recovery.layer_choice import choose_layers
 from tests import tiny, tiny_images
 
 from .sources import model_directory, text_folder
@@ -149,7 +150,7 @@ def test_changed_data_are_refused(sources, tmp_path, monkeypatch):
         mhla_hf.recover(source, tmp_path / "out", texts, resume=True, **options)
 
 
-@pytest.mark.parametrize("kind", ["bert", "dit"])
+@pytest.mark.parametrize("kind", ["bert", pytest.param("dit", marks=pytest.mark.slow)])
 def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
     """Each stage goes on from what the one before left, and the end is the same."""
     whole = recover(kind, sources, tmp_path / "whole")
@@ -250,3 +251,21 @@ def test_command(sources, tmp_path, caplog):
 
 def _option(name: str) -> str:
     return f"--{name.replace('.', '-').replace('_', '-')}"
+
+
+def test_layers_that_are_worst_to_replace_stay(sources, tmp_path):
+    report = recover("llama", sources, tmp_path / "out", keep="34%", stages=("calibrate",))
+    trial = report.stages["converted"]
+    worst = max(trial["errors"], key=trial["errors"].__getitem__)
+    assert trial["layers"] == sorted({0, 1, 2} - {int(worst)})
+    assert load("llama", tmp_path / "out").config.mhla["layers"] == trial["layers"]
+
+
+def test_chosen_layers():
+    errors = {1: 0.5, 2: 0.1, 3: 0.3, 5: 0.2}
+    assert choose_layers(errors, "1/2", 6) == [2, 3, 5]
+    assert choose_layers(errors, "1/1", 6) == [1, 2, 3, 5]
+    assert choose_layers(errors, "1/100", 6) == [2]
+    for wrong in ("3/2", "0/2", "1/0"):
+        with pytest.raises(ValueError, match="must be a fraction above 0 and at most 1"):
+            choose_layers(errors, wrong, 6)
