@@ -200,13 +200,15 @@ def _with_options(
         recipe = recipe.changed({"layers": layers if keep is None else parse_keep(keep)})
     if window is not None:
         recipe = recipe.changed({"mhla.window": window})
+    if changes:
+        recipe = recipe.changed(changes)
     if stages is not None:
         recipe = recipe.only(tuple(stages))
     if budget is not None:
         if isinstance(budget, bool) or not 0 < budget < math.inf:
             raise ValueError(f"budget must be a number above 0, got {budget!r:.100}")
         recipe = recipe.with_budget(budget)
-    return recipe.changed(changes) if changes else recipe
+    return recipe
 
 
 def _what_to_give(recipe: Recipe) -> str:
