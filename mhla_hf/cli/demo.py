@@ -23,12 +23,11 @@ def run_command(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on where a stopped demo was, or start again.")
     ] = True,
-    transfer_steps: Annotated[
-        int | None, typer.Option(help="Steps that match attention outputs to softmax.", rich_help_panel=_TRAINING)
+    match_steps: Annotated[
+        int | None, typer.Option(help="Steps that match each layer's output to softmax.", rich_help_panel=_TRAINING)
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Fine-tuning steps.", rich_help_panel=_TRAINING)] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Videos per fine-tuning step.", rich_help_panel=_TRAINING)
+    distill_steps: Annotated[
+        int | None, typer.Option(help="Steps that match the model's prediction.", rich_help_panel=_TRAINING)
     ] = None,
     train_videos: Annotated[int | None, typer.Option(help="Videos to train on.", rich_help_panel=_TRAINING)] = None,
     held_out_videos: Annotated[
@@ -44,13 +43,12 @@ def run_command(
     guidance: Annotated[float | None, typer.Option(help="Guidance scale.", rich_help_panel=_GENERATION)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
 ) -> None:
-    """Convert a small Wan pipeline of moving digits to MHLA, fine-tune it, and compare it with softmax and linear."""
+    """Convert a small Wan pipeline of moving digits to MHLA, recover it, and compare it with softmax and linear."""
     from ..demo.config import DemoConfig
 
     given: dict[str, Any] = {
-        "transfer_steps": transfer_steps,
-        "steps": steps,
-        "batch_size": batch_size,
+        "match_steps": match_steps,
+        "distill_steps": distill_steps,
         "train_videos": train_videos,
         "held_out_videos": held_out_videos,
         "prompts": tuple(prompt) if prompt else None,

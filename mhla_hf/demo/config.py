@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -42,18 +41,11 @@ class DemoConfig:
         pretraining: With `from_scratch`, changes to `PretrainingConfig`; for tests.
         seed: Seed of everything random.
         resume: Go on from what an earlier, stopped run left in `output`.
-        blocks: Blocks of the MHLA copy along frames, rows and columns of the 5x8x8 token grid.
-        layers: Layers of both copies that stop being softmax, as `mhla-hf convert` takes them. The default keeps every
+        blocks: Blocks of the MHLA copies along frames, rows and columns of the 5x8x8 token grid.
+        layers: Layers of all copies that stop being softmax, as `mhla-hf convert` takes them. The default keeps every
             third one, as the paper's hybrid Wan does.
-        lepe_kernel: Kernel width of the depthwise convolution of the values in both copies; None for none. It takes
-            over what softmax attention did close by, and most of a short training's way is that.
-        transfer_steps: Steps that match each layer's attention output to the softmax model's.
-        steps: Fine-tuning steps.
-        transfer_batch_size: Videos per matching step. One is enough: every token of every layer has a target of its
-            own, and many small steps get further than few large ones.
-        batch_size: Videos per fine-tuning step.
-        transfer_learning_rate: Peak learning rate of the matching stage.
-        learning_rate: Peak learning rate of fine-tuning.
+        match_steps: Steps that match each layer's output to the softmax model's; None for the recipe's.
+        distill_steps: Steps that match the whole model's prediction; None for the recipe's.
         train_videos: Videos to train on.
         held_out_videos: Videos of held-out scans, for the losses that are reported.
         draws: Noise draws of each held-out video.
@@ -74,13 +66,8 @@ class DemoConfig:
     resume: bool = True
     blocks: tuple[int, int, int] = (5, 4, 4)
     layers: str = "2/3"
-    lepe_kernel: int | None = 3
-    transfer_steps: int = 600
-    steps: int = 120
-    transfer_batch_size: int = 1
-    batch_size: int = 4
-    transfer_learning_rate: float = 5e-3
-    learning_rate: float = 5e-4
+    match_steps: int | None = None
+    distill_steps: int | None = None
     train_videos: int = 160
     held_out_videos: int = 48
     draws: int = 2
@@ -95,24 +82,12 @@ class DemoConfig:
             object.__setattr__(self, "base", Path(self.base).expanduser())
         for name in ("blocks", "prompts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in (
-            "transfer_batch_size",
-            "batch_size",
-            "train_videos",
-            "held_out_videos",
-            "draws",
-            "inference_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seed", "transfer_steps", "steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.seed >= 2**31:
-            raise ValueError(f"seed must be less than {2**31}, got {self.seed}")
-        for name in ("transfer_learning_rate", "learning_rate"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a finite number greater than 0, got {getattr(self, name)}")
+        for name in ("match_steps", "distill_steps", "train_videos", "held_out_videos", "draws", "inference_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if not 0 <= self.guidance < math.inf:
             raise ValueError(f"guidance must be a finite number of at least 0, got {self.guidance}")
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
@@ -124,9 +99,3 @@ class DemoConfig:
         """The options that a resumed run must share with the one it goes on from, as plain JSON values."""
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in NOT_COMPARED}
         return json.loads(json.dumps(options, default=str))
-
-    def fingerprint(self, *names: str) -> str:
-        """A short hash of some options; all that `identity` has if none is named."""
-        identity = self.identity()
-        chosen = {name: identity[name] for name in names or sorted(identity)}
-        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]

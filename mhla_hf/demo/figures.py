@@ -14,10 +14,15 @@ from ..files import atomic_file
 from ..layout import BlockLayout
 
 
-TITLES = {"softmax": "softmax", "mhla": "MHLA", "linear": "linear"}
-COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "linear": "#d95f02"}
-STAGES = ("converted", "transfer", "finetune")
-STAGE_TITLES = {"converted": "converted", "transfer": "after matching", "finetune": "after fine-tuning"}
+TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
+COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "mhla_window": "#2ca02c", "linear": "#d95f02"}
+STAGES = ("converted", "calibrate", "match", "distill")
+STAGE_TITLES = {
+    "converted": "converted",
+    "calibrate": "calibrated",
+    "match": "matched",
+    "distill": "distilled",
+}
 FRAMES_PER_SECOND = 8
 
 
@@ -39,48 +44,30 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(temporary, dpi=120, format="png", facecolor="white")
 
 
-def smooth(values: Sequence[float], window: int = 9) -> np.ndarray:
-    """Running mean over up to `window` values, shorter at the ends; as many values as came in."""
-    series = np.asarray(values, dtype=float)
-    reach = window // 2
-    return np.array([series[max(0, i - reach) : i + reach + 1].mean() for i in range(len(series))])
-
-
-def plot_losses(
-    path: Path, losses: Mapping[str, Mapping[str, Sequence[float]]], held_out: Mapping[str, Mapping[str, float]]
-) -> None:
-    """Plot training losses of both stages, and how far held-out losses are above softmax.
+def plot_recovery(path: Path, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Plot how far the held-out loss is above softmax against the CPU time spent.
 
     Args:
         path: PNG file to write.
-        losses: For each variant and stage (`transfer`, `finetune`) the loss of every step.
-        held_out: For each variant and stage (`STAGES`) the per cent above the softmax model's held-out loss.
+        points: For each variant, CPU seconds so far and per cent above softmax at each of `STAGES`.
     """
-    figure = new_figure(13.5, 3.8)
-    axes = figure.subplots(1, 3)
-    titles = {"transfer": "Matching attention outputs", "finetune": "Fine-tuning"}
-    units = {"transfer": "squared error / variance", "finetune": "flow-matching loss"}
-    for axis, (stage, title) in zip(axes, titles.items()):
-        for variant, by_stage in losses.items():
-            values = by_stage.get(stage, [])
-            steps = np.arange(1, len(values) + 1)
-            axis.plot(steps, values, color=COLORS[variant], alpha=0.25, linewidth=0.8)
-            axis.plot(steps, smooth(values), color=COLORS[variant], label=TITLES[variant])
-        axis.set(title=title, xlabel="step", ylabel=units[stage])
-        if stage == "transfer":
-            axis.set_yscale("log")
-        if any(by_stage.get(stage) for by_stage in losses.values()):
-            axis.legend(frameon=False)
-    width = 0.38
-    for number, (variant, excess) in enumerate(held_out.items()):
-        places = np.arange(len(STAGES)) + (number - 0.5) * width
-        heights = [excess[stage] for stage in STAGES]
-        bars = axes[2].bar(places, heights, width, color=COLORS[variant], label=TITLES[variant])
-        axes[2].bar_label(bars, fmt="%.1f %%", fontsize=8)
-    axes[2].set_xticks(range(len(STAGES)), [STAGE_TITLES[stage] for stage in STAGES])
-    axes[2].set(title="Held-out loss above softmax", ylabel="%", yscale="symlog")
-    axes[2].margins(y=0.15)
-    axes[2].legend(frameon=False)
+    figure = new_figure(8.5, 4.2)
+    axis = figure.subplots()
+    for variant, places in points.items():
+        seconds, above = zip(*places, strict=True)
+        axis.plot(seconds, above, color=COLORS[variant], marker="o", label=TITLES[variant])
+        axis.annotate(
+            f"{above[-1]:+.1f} %",
+            (seconds[-1], above[-1]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=COLORS[variant],
+        )
+    for (seconds, above), stage in zip(next(iter(points.values())), STAGES):
+        axis.annotate(STAGE_TITLES[stage], (seconds, above), xytext=(4, 8), textcoords="offset points", fontsize=8)
+    axis.set(xlabel="CPU seconds", ylabel="held-out loss above softmax, %", yscale="log")
+    axis.margins(x=0.12)
+    axis.legend(frameon=False)
     save_figure(figure, path)
 
 

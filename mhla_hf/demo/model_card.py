@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .digits import MovingDigitsConfig
@@ -52,9 +53,9 @@ Captions are "a *digit* moves *direction*", up to four of them joined by "and"; 
 
 The softmax pipeline was trained on videos made from the scans in scikit-learn's `load_digits`. It was converted to
 MHLA with {blocks} blocks on a grid of 5×8×8 tokens ({what}).
-Then it had {transfer_steps} steps that match each layer's attention output to the softmax model's (batch
-{transfer_batch_size}) and {steps} steps of fine-tuning (batch {batch_size}), with seed {seed}. `conversion.json` says
-what was copied and what initialised, `training.json` how it was fine-tuned.
+Then it was calibrated in closed form, had {match_steps} steps that match each layer's output to the softmax model's
+(batch {match_batch_size}) and {distill_steps} steps of distilling that model's prediction (batch
+{distill_batch_size}), with seed {seed}. `conversion.json` says what was copied, initialised and trained.
 
 ## Evaluation
 
@@ -64,15 +65,18 @@ Flow-matching loss on held-out scans, the same noise for all models:
 |---|---|---|
 | softmax | {softmax:.4f} | |
 | this one | {mhla:.4f} | {mhla_above:+.2f} % |
+| the same with a softmax window beside MHLA | {window:.4f} | {window_above:+.2f} % |
 | the same with vanilla linear attention | {linear:.4f} | {linear_above:+.2f} % |
 """
 
 
-def converted_layers(options: dict[str, Any]) -> str:
-    """Which layers were converted and with what convolution, in words; `options` as in `report.json`."""
-    layers, kernel = options["layers"], options["lepe_kernel"]
+def converted_layers(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
+    """Which layers were converted and how, in words; `options` and `recipe` as in `report.json`."""
+    layers, mhla = options["layers"], recipe["mhla"]
     which = "every layer" if layers == "all" else f"layers {layers}; the others stay softmax"
-    return which if kernel is None else f"{which}; depthwise convolution of the values, kernel {kernel}"
+    if mhla.get("lepe_kernel") is not None:
+        which += f"; depthwise convolution of the values, kernel {mhla['lepe_kernel']}"
+    return f"{which}; feature map {mhla.get('feature_map', 'relu')}"
 
 
 def model_card(report: dict[str, Any]) -> str:
@@ -84,8 +88,8 @@ def model_card(report: dict[str, Any]) -> str:
     Returns:
         Markdown with the Hub's metadata on top.
     """
-    options, appearance = report["options"], MovingDigitsConfig()
-    last = {name: entry["held_out"]["finetune"] for name, entry in report["variants"].items()}
+    options, recipe, appearance = report["options"], report["recipe"], MovingDigitsConfig()
+    last = {name: entry["held_out"]["distill"] for name, entry in report["variants"].items()}
     return _CARD.format(
         prompt=options["prompts"][0],
         parameters=report["variants"]["mhla"]["parameters"],
@@ -94,15 +98,17 @@ def model_card(report: dict[str, Any]) -> str:
         inference_steps=options["inference_steps"],
         guidance=options["guidance"],
         blocks="×".join(str(count) for count in options["blocks"]),
-        what=converted_layers(options),
-        transfer_steps=options["transfer_steps"],
-        steps=options["steps"],
-        transfer_batch_size=options["transfer_batch_size"],
-        batch_size=options["batch_size"],
+        what=converted_layers(options, recipe),
+        match_steps=recipe["match"]["steps"],
+        match_batch_size=recipe["match"]["batch_size"],
+        distill_steps=recipe["distill"]["steps"],
+        distill_batch_size=recipe["distill"]["batch_size"],
         seed=report["seed"],
         softmax=report["softmax"]["held_out_loss"],
         mhla=last["mhla"]["loss"],
         mhla_above=last["mhla"]["above_softmax_percent"],
+        window=last["mhla_window"]["loss"],
+        window_above=last["mhla_window"]["above_softmax_percent"],
         linear=last["linear"]["loss"],
         linear_above=last["linear"]["above_softmax_percent"],
     )

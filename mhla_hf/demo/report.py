@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 
 from ..files import atomic_directory, atomic_file, write_json
 from ..json_files import read_json
-from ..training import EvaluationResult
+from ..tensor_files import read_header
 from ..training.loading import load_student
 from ..training.videos import write_video
 from .config import DemoConfig
@@ -24,8 +25,8 @@ from .figures import (
     STAGES,
     TITLES,
     frame_strip,
-    plot_losses,
     plot_mixing,
+    plot_recovery,
     side_by_side,
     write_gif,
 )
@@ -38,7 +39,9 @@ def write_outputs(
     base: Path,
     pipelines: Mapping[str, Path],
     videos: Mapping[str, np.ndarray],
-    results: dict[str, Any],
+    results: Mapping[str, dict[str, Any]],
+    generation_seconds: Mapping[str, float],
+    seconds: float,
     progress: DemoProgress,
 ) -> dict[str, Any]:
     """Write everything that the demo shows into its output directory.
@@ -48,21 +51,18 @@ def write_outputs(
         base: The softmax pipeline.
         pipelines: Pipeline directories by model.
         videos: `[prompts, F, H, W, 3]` uint8 by model.
-        results: Evaluations, losses and seconds of the run.
+        results: Reports of the recoveries by variant.
+        generation_seconds: Seconds to generate the videos, by model.
+        seconds: Seconds of the whole demo.
         progress: The display.
 
     Returns:
         The report, as in `report.json`.
     """
     with progress.stage("Write report, pictures and pipeline"):
-        report = build_report(config, base, pipelines, results)
+        report = build_report(config, base, pipelines, results, generation_seconds, seconds)
         output = config.output
-        losses = {name: result["losses"] for name, result in results["variants"].items()}
-        above = {
-            name: {stage: entry["held_out"][stage]["above_softmax_percent"] for stage in STAGES}
-            for name, entry in report["variants"].items()
-        }
-        plot_losses(output / "loss.png", losses, above)
+        plot_recovery(output / "recovery.png", {name: points(entry) for name, entry in report["variants"].items()})
         _plot_mixing(output / "mixing.png", pipelines["mhla"])
         laid_out = side_by_side(videos, config.prompts)
         write_gif(output / "side_by_side.gif", laid_out)
@@ -79,58 +79,57 @@ def write_outputs(
 
 
 def build_report(
-    config: DemoConfig, base: Path, pipelines: Mapping[str, Path], results: dict[str, Any]
+    config: DemoConfig,
+    base: Path,
+    pipelines: Mapping[str, Path],
+    results: Mapping[str, dict[str, Any]],
+    generation_seconds: Mapping[str, float],
+    seconds: float,
 ) -> dict[str, Any]:
     """Collect the figures of a run; see `write_outputs` for the arguments."""
-    from .runner import parameters_of
-
-    softmax: EvaluationResult = results["softmax"]
-    work = config.output / "work"
-    counts = parameters_of(work, {"softmax": "softmax", "mhla": "mhla-finetune", "linear": "linear-finetune"})
-    variants = {}
-    for name, result in results["variants"].items():
-        held_out = {stage: _compare(result["evaluations"][stage], softmax) for stage in STAGES}
-        variants[name] = {
-            "held_out": held_out,
-            "parameters": counts[name],
-            "seconds_per_step": result["seconds_per_step"],
-            "final_training_loss": {stage: float(np.mean(v[-10:])) for stage, v in result["losses"].items()},
-            "generation_seconds": results["generation_seconds"][name],
+    variants = {
+        name: {
+            "held_out": {stage: result["figures"][stage] for stage in STAGES},
+            "cpu_seconds": {stage: result["seconds"][stage]["cpu_seconds"] for stage in STAGES[1:]},
+            "parameters": count_parameters(pipelines[name]),
+            "generation_seconds": generation_seconds[name],
         }
-    difference, error = results["variants"]["linear"]["evaluations"]["finetune"].difference(
-        results["variants"]["mhla"]["evaluations"]["finetune"]
-    )
+        for name, result in results.items()
+    }
     record = base / "pretraining.json"
+    softmax = results["mhla"]["figures"]["softmax"]["loss"]
     return {
         "seed": config.seed,
-        "seconds": results["seconds"],
+        "seconds": seconds,
         "options": config.identity(),
+        "recipe": results["mhla"]["recipe"],
         "base_pretraining": read_json(record, "the record") if record.is_file() else None,
         "softmax": {
-            "held_out_loss": softmax.loss,
-            "parameters": counts["softmax"],
-            "generation_seconds": results["generation_seconds"]["softmax"],
+            "held_out_loss": softmax,
+            "parameters": count_parameters(base),
+            "generation_seconds": generation_seconds["softmax"],
         },
         "variants": variants,
-        "linear_above_mhla": {
-            "loss": difference,
-            "standard_error": error,
-            "percent_of_softmax": 100 * difference / softmax.loss,
-        },
-        "held_out_samples": len(softmax.losses),
+        "held_out_samples": config.held_out_videos * config.draws,
         "versions": versions(),
         "machine": machine(),
         "notes": [],
     }
 
 
-def _compare(result: EvaluationResult, softmax: EvaluationResult) -> dict[str, float]:
-    difference, error = result.difference(softmax)
-    return {
-        "loss": result.loss,
-        "above_softmax_percent": 100 * difference / softmax.loss,
-        "standard_error_percent": 100 * error / softmax.loss,
-    }
+def points(entry: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """CPU seconds so far and per cent above softmax, for each of `STAGES`; `entry` as in the report's variants."""
+    seconds, found = 0.0, []
+    for stage in STAGES:
+        seconds += entry["cpu_seconds"].get(stage, 0.0)
+        found.append((seconds, entry["held_out"][stage]["above_softmax_percent"]))
+    return found
+
+
+def count_parameters(pipeline: Path) -> int:
+    """Number of parameters of a pipeline's transformer, read off its weight file."""
+    shapes, _ = read_header(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+    return sum(math.prod(entry["shape"]) for entry in shapes.values())
 
 
 def versions() -> dict[str, str]:
@@ -162,51 +161,42 @@ def machine() -> dict[str, Any]:
 
 def render_report(report: dict[str, Any]) -> str:
     """Write the report as Markdown."""
-    softmax, options = report["softmax"]["held_out_loss"], report["options"]
+    softmax, options, recipe = report["softmax"], report["options"], report["recipe"]
     lines = [
         "# MHLA on moving digits",
         "",
-        f"A small Wan pipeline with softmax attention ({report['softmax']['parameters']:,} parameters) was converted",
-        "twice: to MHLA and to vanilla linear attention, which is MHLA with a single block. Both copies are alike in",
-        f"everything else ({converted_layers(options)}) and had the same",
-        f"training: {options['transfer_steps']} steps of matching attention outputs at batch "
-        f"{options['transfer_batch_size']}, then {options['steps']} of",
-        f"fine-tuning at batch {options['batch_size']}, on the same videos, noise and noise levels.",
+        f"A small Wan pipeline with softmax attention ({softmax['parameters']:,} parameters) was converted three",
+        "times: to MHLA, to MHLA with a softmax window beside it, and to vanilla linear attention, which is MHLA with",
+        f"a single block. The copies are alike in everything else ({converted_layers(options, recipe)})",
+        "and were recovered alike: calibrated in closed form, then",
+        f"{recipe['match']['steps']} steps of matching each layer's output by itself, then "
+        f"{recipe['distill']['steps']} steps of distilling the",
+        "model's prediction, on the same videos, noise and noise levels.",
         "",
         "## Held-out loss",
         "",
         f"Flow matching on scans of digits that no training saw; {report['held_out_samples']} draws, the same for all",
-        f"models. Softmax: {softmax:.4f}. In brackets the standard error of the paired difference.",
+        f"models. Softmax: {softmax['held_out_loss']:.4f}. The others, and how far they are above it:",
         "",
-        "| model | " + " | ".join(STAGE_TITLES[stage] for stage in STAGES) + " | above softmax in the end |",
+        "| model | " + " | ".join(STAGE_TITLES[stage] for stage in STAGES) + " | CPU s |",
         "|---|" + "---|" * (len(STAGES) + 1),
     ]
     for name, entry in report["variants"].items():
-        losses = " | ".join(f"{entry['held_out'][stage]['loss']:.4f}" for stage in STAGES)
-        last = entry["held_out"][STAGES[-1]]
-        percent = f"{last['above_softmax_percent']:+.2f} % (± {last['standard_error_percent']:.2f})"
-        lines.append(f"| {TITLES[name]} | {losses} | {percent} |")
-    lines += ["", "Per cent above softmax:", "", "| model | " + " | ".join(STAGE_TITLES[s] for s in STAGES) + " |"]
-    lines.append("|---|" + "---|" * len(STAGES))
-    for name, entry in report["variants"].items():
-        cells = " | ".join(f"{entry['held_out'][stage]['above_softmax_percent']:+.2f} %" for stage in STAGES)
-        lines.append(f"| {TITLES[name]} | {cells} |")
-    between = report["linear_above_mhla"]
+        cells = [
+            f"{figures['loss']:.4f} ({figures['above_softmax_percent']:+.1f} %)"
+            for figures in (entry["held_out"][stage] for stage in STAGES)
+        ]
+        lines.append(f"| {TITLES[name]} | {' | '.join(cells)} | {sum(entry['cpu_seconds'].values()):.0f} |")
     lines += [
-        "",
-        f"Linear attention ends {between['percent_of_softmax']:.2f} % of the softmax loss above MHLA "
-        f"(standard error {100 * between['standard_error'] / softmax:.2f} %).",
         "",
         "## Cost",
         "",
-        "| model | parameters | s per matching step | s per fine-tuning step | s to generate |",
-        "|---|---|---|---|---|",
-        f"| softmax | {report['softmax']['parameters']:,} | | | {report['softmax']['generation_seconds']:.1f} |",
+        "| model | parameters | s to generate |",
+        "|---|---|---|",
+        f"| softmax | {softmax['parameters']:,} | {softmax['generation_seconds']:.1f} |",
     ]
     for name, entry in report["variants"].items():
-        seconds = entry["seconds_per_step"]
-        steps = " | ".join(f"{seconds[stage]:.2f}" if stage in seconds else "" for stage in ("transfer", "finetune"))
-        lines.append(f"| {TITLES[name]} | {entry['parameters']:,} | {steps} | {entry['generation_seconds']:.1f} |")
+        lines.append(f"| {TITLES[name]} | {entry['parameters']:,} | {entry['generation_seconds']:.1f} |")
     lines += [
         "",
         "At 320 tokens linear attention saves no time; it does at the tens of thousands of tokens of a real video.",
@@ -214,8 +204,8 @@ def render_report(report: dict[str, Any]) -> str:
         "## Files",
         "",
         "- `mhla/`: the MHLA pipeline, ready for the Hub",
-        "- `side_by_side.mp4`, `side_by_side.gif`, `frames.png`: softmax, MHLA and linear from the same noise",
-        "- `loss.png`, `mixing.png`, `report.json`",
+        "- `side_by_side.mp4`, `side_by_side.gif`, `frames.png`: all models from the same noise",
+        "- `recovery.png`, `mixing.png`, `report.json`",
         "- `work/`: results of each stage, from which a stopped demo goes on; it can be deleted",
         "",
         "## Run",
