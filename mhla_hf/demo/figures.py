@@ -63,8 +63,8 @@ def plot_recovery(path: Path, points: Mapping[str, Sequence[tuple[float, float]]
             textcoords="offset points",
             color=COLORS[variant],
         )
-    for (seconds, above), stage in zip(next(iter(points.values())), STAGES):
-        axis.annotate(STAGE_TITLES[stage], (seconds, above), xytext=(4, 8), textcoords="offset points", fontsize=8)
+    for place, stage in zip(next(iter(points.values())), STAGES):
+        axis.annotate(STAGE_TITLES[stage], place, xytext=(4, 8), textcoords="offset points", fontsize=8)
     axis.set(xlabel="CPU seconds", ylabel="held-out loss above softmax, %", yscale="log")
     axis.margins(x=0.12)
     axis.legend(frameon=False)

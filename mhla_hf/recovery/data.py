@@ -8,6 +8,7 @@ samples that one process with batch 4 sees.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -29,6 +30,8 @@ from .tokens import TokenTable
 _HELD_OUT_SHARE = 5
 # Batches that are made from texts of like length together.
 _BATCHES_TOGETHER = 32
+# Noise draws of held-out latents in all, and of each sample at most.
+_DRAWS, _MOST_DRAWS = 96, 16
 
 
 class BatchSource(ABC):
@@ -258,9 +261,10 @@ class Latents(BatchSource):
         dataset: The samples, of a cache for instance; some of them are held out.
         objective: Draws noise levels, adds noise and knows the arguments of `forward`.
         model: The transformer; its configuration alone counts, and the type of its weights.
-        held_out: Most samples to hold out.
+        held_out: Most samples to hold out, or a data set of such.
         seed: Seed of their order, of noise and noise levels.
         condition_dropout: Share of samples that lose their caption or class, where the data set has `null_condition`.
+        draws: Noise draws of each held-out sample; by default so many that there are 96, and 16 at most.
     """
 
     def __init__(
@@ -268,9 +272,10 @@ class Latents(BatchSource):
         dataset: LatentSamples,
         objective: Objective,
         model: nn.Module,
-        held_out: int,
+        held_out: int | LatentSamples,
         seed: int = 0,
         condition_dropout: float = 0.1,
+        draws: int | None = None,
     ) -> None:
         fingerprint = getattr(dataset, "fingerprint", None)
         super().__init__(seed, fingerprint() if callable(fingerprint) else samples_fingerprint(dataset))
@@ -278,11 +283,17 @@ class Latents(BatchSource):
         objective.check_data(model, dataset[0], self.null_condition)
         self.objective, self.model = objective, model
         self.condition_dropout = condition_dropout if self.null_condition is not None else 0.0
-        # By a fixed draw: data sets are often in the order of names or classes.
-        shuffled = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
-        count = _held_out(len(dataset), held_out)
-        self.held_out_samples = _Part(dataset, shuffled[:count])
-        self.samples = _Part(dataset, shuffled[count:])
+        self.samples: LatentSamples
+        self.held_out_samples: LatentSamples
+        if isinstance(held_out, int):
+            # By a fixed draw: data sets are often in the order of names or classes.
+            shuffled = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
+            count = _held_out(len(dataset), held_out)
+            self.held_out_samples = _Part(dataset, shuffled[:count])
+            self.samples = _Part(dataset, shuffled[count:])
+        else:
+            self.samples, self.held_out_samples = dataset, held_out
+        self.draws = draws or min(_MOST_DRAWS, math.ceil(_DRAWS / len(self.held_out_samples)))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -300,14 +311,15 @@ class Latents(BatchSource):
         """See the base class; noise levels cover their distribution evenly."""
         return [self.inputs(batch) for batch in self.held_out_latents(batch_size)]
 
-    def held_out_latents(self, batch_size: int, draws: int = 1) -> list[LatentBatch]:
-        """The held-out samples before noise is added.
+    def held_out_latents(self, batch_size: int) -> list[LatentBatch]:
+        """The held-out samples before noise is added, as many times as there are draws.
 
         Args:
             batch_size: Samples of a batch.
-            draws: Noise draws of each sample.
         """
-        return evaluation_batches(self.held_out_samples, self.objective, batch_size=batch_size, draws_per_sample=draws)
+        return evaluation_batches(
+            self.held_out_samples, self.objective, batch_size=batch_size, draws_per_sample=self.draws
+        )
 
     def inputs(self, batch: LatentBatch) -> Batch:
         """The arguments of the model's `forward` for a batch."""

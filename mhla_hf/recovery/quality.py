@@ -45,8 +45,7 @@ class Quality:
         self.original: dict[str, float] = {}
         if self.kind == "latents":
             assert isinstance(source, Latents)
-            draws = max(1, math.ceil(96 / len(source.held_out_samples)))
-            self.latents = source.held_out_latents(_BATCH_SIZE, draws=min(draws, 16))
+            self.latents = source.held_out_latents(_BATCH_SIZE)
         else:
             length = 1
             if isinstance(source, PackedText):

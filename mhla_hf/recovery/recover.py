@@ -39,6 +39,7 @@ from .work_folder import RESULT, WorkFolder
 logger = logging.getLogger(__name__)
 
 CONVERTED = "converted"
+MakeSource = Callable[[nn.Module], BatchSource]
 _SAVE_EVERY = 100
 # What layers are tried on when they are to be chosen.
 _TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 8, 4
@@ -83,7 +84,7 @@ class RecoveryReport:
 def recover(
     source: str | Path,
     output: str | Path,
-    data: str | Path | None = None,
+    data: str | Path | MakeSource | None = None,
     *,
     recipe: str | Path | None = None,
     preset: str | None = None,
@@ -100,6 +101,7 @@ def recover(
     save_every: int = _SAVE_EVERY,
     progress: bool = True,
     digit_videos: DigitVideos | None = None,
+    on_stage: Callable[[str], None] | None = None,
     **hub: Any,
 ) -> RecoveryReport:
     """Converts a model to MHLA and makes it as good as the original: calibration, matching, distillation.
@@ -113,7 +115,8 @@ def recover(
         output: The directory to make.
         data: For diffusion models a folder of videos or pictures with captions or classes, as for `mhla-hf train`; for
             text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
-            folder of pictures; `digits` where scikit-learn's scans will do.
+            folder of pictures; `digits` where scikit-learn's scans will do. In a program also a function from the
+            converted model to a [`BatchSource`][mhla_hf.recovery.data.BatchSource].
         recipe: A YAML file, or the name of a recipe that comes with the package. `None` takes the default of the
             model's family.
         preset: `paper` for the settings of arXiv 2601.07832, in place of a recipe.
@@ -131,6 +134,7 @@ def recover(
         save_every: Steps between checkpoints.
         progress: Show progress.
         digit_videos: Makes moving digits, for `data="digits"` with Wan.
+        on_stage: Called with the name of each stage when it begins.
         **hub: `revision`, `token`, `cache_dir` and `local_files_only` for sources on the Hub.
 
     Returns:
@@ -163,14 +167,15 @@ def recover(
     identity = {
         "source": str(Path(source).resolve()) if Path(source).is_dir() else str(source),
         "component": subject.component.name,
-        "data": None if data is None else str(data),
+        # Samples that a program makes are told from others by their fingerprint alone.
+        "data": None if data is None or callable(data) else str(data),
         "seed": seed,
         "recipe": {**chosen.to_dict(), "description": None, "expected": None, "model": None},
     }
     with work.claimed(identity, resume):
-        run = _Run(subject, work, chosen, seed, _device(device), save_every, progress, hub)
+        run = _Run(subject, work, chosen, seed, _device(device), save_every, progress, hub, on_stage)
         try:
-            return run.run(None if data is None else str(data), digit_videos)
+            return run.run(data if data is None or callable(data) else str(data), digit_videos)
         except TrainingStopped as stop:
             done = shorten_text(str(stop).partition(";")[0], 200) or "stopped"
             raise TrainingStopped(
@@ -233,13 +238,16 @@ class _Run:
     save_every: int
     progress: bool
     hub: Mapping[str, Any]
+    on_stage: Callable[[str], None] | None = None
 
-    def run(self, data: str | None, digit_videos: DigitVideos | None) -> RecoveryReport:
+    def run(self, data: str | MakeSource | None, digit_videos: DigitVideos | None) -> RecoveryReport:
         """Does what is not done yet."""
         stages = self.recipe.stages()
         if not (self.work.path / RESULT).is_dir() and not self.work.is_done(RESULT):
-            open_source = None
-            if data is not None:
+            open_source: MakeSource | None = None
+            if callable(data):
+                open_source = data
+            elif data is not None:
                 open_source = partial(
                     open_data,
                     self.subject,
@@ -344,6 +352,8 @@ class _Run:
         if done:
             work.load_weights(done[-1], model)
         for name in pending:
+            if self.on_stage is not None:
+                self.on_stage(name)
             with _timed() as seconds:
                 run = StageRun(
                     recipe=self.recipe,
