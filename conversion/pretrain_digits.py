@@ -30,6 +30,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3550, help="steps of the transformer")
     parser.add_argument("--minutes", type=float, help="stop the transformer's training after this long")
     parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--matrix-learning-rate", type=float, default=3e-3, help="Muon's")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="AdamW's")
+    parser.add_argument("--decay-fraction", type=float, default=0.35, help="part of the steps in which both fall")
+    parser.add_argument("--base", help="finished pipeline to start from, whose VAE is kept")
     parser.add_argument("--compile", action="store_true", help="compile the transformer first")
     parser.add_argument("--snapshot-minutes", type=float, default=10.0)
     return parser.parse_args()
@@ -52,6 +56,10 @@ def main() -> None:
         steps=arguments.steps,
         minutes=arguments.minutes,
         batch_size=arguments.batch_size,
+        matrix_learning_rate=arguments.matrix_learning_rate,
+        learning_rate=arguments.learning_rate,
+        decay_fraction=arguments.decay_fraction,
+        base=arguments.base,
         compile=arguments.compile,
         snapshot_minutes=arguments.snapshot_minutes,
     )

@@ -53,6 +53,7 @@ class PretrainingConfig:
         ema_decay: Decay of the averaged weights that are saved.
         compile: Compile the transformer; a few minutes that pay off in long runs.
         snapshot_minutes: How often a complete pipeline of the averaged weights is written to the work directory.
+        base: Directory of a finished pipeline of the same sizes to start from; its VAE is kept.
     """
 
     model: BaseModelConfig = field(default_factory=BaseModelConfig)
@@ -75,6 +76,7 @@ class PretrainingConfig:
     ema_decay: float = 0.998
     compile: bool = False
     snapshot_minutes: float = 10.0
+    base: str | None = None
 
 
 class BaseTrainer:
@@ -107,6 +109,10 @@ class BaseTrainer:
                 "text_encoder": build_text_encoder(config.model, len(tokenizer)),
             }
         ).to(config.device)
+        if config.base is not None:
+            start = WanPipeline.from_pretrained(config.base, vae=None, torch_dtype=torch.float32)
+            for name, model in self.models.items():
+                model.load_state_dict(getattr(start, name).state_dict())
         self.processor = install_padded_text(self.models["transformer"])
         self.average = {name: value.detach().clone() for name, value in self.models.state_dict().items()}
         blocks = [p for p in self.models["transformer"].blocks.parameters() if p.ndim == 2]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,10 @@ def pretrain(
     tokenizer = build_tokenizer()
     with atomic_directory(tokenizer_dir) as fresh:
         tokenizer.save_pretrained(fresh)
+    if config.base is not None:
+        for directory in (vae_dir, work / "vae_refined"):
+            with atomic_directory(directory) as fresh:
+                shutil.copytree(Path(config.base) / "vae", fresh, dirs_exist_ok=True)
     if not (vae_dir / "config.json").exists():
         vae = train_vae(
             build_vae(config.model),

@@ -189,8 +189,11 @@ class Demo:
             changes |= {"mhla.blocks": [1, 1, 1]}
         if variant == "mhla_window":
             changes |= {f"mhla.{name}": value for name, value in WINDOW.items()}
-        steps = {"match.steps": config.match_steps, "distill.steps": config.distill_steps}
-        return changes | {name: value for name, value in steps.items() if value is not None}
+        if config.match_steps is not None:
+            changes |= {"match.steps": config.match_steps, "match.batches": min(config.match_steps, config.train_videos)}
+        if config.distill_steps is not None:
+            changes |= {"distil.steps": config.distill_steps}
+        return changes
 
     def _total_seconds(self, seconds: float) -> float:
         """Add this run's seconds to those of the runs that it went on from."""
