@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from mhla_hf.cli.demo import run_command
 from mhla_hf.demo import DemoConfig, base_pipeline_directory, run_demo
-from mhla_hf.demo.figures import side_by_side, smooth
+from mhla_hf.demo.figures import side_by_side
 from mhla_hf.demo.pretraining import PretrainingConfig, pretrain
 from mhla_hf.demo.runner import Demo, token_grid
 
@@ -38,9 +38,8 @@ TINY_PRETRAINING = {
 }
 TINY_DEMO = {
     "layers": "all",
-    "transfer_steps": 2,
-    "steps": 3,
-    "batch_size": 2,
+    "match_steps": 2,
+    "distill_steps": 3,
     "train_videos": 4,
     "held_out_videos": 4,
     "draws": 1,
@@ -48,7 +47,7 @@ TINY_DEMO = {
     "prompts": ("a three moves left",),
     "progress": False,
 }
-FILES = ["report.json", "report.md", "loss.png", "mixing.png", "frames.png", "side_by_side.gif", "mhla/README.md"]
+FILES = ["report.json", "report.md", "recovery.png", "mixing.png", "frames.png", "side_by_side.gif", "mhla/README.md"]
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +73,18 @@ def test_report_compares_on_the_same_draws(finished):
     softmax = report["softmax"]["held_out_loss"]
     assert report["held_out_samples"] == 4
     for entry in report["variants"].values():
-        for stage in ("converted", "transfer", "finetune"):
+        for stage in ("converted", "calibrate", "match", "distil"):
             figures = entry["held_out"][stage]
             assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
-        assert entry["seconds_per_step"]["transfer"] > 0 and entry["seconds_per_step"]["finetune"] > 0
-    # In each of two layers 80 x 80 mixing weights, against one, and the same convolution of 24 channels.
-    convolution = 24 * 3**3 + 24
+        assert all(seconds > 0 for seconds in entry["cpu_seconds"].values())
+    # In each of two layers 80 x 80 mixing weights for each head, against one, the same convolution of 24 channels and
+    # the same feature maps of queries and keys; a window has two gains a head.
+    heads, width = 2, 12
+    same = 24 * 3**3 + 24 + 2 * heads * width**2
     counts = {name: entry["parameters"] for name, entry in report["variants"].items()}
-    assert counts["mhla"] - report["softmax"]["parameters"] == 2 * (80 * 80 + convolution)
-    assert counts["linear"] - report["softmax"]["parameters"] == 2 * (1 + convolution)
+    assert counts["mhla"] - report["softmax"]["parameters"] == 2 * (heads * 80 * 80 + same)
+    assert counts["mhla_window"] - counts["mhla"] == 2 * 2 * heads
+    assert counts["linear"] - report["softmax"]["parameters"] == 2 * (heads + same)
 
 
 def test_written_pipeline_generates_with_plain_diffusers(finished):
@@ -105,7 +107,7 @@ def test_pictures_show_what_they_should(finished):
     with Image.open(output / "side_by_side.gif") as gif:
         assert gif.n_frames == 17
     with Image.open(output / "frames.png") as frames:
-        assert frames.size == (9 * 64, 3 * 64)
+        assert frames.size == (9 * 64, 4 * 64)
 
 
 def test_stored_videos_are_what_the_pipeline_made(finished):
@@ -139,19 +141,18 @@ def test_a_stopped_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
     config = DemoConfig(output=tmp_path / "output", base=output / "base", **TINY_DEMO)
     stopped = Demo(config)
     train, held_out = stopped._data(config.base)
-    stopped._evaluate(config.base, held_out, "softmax")
     stopped._variant("mhla", config.base, train, held_out)
     resumed = run_demo(config)
     for name, entry in report["variants"].items():
-        assert resumed["variants"][name]["held_out"]["finetune"]["loss"] == pytest.approx(
-            entry["held_out"]["finetune"]["loss"], rel=1e-5
+        assert resumed["variants"][name]["held_out"]["distil"]["loss"] == pytest.approx(
+            entry["held_out"]["distil"]["loss"], rel=1e-5
         )
 
 
 def test_other_options_are_not_mixed_into_old_work(finished):
     output, _ = finished
-    options = {**TINY_DEMO, "steps": 4, "seed": 1}
-    with pytest.raises(ValueError, match="another seed, steps; start again with --no-resume"):
+    options = {**TINY_DEMO, "distill_steps": 4, "seed": 1}
+    with pytest.raises(ValueError, match="another distill_steps, seed; start again with --no-resume"):
         Demo(DemoConfig(output=output, from_scratch=True, pretraining=TINY_PRETRAINING, **options))
 
 
@@ -186,10 +187,9 @@ def test_command(finished, tmp_path, capsys):
     run_command(
         tmp_path / "output",
         base=output / "base",
-        transfer_steps=0,
-        steps=1,
-        batch_size=1,
-        train_videos=2,
+        match_steps=1,
+        distill_steps=1,
+        train_videos=5,
         held_out_videos=2,
         prompt=["a one moves up"],
         inference_steps=1,
@@ -202,12 +202,12 @@ def test_command(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": -1}, "steps must be at least 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"match_steps": 0}, "match_steps must be at least 1"),
+        ({"train_videos": 0}, "train_videos must be at least 1"),
         ({"prompts": ()}, "prompts must hold"),
         ({"from_scratch": True, "base": "somewhere"}, "from_scratch"),
     ],
-    ids=["steps", "batch_size", "prompts", "from_scratch"],
+    ids=["match_steps", "train_videos", "prompts", "from_scratch"],
 )
 def test_mistakes_are_named(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
@@ -241,9 +241,17 @@ def test_pretraining_goes_on_where_it_stopped(tmp_path):
     assert facts["steps"] == 4 and facts["parameters"] > 0
 
 
-def test_smoothing_keeps_length_and_mean_of_a_line():
-    values = np.linspace(0, 1, 30)
-    assert np.allclose(smooth(values)[5:-5], values[5:-5]) and len(smooth(values)) == 30
+def test_pretraining_goes_on_from_a_finished_pipeline(finished, tmp_path):
+    from diffusers import WanPipeline
+
+    base = finished[0] / "base"
+    config = PretrainingConfig(**{**TINY_PRETRAINING, "steps": 0, "base": str(base)})
+    pipeline = pretrain(config, tmp_path / "further", tmp_path / "work", log=lambda line: None)
+    before = WanPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    for component in ("transformer", "text_encoder", "vae"):
+        expected = getattr(before, component).state_dict()
+        for name, tensor in getattr(pipeline, component).state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
 
 
 def test_side_by_side_has_sizes_for_codecs():
@@ -257,13 +265,13 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
     output, _ = finished
     arguments = [
         *(sys.executable, "-m", "mhla_hf", "demo", str(tmp_path / "killed"), "--base", str(output / "base")),
-        *("--transfer-steps", "2", "--steps", "60", "--batch-size", "2", "--inference-steps", "2"),
+        *("--match-steps", "2", "--distill-steps", "60", "--inference-steps", "2"),
         *("--train-videos", "4", "--held-out-videos", "4"),
     ]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoints = tmp_path / "killed" / "work" / "mhla" / "finetune" / "checkpoints"
+    checkpoints = tmp_path / "killed" / "work" / "mhla" / "work" / "distil" / "checkpoints"
     deadline = time.monotonic() + 300
-    while not (checkpoints.is_dir() and list(checkpoints.glob("finetune-*"))) and time.monotonic() < deadline:
+    while not (checkpoints.is_dir() and list(checkpoints.glob("distill-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -274,5 +282,5 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
     ends = []
     for name in ("killed", "whole"):
         report = json.loads((tmp_path / name / "report.json").read_text())
-        ends.append([entry["held_out"]["finetune"]["loss"] for entry in report["variants"].values()])
+        ends.append([entry["held_out"]["distil"]["loss"] for entry in report["variants"].values()])
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
