@@ -190,7 +190,10 @@ class Demo:
         if variant == "mhla_window":
             changes |= {f"mhla.{name}": value for name, value in WINDOW.items()}
         if config.match_steps is not None:
-            changes |= {"match.steps": config.match_steps, "match.batches": min(config.match_steps, config.train_videos)}
+            changes |= {
+                "match.steps": config.match_steps,
+                "match.batches": min(config.match_steps, config.train_videos),
+            }
         if config.distill_steps is not None:
             changes |= {"distil.steps": config.distill_steps}
         return changes
