@@ -264,7 +264,8 @@ class Latents(BatchSource):
         held_out: Most samples to hold out, or a data set of such.
         seed: Seed of their order, of noise and noise levels.
         condition_dropout: Share of samples that lose their caption or class, where the data set has `null_condition`.
-        draws: Noise draws of each held-out sample; by default so many that there are 96, and 16 at most.
+        draws: Noise draws of each held-out sample that quality is measured on; by default so many that there are 96,
+            and 16 of a sample at most.
     """
 
     def __init__(
@@ -311,15 +312,14 @@ class Latents(BatchSource):
         """See the base class; noise levels cover their distribution evenly."""
         return [self.inputs(batch) for batch in self.held_out_latents(batch_size)]
 
-    def held_out_latents(self, batch_size: int) -> list[LatentBatch]:
-        """The held-out samples before noise is added, as many times as there are draws.
+    def held_out_latents(self, batch_size: int, draws: int = 1) -> list[LatentBatch]:
+        """The held-out samples before noise is added.
 
         Args:
             batch_size: Samples of a batch.
+            draws: Noise draws of each sample.
         """
-        return evaluation_batches(
-            self.held_out_samples, self.objective, batch_size=batch_size, draws_per_sample=self.draws
-        )
+        return evaluation_batches(self.held_out_samples, self.objective, batch_size=batch_size, draws_per_sample=draws)
 
     def inputs(self, batch: LatentBatch) -> Batch:
         """The arguments of the model's `forward` for a batch."""

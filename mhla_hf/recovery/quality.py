@@ -45,7 +45,7 @@ class Quality:
         self.original: dict[str, float] = {}
         if self.kind == "latents":
             assert isinstance(source, Latents)
-            self.latents = source.held_out_latents(_BATCH_SIZE)
+            self.latents = source.held_out_latents(_BATCH_SIZE, source.draws)
         else:
             length = 1
             if isinstance(source, PackedText):
