@@ -128,8 +128,8 @@ def match_layers(
         original_parameters: Values of the changed parameters in the original, by name.
         batch_size: Batches that one step learns from.
         learning_rate: Peak learning rate of projections, norms and output projections.
-        mhla_learning_rate: That of the parameters of `mhla`; for mixing weights times the mean weight that a block
-            gives to itself.
+        mhla_learning_rate: That of the parameters of `mhla`; for mixing weights, above 5e-3, times the mean weight
+            that a block gives to itself, but at least 5e-3.
         train: `"full"`, or `"mhla"` for the parameters of `mhla` alone.
         warmup_steps: Steps in which the learning rate rises; then it falls to zero along a cosine.
         max_grad_norm: Gradients of a layer are clipped to this norm; 0 switches clipping off.

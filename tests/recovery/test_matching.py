@@ -14,6 +14,7 @@ from peft import LoraConfig
 import mhla_hf
 from mhla_hf.recovery.activations import DiskCache, pack, unpack
 from mhla_hf.recovery.cache_choice import choose_cache, total_size
+from mhla_hf.recovery.layer_training import LayerTraining, MatchingOptions
 from mhla_hf.recovery.layers import find_projections, mhla_layers, record_calls
 from mhla_hf.recovery.matching import match_layers, matching_losses
 from mhla_hf.recovery.teacher import SharedTeacher
@@ -288,6 +289,22 @@ class TestWhereRecordsGo:
     def test_free_disk_is_looked_at(self, tmp_path):
         with pytest.raises(ValueError, match="cache='disk' needs 1000000000.0 GB, more than room on the disk"):
             choose_cache("disk", 10**18, None, tmp_path / "not" / "there")
+
+
+@pytest.mark.parametrize(("rate", "mixing"), [(1e-3, 1e-3), (5e-3, 5e-3), (1e-2, 5e-3), (0.5, None)])
+def test_mixing_weights_learn_at_a_rate_of_their_size(rate, mixing):
+    student, _ = pair("bert")
+    layer = find_projections(student, mhla_layers(student), batches("bert")[0])[0]
+    training = LayerTraining(student, layer, MatchingOptions(mhla_learning_rate=rate, learning_rate=7e-3))
+    training.open()
+    rates = {id(member): group["peak_lr"] for group in training.optimizer.param_groups for member in group["params"]}
+    training.close()
+    own_block = layer.mhla.mixing_matrix().diagonal().mean().item()
+    assert 0.01 < own_block < 0.5
+    expected = rate * own_block if mixing is None else mixing
+    assert rates[id(layer.mhla.mixing)] == pytest.approx(expected)
+    assert rates[id(layer.attention.query.weight)] == rates[id(layer.projection.weight)] == 7e-3
+    assert rates[id(layer.mhla.feature_map_query.weight)] == rate
 
 
 def test_offloaded_layers_are_refused():
