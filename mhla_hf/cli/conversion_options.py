@@ -52,7 +52,8 @@ OPTIONS: dict[str, ConversionOption] = {
     ),
     "layers": ConversionOption(
         str,
-        "Which layers become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps 0, 3, 6, … softmax.",
+        "Which layers become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps 0, 3, 6, … softmax; convert "
+        "also takes auto:2/3, which keeps those that matter most.",
         LAYOUT,
     ),
     "feature_map": ConversionOption(str, "relu, elu, exp, hedgehog or identity.", OPERATOR),

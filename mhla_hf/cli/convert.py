@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .automatic_layers import AUTO, automatic_layers
 from .conversion_options import LAYOUT, OPTIONS, mhla_fields, options_for_components, with_conversion_options
 
 
@@ -81,7 +82,9 @@ def convert_command(
             "--calibrate", help="Fit the result to the original without training, as mhla-hf calibrate does."
         ),
     ] = False,
-    data: Annotated[str | None, typer.Option(help="For --calibrate: see mhla-hf calibrate.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="For --calibrate and --layers auto:...: see mhla-hf calibrate.")
+    ] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     **options: Any,
@@ -92,8 +95,15 @@ def convert_command(
     """
     from ..conversion import convert_pretrained
 
-    if data is not None and not calibrate:
-        raise ValueError("data has no effect without --calibrate.")
+    automatic = (options["layers"] or "").strip().startswith(AUTO)
+    if data is not None and not calibrate and not automatic:
+        raise ValueError("data has no effect without --calibrate or --layers auto:...")
+    if automatic:
+        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "subfolder": subfolder}
+        fields = options_for_components(mhla, mhla_fields(options))
+        options["layers"] = automatic_layers(
+            options["layers"], source, fields, component=component, data=data, hub=hub, quiet=quiet
+        )
     report = convert_pretrained(
         source,
         destination,

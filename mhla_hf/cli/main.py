@@ -4,7 +4,19 @@
 import typer
 
 from .. import __version__
-from . import bench, bench_quality, bench_speed, calibrate, check_lora, convert, demo, models, recover, train
+from . import (
+    bench,
+    bench_quality,
+    bench_speed,
+    calibrate,
+    check_lora,
+    convert,
+    demo,
+    models,
+    recover,
+    select_layers,
+    train,
+)
 from .errors import FriendlyGroup
 
 
@@ -35,6 +47,7 @@ app.command("convert")(convert.convert_command)
 app.command("import-official")(convert.import_official_command)
 app.command("recover")(recover.recover_command)
 app.command("calibrate")(calibrate.calibrate_command)
+app.command("select-layers")(select_layers.select_layers_command)
 app.add_typer(train.app, name="train")
 bench.app.command("op")(bench_speed.operator_command)
 bench.app.command("model")(bench_speed.model_command)

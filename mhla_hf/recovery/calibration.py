@@ -206,7 +206,7 @@ def calibrate_model(
     layers = mhla_layers(model)
     _check_weights(layers)
     report, changes = CalibrationReport(batches=len(batches)), {}
-    with _evaluating(model):
+    with evaluating(model):
         layers = find_projections(model, layers, on_device(batches[0], model))
         _check_weights(layers)
         groups = _groups(layers, limit)
@@ -443,7 +443,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """A context without dropout."""
     training = [module for module in model.modules() if module.training]
     model.eval()

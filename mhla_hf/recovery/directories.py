@@ -152,22 +152,26 @@ def open_probe(
 
 
 def load_component(part: Component) -> nn.Module:
-    """A model of a directory, in fp32.
+    """A model of a directory, in fp32; errors as in [`load_weights`], and `ValueError` if it is no MHLA model."""
+    model = load_weights(part)
+    mhla_layers(model)
+    return model.eval()
+
+
+def load_weights(part: Component) -> nn.Module:
+    """A model of a directory as it was saved, in fp32.
 
     Raises:
-        ValueError: If it is no MHLA model, or files are damaged.
+        ValueError: If files are damaged.
     """
     check_weights(part.folder)
     with damage_named(part.folder):
         if not part.is_transformers:
-            model = family_for(part.class_name).load_class().from_pretrained(part.folder, torch_dtype=torch.float32)
-        else:
-            import transformers
+            return family_for(part.class_name).load_class().from_pretrained(part.folder, torch_dtype=torch.float32)
+        import transformers
 
-            model_class: Any = getattr(transformers, part.class_name, None) or transformers.AutoModel
-            model = model_class.from_pretrained(part.folder, dtype=torch.float32)
-    mhla_layers(model)
-    return model.eval()
+        model_class: Any = getattr(transformers, part.class_name, None) or transformers.AutoModel
+        return model_class.from_pretrained(part.folder, dtype=torch.float32).eval()
 
 
 def _touched(model: nn.Module) -> set[str]:

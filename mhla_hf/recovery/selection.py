@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers are best kept softmax: what each costs the model's output as MHLA, and what it costs in time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..conversion.source import download_or_find, read_source
+from ..layers.original import original_attention
+from ..models.registry import FAMILIES, MHLA_CLASSES
+from .calibration import CalibrationReport, calibrate_model, evaluating, on_device
+from .directories import load_weights
+from .fits import Changes, replaced
+from .layers import AttentionLayer, Batch, find_projections, mhla_layers, original_heads, run
+from .probes import DEFAULT_SAMPLES, data_batches, pipeline_batches
+
+
+# Batches of the probe that the model's output is compared on.
+_COMPARED_BATCHES = 4
+_TIMED_CALLS = 3
+
+
+@dataclass
+class LayerScore:
+    """What selection knows of one layer.
+
+    Attributes:
+        index: Its number among the model's layers.
+        name: The attention module.
+        error: Relative error of its output after calibration.
+        restored: By how much keeping it softmax, and no other, lowers the error of the model's output.
+        softmax_ms: Time of its original attention for one batch of the probe.
+        mhla_ms: Time of MHLA.
+        kept: Whether it is best kept softmax.
+    """
+
+    index: int
+    name: str
+    error: float
+    restored: float = 0.0
+    softmax_ms: float = 0.0
+    mhla_ms: float = 0.0
+    kept: bool = False
+
+    @property
+    def extra_ms(self) -> float:
+        """What keeping it softmax costs."""
+        return self.softmax_ms - self.mhla_ms
+
+
+@dataclass
+class SelectionReport:
+    """Which layers to keep softmax.
+
+    Attributes:
+        layers: Every layer that can be MHLA.
+        order: Indices of the layers kept, in the order in which they were chosen.
+        errors: Relative error of the model's output, with no layer kept and after each choice.
+        softmax_ms: Time of the softmax model for one batch of the probe.
+        mhla_ms: Time with every layer MHLA.
+        chosen_ms: Time with the layers kept.
+        calibration: What calibration did before.
+    """
+
+    layers: list[LayerScore]
+    order: list[int] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    softmax_ms: float = 0.0
+    mhla_ms: float = 0.0
+    chosen_ms: float = 0.0
+    calibration: CalibrationReport = field(default_factory=CalibrationReport)
+
+    @property
+    def mhla_layers(self) -> list[int]:
+        """Indices of the layers that become MHLA."""
+        return [layer.index for layer in self.layers if not layer.kept]
+
+    @property
+    def option(self) -> str:
+        """The same as `--layers` takes them."""
+        return ",".join(map(str, self.mhla_layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON types."""
+        return {**asdict(self), "calibration": self.calibration.to_dict(), "mhla_layers": self.mhla_layers}
+
+
+def select_layers(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    keep: int | float | str | None = None,
+    latency: float | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SelectionReport:
+    """Calibrates a converted model and picks the layers that are best kept softmax.
+
+    Layers are picked one after the other: each time the one that brings the model's output closest to that of the
+    softmax model, with those picked before softmax already. The model stays calibrated.
+
+    Args:
+        model: A converted model that was not trained, every layer of interest MHLA.
+        batches: The probe, as for [`calibrate`][mhla_hf.calibrate].
+        keep: How many layers to keep softmax, or which share (`"25%"`, 0.25); a quarter if `latency` is not given
+            either.
+        latency: Largest time of the model, as a share of the softmax model's (`"80%"`, 0.8) on this machine, at the
+            size of the probe: layers are kept as long as it allows.
+        progress: Called with the number of runs of the model and of all.
+
+    Raises:
+        ValueError: As `calibrate`, or if `keep` or `latency` has a value that is not allowed.
+    """
+    if keep is not None and latency is not None:
+        raise ValueError("Give keep or latency, not both.")
+    batches, layers = list(batches), mhla_layers(model)
+    share = None if latency is None else _share("latency", latency)
+    most = len(layers) if share is not None else _kept_count("25%" if keep is None else keep, len(layers))
+    indices = [_index(layer.name) for layer in layers]
+    if len(set(indices)) < len(indices):
+        raise ValueError("layers of this model have the same numbers (several towers): select them tower by tower.")
+    if not batches:
+        raise ValueError("batches is empty: a few samples are needed.")
+    compared, runs = batches[:_COMPARED_BATCHES], _Runs(progress, 2 * len(batches) + len(layers) * max(1, most))
+    with evaluating(model):
+        layers = find_projections(model, layers, on_device(batches[0], model))
+        originals = [_projection(layer) for layer in layers]
+        reference = [_output(model, batch, layers) for batch in compared]
+        calibration = calibrate_model(model, batches, progress=lambda done, total: runs.advance())
+        report = SelectionReport(
+            [
+                LayerScore(index, layer.name, done.error_after)
+                for index, layer, done in zip(indices, layers, calibration.layers, strict=True)
+            ],
+            calibration=calibration,
+        )
+        _time(model, layers, batches[0], report)
+
+        def error(kept: Sequence[int]) -> float:
+            runs.advance()
+            softmax = [layers[place] for place in kept]
+            with ExitStack() as stack:
+                for place in kept:
+                    stack.enter_context(replaced(originals[place]))
+                outputs = [_output(model, batch, softmax) for batch in compared]
+            return _relative_error(outputs, reference)
+
+        report.errors.append(error([]))
+        tried = {place: error([place]) for place in range(len(layers))}
+        for place, value in tried.items():
+            report.layers[place].restored = report.errors[0] - value
+        chosen: list[int] = []
+        while len(chosen) < most:
+            open_places = [place for place in tried if place not in chosen]
+            if share is not None:
+                limit = share * report.softmax_ms - report.chosen_ms
+                open_places = [place for place in open_places if report.layers[place].extra_ms <= limit]
+            if not open_places:
+                break
+            if chosen:
+                tried.update({place: error([*chosen, place]) for place in open_places})
+            best = min(open_places, key=tried.__getitem__)
+            chosen.append(best)
+            report.order.append(indices[best])
+            report.errors.append(tried[best])
+            report.layers[best].kept = True
+            report.chosen_ms += report.layers[best].extra_ms
+    if len(chosen) == len(layers):
+        raise ValueError("latency leaves every layer softmax: MHLA saves nothing at the size of the probe here.")
+    runs.finish()
+    return report
+
+
+@dataclass
+class _Runs:
+    progress: Callable[[int, int], None] | None
+    total: int
+    done: int = 0
+
+    def advance(self) -> None:
+        self.done += 1
+        self._tell()
+
+    def finish(self) -> None:
+        self.total = self.done
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.progress is not None:
+            self.progress(self.done, max(self.done, self.total))
+
+
+def _projection(layer: AttentionLayer) -> Changes:
+    """The parameters of a layer's projection as they are."""
+    if layer.projection is None:
+        return {}
+    return {parameter: parameter.detach().clone() for parameter in layer.projection.parameters()}
+
+
+@torch.no_grad()
+def _output(model: nn.Module, batch: Batch, softmax: Sequence[AttentionLayer]) -> torch.Tensor:
+    """The model's output, some layers with their original attention: rows `[N, D]` without padding, on the CPU."""
+    batch = on_device(batch, model)
+    with original_heads(model, softmax):
+        output = run(model, batch)
+    output = output if isinstance(output, torch.Tensor) else output[0]
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == output.shape[:2]:
+        output = output[mask.bool()]
+    return output.float().cpu()
+
+
+def _relative_error(outputs: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
+    squares = sum(float((own - other).square().sum()) for own, other in zip(outputs, reference))
+    mean = sum(float(other.sum()) for other in reference) / sum(other.numel() for other in reference)
+    scale = sum(float((other - mean).square().sum()) for other in reference)
+    return squares / max(scale, torch.finfo(torch.float32).tiny)
+
+
+@torch.no_grad()
+def _time(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch, report: SelectionReport) -> None:
+    """Times the original attention and MHLA of every layer, and from them the models."""
+    linear = bool(getattr(model, "upstream_is_linear", False))
+    scores = {score.name: score for score in report.layers}
+    batch = on_device(batch, model)
+
+    def observe(
+        layer: AttentionLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor, heads: torch.Tensor
+    ) -> None:
+        score = scores[layer.name]
+        score.softmax_ms = _milliseconds(
+            lambda: original_attention(layer.mhla, *args, **kwargs, linear=linear), output.device
+        )
+        score.mhla_ms = _milliseconds(lambda: layer.mhla.forward(*args, **kwargs), output.device)
+
+    with original_heads(model, layers, observe):
+        run(model, batch)
+    report.mhla_ms = _milliseconds(lambda: run(model, batch), next(model.parameters()).device)
+    report.softmax_ms = report.mhla_ms + sum(score.extra_ms for score in report.layers)
+    report.chosen_ms = report.mhla_ms
+
+
+def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+    """The shortest time of a few calls, after one that warms up."""
+    times = []
+    for _ in range(1 + _TIMED_CALLS):
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _index(name: str) -> int:
+    """The number of a layer, from the name of its attention module."""
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(match[1]) if match else 0
+
+
+def _kept_count(keep: int | float | str, layers: int) -> int:
+    """How many layers to keep: a number of them, or the nearest to a share."""
+    if isinstance(keep, int) and not isinstance(keep, bool) or isinstance(keep, str) and keep.isdecimal():
+        count = int(str(keep)[:9])
+    else:
+        count = round(_share("keep", keep) * layers)
+    if not 0 <= count < layers:
+        raise ValueError(f"keep={keep!r:.40} keeps {count} of {layers} layers; at least one must become MHLA.")
+    return count
+
+
+def _share(name: str, value: Any) -> float:
+    """A share from `0.25` or `"25%"`."""
+    text = str(value).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if isinstance(value, bool) or not 0 < share <= 1:
+        raise ValueError(f"{name}={value!r:.40} must be a share such as 25%, above 0 and at most 100%.")
+    return share
+
+
+def select_layers_of(
+    source: str | Path,
+    mhla: Mapping[str, Any] | None = None,
+    *,
+    component: str | None = None,
+    data: str | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    batch_size: int = 4,
+    seed: int = 0,
+    prompts: Sequence[str] | None = None,
+    device: str | None = None,
+    hub: Mapping[str, Any] | None = None,
+    call_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SelectionReport:
+    """Picks layers of a softmax model on disk; it is converted in memory, and nothing is written.
+
+    Args:
+        source: A pipeline of diffusers or a model of transformers, directory or Hub id.
+        mhla: Options of the conversion.
+        component: Which transformer of a pipeline.
+        data: As for [`calibrate_directory`][mhla_hf.recovery.directories.calibrate_directory], and so are the
+            following.
+        samples: As there.
+        batch_size: As there.
+        seed: As there.
+        prompts: As there.
+        device: As there.
+        hub: `revision`, `token` and `cache_dir`.
+        call_options: Arguments of a pipeline's call.
+        **options: Arguments of [`select_layers`].
+
+    Raises:
+        ValueError: If the source cannot be converted, data are missing, or an argument is wrong.
+    """
+    root, origin = download_or_find(source, **(hub or {}))
+    found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
+    names = [part.name for part in found.components]
+    if component is None and len(names) > 1:
+        raise ValueError(f"component must be given, for {source} has {', '.join(names)}: select for each by itself.")
+    name = component or names[0]
+    if name not in names:
+        raise ValueError(f"component={name!r:.100} is not one of {', '.join(names)}.")
+    part = found.components[names.index(name)]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if found.pipeline is not None:
+        from ..pipelines import load_pipeline
+
+        pipeline = load_pipeline(root, mhla={name: dict(mhla or {})}, torch_dtype=torch.float32).to(device)
+        model = getattr(pipeline, name)
+    elif part.is_transformers:
+        from ..pipelines import convert
+
+        pipeline, model = None, convert(load_weights(part), dict(mhla or {})).to(device)
+    else:
+        raise ValueError(f"{source} is a transformer alone; give the pipeline that it belongs to.")
+    if data is not None:
+        batches = data_batches(model, root, data, samples=samples, batch_size=batch_size, component=name, seed=seed)
+    elif pipeline is not None:
+        every = pipeline_batches(pipeline, samples=samples, prompts=prompts, seed=seed, **(call_options or {}))
+        batches = every[name]
+    else:
+        raise ValueError(f"data must be given (--data): {source} makes no samples by itself.")
+    return select_layers(model, batches, **options)

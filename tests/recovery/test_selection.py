@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers are kept softmax: scores against direct evaluation, budgets, and the commands."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mhla_hf.cli.main import app
+from mhla_hf.recovery.selection import LayerScore, SelectionReport, select_layers
+from tests import tiny
+from tests.recovery.sources import model_directory, text_folder
+from tests.recovery.test_calibration import converted, probe
+
+
+def test_the_layer_that_restores_most_is_kept():
+    model, example = converted("bert")
+    batches, seen = probe(example), []
+    report = select_layers(model, batches, keep=1, progress=lambda *count: seen.append(count))
+    assert seen[-1][0] == seen[-1][1]
+    best = max(report.layers, key=lambda layer: layer.restored)
+    assert report.order == [best.index] and best.kept
+    assert report.errors[1] == pytest.approx(report.errors[0] - best.restored)
+    assert report.mhla_layers == [layer.index for layer in report.layers if layer is not best]
+    json.dumps(report.to_dict())
+
+
+def test_latency_budget(monkeypatch):
+    model, example = converted("bert")
+
+    def time(model, layers, batch, report):
+        for score, softmax in zip(report.layers, (9.0, 2.0, 2.0)):
+            score.softmax_ms, score.mhla_ms = softmax, 1.0
+        report.softmax_ms, report.mhla_ms, report.chosen_ms = 20.0, 10.0, 10.0
+
+    monkeypatch.setattr("mhla_hf.recovery.selection._time", time)
+    report = select_layers(model, probe(example), latency="55%")
+    assert len(report.order) == 1 and report.order[0] in (1, 2) and report.chosen_ms == 11.0
+    with pytest.raises(ValueError, match="latency leaves every layer softmax"):
+        select_layers(converted("bert")[0], probe(example), latency="100%")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": "much"}, "keep='much' must be a share such as 25%"),
+        ({"keep": 3}, "keep=3 keeps 3 of 3 layers; at least one must become MHLA"),
+        ({"latency": "0%"}, "latency='0%' must be a share"),
+        ({"keep": 1, "latency": 0.5}, "Give keep or latency, not both"),
+    ],
+)
+def test_mistakes(options, message):
+    model, example = converted("bert")
+    with pytest.raises(ValueError, match=message):
+        select_layers(model, probe(example), **options)
+
+
+def test_commands(tmp_path):
+    model_directory("llama", tmp_path / "softmax")
+    texts = text_folder(tmp_path / "texts")
+    plot, figures = tmp_path / "layers.png", tmp_path / "layers.json"
+    common = ["--block-size", "4", "--data", str(texts)]
+    source = str(tmp_path / "softmax")
+    arguments = ["select-layers", source, *common, "--keep", "34%", "--plot", str(plot), "--json", str(figures)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    record = json.loads(figures.read_text())
+    option = ",".join(map(str, record["mhla_layers"]))
+    assert len(record["mhla_layers"]) == 2 and f"--layers {option}" in result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    result = CliRunner().invoke(app, ["convert", source, str(tmp_path / "mhla"), *common, "--layers", "auto:2/3"])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "mhla" / "conversion.json").read_text())["components"]["model"]
+    assert written["mhla_layers"] == record["mhla_layers"]
+
+
+def test_mistakes_in_commands(tmp_path):
+    tiny.wan_pipeline(second_transformer=True).save_pretrained(tmp_path / "wan22")
+    for arguments, message in (
+        (["convert", "a", "b", "--layers", "auto:4/3"], "must be auto: and a fraction between 0 and 1"),
+        (["select-layers", str(tmp_path / "wan22")], "component must be given"),
+        (["select-layers", str(tmp_path / "wan22"), "--layers", "all"], "layers is what this command finds out"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
+
+
+def test_option_text():
+    layers = [LayerScore(index, f"blocks.{index}.attn1", 0.1, kept=index == 1) for index in range(4)]
+    assert SelectionReport(layers).option == "0,2,3"
