@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from ..files import remove_leftovers, write_json
 from ..tensor_files import read_header
 from .cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, damaged_file, read_manifest, saved_key, write_tensors
-from .config import DIGITS, CacheConfig
+from .config import DIGITS, GENERATED, CacheConfig
 from .encoding import Encoder
 from .fingerprints import folder_fingerprint
 from .samples import DataSample, UnusableSampleError
@@ -36,11 +36,15 @@ def cache_settings(
         num_classes: How many classes the model has; 0 if it is conditioned on text.
     """
     settings = config.to_dict()
-    settings["data"] = settings["data"] if config.data in (None, DIGITS) else str(Path(str(config.data)).resolve())
+    named = config.data in (None, DIGITS, GENERATED)
+    settings["data"] = settings["data"] if named else str(Path(str(config.data)).resolve())
     settings["num_classes"] = num_classes
-    # Caches of one size are as they were before there were buckets.
-    if settings["buckets"] is None:
-        del settings["buckets"]
+    # Caches without these options are as they were before there were such.
+    for name in ("buckets", "generated_steps", "generated_guidance"):
+        if settings[name] is None:
+            del settings[name]
+    # The samples hold what they say, wherever the file is.
+    del settings["prompts"]
     return {**settings, **{folder: folder_fingerprint(pipeline_directory / folder) for folder in folders}}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -17,13 +17,17 @@ from ..sources import find_pipeline
 from . import cache_building
 from .cache import LOCK
 from .class_labels import pipeline_labels
-from .config import DIGITS, VIDEO_FAMILIES, CacheConfig, TrainingConfig
+from .config import DIGITS, GENERATED, VIDEO_FAMILIES, CacheConfig, TrainingConfig
 from .digits import digit_pictures
 from .encoding import ENCODERS, load_encoders
 from .images import captioned_pictures, class_pictures
 from .samples import DataSample
 from .sizes import PipelineSizes
 from .videos import captioned_videos
+
+
+if TYPE_CHECKING:
+    from ..recovery.generated import LatentGenerator
 
 
 logger = logging.getLogger(__name__)
@@ -68,14 +72,21 @@ def make_cache(
             sizes.own_size,
             sizes.own_size,
         )
-    samples = find_samples(source, sizes, cache_config, digit_videos)
+    generator = None
+    if cache_config.data == GENERATED:
+        generator = _generator(source, config, cache_config, sizes, accelerator)
+        samples: Sequence[DataSample] = generator.samples()
+    else:
+        samples = find_samples(source, sizes, cache_config, digit_videos)
     folders = ENCODERS[sizes.family].folders
     settings = cache_building.cache_settings(source, cache_config, folders, sizes.num_classes)
+    if generator is not None:
+        settings |= generator.settings(config.component)
     work, lock = _start(directory, settings, samples, accelerator)
     if not work:
         return directory
     try:
-        _encode(source, directory, config, cache_config, sizes, samples, accelerator)
+        _encode(source, directory, config, cache_config, sizes, samples, accelerator, generator is not None)
     except KeyboardInterrupt as stop:
         stop.args = ("stopped; the same command goes on where the cache is",)
         raise
@@ -118,6 +129,7 @@ def _encode(
     sizes: PipelineSizes,
     samples: Sequence[DataSample],
     accelerator: Accelerator,
+    generated: bool = False,
 ) -> None:
     """Encodes the samples, each process its share, and marks the cache complete."""
     pipeline = load_encoders(source)
@@ -125,9 +137,14 @@ def _encode(
         # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
         pipeline.text_encoder.to(torch.bfloat16)
     pipeline.to(accelerator.device)
+    encoder = ENCODERS[sizes.family](pipeline, cache_config, sizes.num_classes)
+    if generated:
+        from ..recovery.generated import GeneratedEncoder
+
+        encoder = GeneratedEncoder(encoder)
     cache_building.build_cache(
         directory,
-        ENCODERS[sizes.family](pipeline, cache_config, sizes.num_classes),
+        encoder,
         samples,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
@@ -140,6 +157,24 @@ def _encode(
     del pipeline
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _generator(
+    source: Path, config: TrainingConfig, cache_config: CacheConfig, sizes: PipelineSizes, accelerator: Accelerator
+) -> LatentGenerator:
+    """What draws the samples: the pipeline that the one to train was converted from."""
+    from ..recovery.generated import LatentGenerator
+    from .loading import find_teacher
+
+    with accelerator.main_process_first():
+        teacher, _ = find_teacher(source, config.component, config.teacher)
+    return LatentGenerator(
+        directory=teacher,
+        config=cache_config,
+        num_classes=sizes.num_classes,
+        seed=config.seed,
+        device=accelerator.device,
+    )
 
 
 def find_samples(

@@ -40,6 +40,8 @@ TRANSFORMERS_KINDS = ("transformers",)
 DISTILL_TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
 # What `data` is for the built-in set.
 DIGITS = "digits"
+# What `data` is for samples that the pipeline draws itself.
+GENERATED = "generated"
 # Far beyond what models are made for; a typing error above asks for more memory than there is.
 LONGEST_SIDE = 16_384
 MOST_FRAMES = 16_384
@@ -320,7 +322,7 @@ class CacheConfig(_Options):
     data: str | None = _option(
         None,
         "Folder of videos or pictures with captions (metadata.jsonl, metadata.csv or one .txt per file); for DiT, of "
-        "one folder of pictures per class; or 'digits'.",
+        "one folder of pictures per class; 'digits'; or 'generated' for samples that the original pipeline draws.",
     )
     height: int | None = _option(
         None,
@@ -363,9 +365,18 @@ class CacheConfig(_Options):
     cache_dtype: str = _option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES)
     num_samples: int | None = _option(
         None,
-        "Use at most so many videos or pictures; for 'digits' how many to make (256).",
+        "Use at most so many videos or pictures; for 'digits' and 'generated' how many to make (256).",
         minimum=1,
         maximum=MOST_SAMPLES,
+    )
+    prompts: str | None = _option(
+        None, "Text file with one prompt a line, for data='generated'.", families=FLOW_FAMILIES
+    )
+    generated_steps: int | None = _option(
+        None, "Denoising steps for data='generated'. Default: the pipeline's.", minimum=1, maximum=1000
+    )
+    generated_guidance: float | None = _option(
+        None, "Guidance scale for data='generated'. Default: the pipeline's.", minimum=0
     )
 
     def __post_init__(self) -> None:
@@ -374,8 +385,8 @@ class CacheConfig(_Options):
         self._check_fields()
         if self.buckets is not None:
             parse_buckets(self.buckets)
-            if self.data == DIGITS:
-                raise ValueError("buckets are for data in files: data='digits' has one size")
+            if self.data in (DIGITS, GENERATED):
+                raise ValueError(f"buckets are for data in files: data={self.data!r} has one size")
         if self.data == DIGITS and None not in (self.height, self.width) and self.height != self.width:
             raise ValueError(f"height and width must be the same for data='digits', got {self.height}, {self.width}")
 
