@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..files import atomic_file
+from ..layers.mhla import MHLA
 from ..locks import take_lock
 from ..training.config import GENERATED, LONGEST_TEXT, MOST_SAMPLES, CacheConfig
 from ..training.data_order import stable_seed
 from ..training.encoding import Encoder
 from ..training.fingerprints import folder_fingerprint, model_fingerprint
 from ..training.samples import DataSample
-from .layers import mhla_layers
 from .teacher import SharedTeacher
 from .tokens import TokenTable
 
@@ -230,7 +230,7 @@ def _row(model: Any, start: list[int], length: int, temperature: float, seed: in
     device = next(model.parameters()).device
     tokens = torch.tensor([start], device=device)
     generator = torch.Generator().manual_seed(seed)
-    converted = bool(getattr(model.config, "mhla", None)) and any(True for _ in mhla_layers(model))
+    converted = any(isinstance(module, MHLA) for module in model.modules())
     teacher: Any = SharedTeacher(model) if converted else model.eval()
     cache: Any = None
     while tokens.shape[1] < length:

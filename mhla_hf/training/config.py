@@ -383,6 +383,9 @@ class CacheConfig(_Options):
         if isinstance(self.data, Path):
             object.__setattr__(self, "data", str(self.data))
         self._check_fields()
+        for name in ("prompts", "generated_steps", "generated_guidance"):
+            if getattr(self, name) is not None and self.data != GENERATED:
+                raise ValueError(f"{name} is for data='generated' only")
         if self.buckets is not None:
             parse_buckets(self.buckets)
             if self.data in (DIGITS, GENERATED):
