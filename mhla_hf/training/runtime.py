@@ -105,8 +105,7 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
     elif not getattr(accelerator, "is_fsdp2", False):
         raise ValueError("training under FSDP 1 is not supported; set fsdp_version: 2 in accelerate's configuration")
     name = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP"
-    # Under FSDP the teacher of distillation is a model of its own, whole in each process.
-    for option in ("transfer_steps",) if name == "FSDP" else ("transfer_steps", "distill_steps"):
+    for option in ("transfer_steps", "distill_steps"):
         if getattr(config, option):
             raise ValueError(f"{option} must be 0 under {name}: run that stage first, without sharding")
     if config.train == "lora":
