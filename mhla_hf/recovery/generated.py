@@ -212,7 +212,8 @@ def generate_text(
             piece = _read_rows(path, len(numbers), length)
             if piece is None:
                 drawn = [
-                    _row(model, starts[n % len(starts)], length, temperature, stable_seed(seed, n)) for n in numbers
+                    _row(model, starts[n % len(starts)], length, temperature, stable_seed(seed, GENERATED, n))
+                    for n in numbers
                 ]
                 piece = torch.stack(drawn).int()
                 with atomic_file(path) as temporary:
