@@ -186,7 +186,7 @@ def generate_text(
             f"data='generated' needs a model that generates, and {type(model).__name__} does not: give a folder of "
             "texts or pictures"
         )
-    if rows < 2 or length < 2 or temperature <= 0:
+    if rows < 2 or length < 2 or not temperature > 0:
         raise ValueError(
             f"rows and length must be at least 2 and temperature above 0, got {rows}, {length}, {temperature}"
         )
@@ -211,9 +211,10 @@ def generate_text(
             numbers = range(start, min(start + _ROWS_AT_ONCE, rows))
             piece = _read_rows(path, len(numbers), length)
             if piece is None:
+                seeds = [stable_seed(seed, GENERATED, number) for number in numbers]
                 drawn = [
-                    _row(model, starts[n % len(starts)], length, temperature, stable_seed(seed, GENERATED, n))
-                    for n in numbers
+                    _row(model, starts[number % len(starts)], length, temperature, own)
+                    for number, own in zip(numbers, seeds, strict=True)
                 ]
                 piece = torch.stack(drawn).int()
                 with atomic_file(path) as temporary:
