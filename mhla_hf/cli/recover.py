@@ -50,8 +50,11 @@ def _command(
         str | None,
         typer.Option(
             help="Folder of videos or pictures with captions or classes; for text a folder of .txt, .md, .rst or .py "
-            "files, a .jsonl file or the id of a data set; or 'digits'."
+            "files, a .jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
         ),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file with one prompt a line, for samples of the original.")
     ] = None,
     recipe: Annotated[
         str | None,
@@ -103,6 +106,7 @@ def _command(
         source,
         output,
         data,
+        prompts=prompts,
         recipe=recipe,
         preset=preset,
         layers=layers,

@@ -335,6 +335,37 @@ class Latents(BatchSource):
         }
 
 
+class RecordedCalls(BatchSource):
+    """What a diffusion model saw while its pipeline made samples; a batch is one call, whatever size is asked for.
+
+    Args:
+        calls: Keyword arguments of the model's `forward`, of all calls.
+        held_out: Most calls to hold out; the last ones.
+        seed: Seed of their order.
+    """
+
+    def __init__(self, calls: Sequence[Batch], held_out: int, seed: int = 0) -> None:
+        tensors = [value for value in calls[-1].values() if isinstance(value, torch.Tensor)]
+        sums = [f"{tensor.double().sum().item():.6g}" for tensor in tensors]
+        super().__init__(seed, f"{stable_seed(len(calls), *sums):016x}")
+        self.calls, self.held_out_count = calls, _held_out(len(calls), held_out)
+
+    def __len__(self) -> int:
+        return len(self.calls) - self.held_out_count
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """See the base class."""
+        return self.calls[self._indices(stage, step, 1, rank, world_size)[0]]
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """See the base class."""
+        return list(self.calls[len(self) :])
+
+    def describe(self) -> dict[str, Any]:
+        """See the base class."""
+        return {"kind": "calls of the pipeline's model", "samples": len(self), "held_out": self.held_out_count}
+
+
 class _Part:
     """Some samples of a data set."""
 

@@ -32,7 +32,13 @@ _LINEAR: dict[str, Any] = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "wan": _DIFFUSION,
     "dit": _IMAGES,
-    "pixart": _IMAGES,
+    # No objective to distil it with yet: it learns from what it sees while its pipeline draws.
+    "pixart": {
+        "mhla": _IMAGES["mhla"],
+        "data": {"samples": 128, "held_out": 16},
+        "calibrate": {"batches": 32, "batch_size": 1},
+        "match": {"steps": 600, "batches": 128, "batch_size": 1, "learning_rate": 3e-3, "mhla_learning_rate": 5e-3},
+    },
     "sana": _LINEAR,
     "sana-video": {"mhla": {"mixing_heads": "per_head"}},
     "causal": {

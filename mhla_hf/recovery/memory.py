@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .layers import AttentionLayer, mhla_layers
+from .opening import PASSAGE_LENGTH, ROW_LENGTH
 from .recipes import VIDEO, Expected, Recipe
 
 
@@ -21,7 +22,6 @@ _KEPT_BYTES = 2 * 2
 _GIGABYTE = 10**9
 # Of the VAE of Wan.
 _PIXELS_PER_LATENT, _FRAMES_PER_LATENT = 8, 4
-_ROW_LENGTH, _PASSAGE_LENGTH = 512, 128
 
 
 def expected(recipe: Recipe, model: nn.Module) -> Expected:
@@ -68,7 +68,7 @@ def tokens_of(recipe: Recipe, model: nn.Module) -> int:
     """Tokens of one sample in the sizes that a recipe asks for, as a layer sees them; of passages, at most."""
     config: Any = model.config
     if recipe.family in ("causal", "encoder"):
-        return recipe.data.max_length or (_ROW_LENGTH if recipe.family == "causal" else _PASSAGE_LENGTH)
+        return recipe.data.max_length or (ROW_LENGTH if recipe.family == "causal" else PASSAGE_LENGTH)
     if recipe.family == "vision":
         return (_side(config.image_size) // _side(config.patch_size)) ** 2 + 1
     reference: tuple[int, ...] = type(model).reference_grid(config)  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from .tokens import TokenOptions, tokenize
 
 logger = logging.getLogger(__name__)
 
-_ROW_LENGTH, _PASSAGE_LENGTH = 512, 128
+ROW_LENGTH, PASSAGE_LENGTH = 512, 128
 # Named in the log.
 _NAMED = 20
 
@@ -74,7 +74,7 @@ def text_batches(
     longest = min(positions, tokenizer.model_max_length)
     if length is not None and not 2 <= length <= longest:
         raise ValueError(f"max_length must be from 2 to {longest:,} for this model, got {length}")
-    length = length or min(_ROW_LENGTH if packed else _PASSAGE_LENGTH, longest)
+    length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
     options = TokenOptions(packed=packed, length=length, samples=samples + held_out)
     table = tokenize(corpus, tokenizer, directory, options, cache)
     vocabulary = config.get_text_config().vocab_size

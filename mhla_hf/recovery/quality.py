@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..training.evaluation import evaluate_batches
-from .data import BatchSource, Latents, PackedText
+from .data import BatchSource, Latents, PackedText, RecordedCalls
 from .layers import Batch, mhla_layers, original_heads, run
 
 
@@ -26,6 +26,7 @@ class Quality:
     - Diffusion models: the loss of their objective, and by how many percent it is above the original's.
     - Language models: bits per byte of text, and by how many percent they are above the original's.
     - Encoders: cosine similarity of the mean-pooled last hidden states to the original's.
+    - Diffusion models without data: cosine similarity of their predictions to the original's.
     - Vision models: the same of their logits, or last hidden states; of classifiers also how often both agree.
 
     Args:
@@ -91,7 +92,9 @@ class Quality:
                 # The trunk: heads that are not of the checkpoint would be noise.
                 trunk = model if self.kind == "classes" else getattr(model, "base_model", model)
                 output = run(trunk, batch)[0].float()
-                if self.kind != "classes":
+                if self.kind == "predictions":
+                    output = output.flatten(1)
+                elif self.kind != "classes":
                     mask = batch.get("attention_mask", torch.ones(output.shape[:2], device=output.device))
                     mask = mask.unsqueeze(-1).to(output)
                     output = (output * mask).sum(1) / mask.sum(1)
@@ -106,6 +109,8 @@ def _kind(model: nn.Module, source: BatchSource) -> str:
         return "latents"
     if isinstance(source, PackedText):
         return "rows"
+    if isinstance(source, RecordedCalls):
+        return "predictions"
     return "classes" if type(model).__name__.endswith("ForImageClassification") else "hidden_states"
 
 

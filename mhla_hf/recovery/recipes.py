@@ -348,6 +348,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield f"it has no stage; give one of {', '.join(STAGES)}"
     if recipe.finetune is not None and recipe.family in ("encoder", "vision", "pixart", "sana-video"):
         yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distil"
+    if recipe.distil is not None and recipe.family in ("pixart", "sana-video"):
+        yield f"distil: models of the family {recipe.family} have no objective yet; use calibrate and match"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:

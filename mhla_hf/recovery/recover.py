@@ -28,7 +28,7 @@ from .layer_choice import choose_layers, layer_errors
 from .layers import find_projections, mhla_layers
 from .quality import Quality, on_device
 from .recipes import Recipe, load_recipe, parse_keep
-from .recovery_data import DigitVideos, open_data
+from .recovery_data import DATA_FREE, GENERATED, DigitVideos, open_data
 from .recovery_stages import StageRun, changed_parameters, run_stage
 from .report import REPORT, TITLES, write_plot
 from .subjects import Subject, find_subject, load_converted, write_recovered
@@ -86,6 +86,7 @@ def recover(
     output: str | Path,
     data: str | Path | MakeSource | None = None,
     *,
+    prompts: str | Path | None = None,
     recipe: str | Path | None = None,
     preset: str | None = None,
     layers: str | None = None,
@@ -115,8 +116,10 @@ def recover(
         output: The directory to make.
         data: For diffusion models a folder of videos or pictures with captions or classes, as for `mhla-hf train`; for
             text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
-            folder of pictures; `digits` where scikit-learn's scans will do. In a program also a function from the
-            converted model to a [`BatchSource`][mhla_hf.recovery.data.BatchSource].
+            folder of pictures; `digits` where scikit-learn's scans will do; `generated` for samples that the original
+            makes. `None` is `generated` for DiT, PixArt and language models, and for others with `prompts`. In a
+            program also a function from the converted model to a [`BatchSource`][mhla_hf.recovery.data.BatchSource].
+        prompts: Text file with one prompt a line, for samples that the original makes.
         recipe: A YAML file, or the name of a recipe that comes with the package. `None` takes the default of the
             model's family.
         preset: `paper` for the settings of arXiv 2601.07832, in place of a recipe.
@@ -161,21 +164,24 @@ def recover(
         stages=stages,
         changes=changes or {},
     )
-    if data is None and chosen.stages():
-        raise ValueError(f"data must be given: {_what_to_give(chosen)}")
+    if data is None and chosen.stages() and chosen.family not in DATA_FREE:
+        if chosen.family not in ("dit", "causal") and (prompts is None or chosen.family not in ("wan", "sana")):
+            raise ValueError(f"data must be given: {_what_to_give(chosen)}")
+        data = GENERATED
     work = WorkFolder(Path(output).expanduser())
     identity = {
         "source": str(Path(source).resolve()) if Path(source).is_dir() else str(source),
         "component": subject.component.name,
         # Samples that a program makes are told from others by their fingerprint alone.
         "data": None if data is None or callable(data) else str(data),
+        "prompts": None if prompts is None else str(prompts),
         "seed": seed,
         "recipe": {**chosen.to_dict(), "description": None, "expected": None, "model": None},
     }
     with work.claimed(identity, resume):
         run = _Run(subject, work, chosen, seed, _device(device), save_every, progress, hub, on_stage)
         try:
-            return run.run(data if data is None or callable(data) else str(data), digit_videos)
+            return run.run(data if data is None or callable(data) else str(data), prompts, digit_videos)
         except TrainingStopped as stop:
             done = shorten_text(str(stop).partition(";")[0], 200) or "stopped"
             raise TrainingStopped(
@@ -222,8 +228,8 @@ def _what_to_give(recipe: Recipe) -> str:
     if recipe.family == "vision":
         return "a folder of pictures, or 'digits'"
     if recipe.family == "wan":
-        return "a folder of videos with captions, or 'digits'"
-    return "a folder of pictures with captions or one folder per class, or 'digits'"
+        return "a folder of videos with captions, 'digits', or prompts (--prompts FILE) for the original to draw"
+    return "a folder of pictures with captions, 'digits', or prompts (--prompts FILE) for the original to draw"
 
 
 @dataclass
@@ -240,19 +246,23 @@ class _Run:
     hub: Mapping[str, Any]
     on_stage: Callable[[str], None] | None = None
 
-    def run(self, data: str | MakeSource | None, digit_videos: DigitVideos | None) -> RecoveryReport:
+    def run(
+        self, data: str | MakeSource | None, prompts: str | Path | None, digit_videos: DigitVideos | None
+    ) -> RecoveryReport:
         """Does what is not done yet."""
         stages = self.recipe.stages()
         if not (self.work.path / RESULT).is_dir() and not self.work.is_done(RESULT):
             open_source: MakeSource | None = None
             if callable(data):
                 open_source = data
-            elif data is not None:
+            elif data is not None or self.recipe.family in DATA_FREE:
                 open_source = partial(
                     open_data,
                     self.subject,
                     self.recipe,
                     data=data,
+                    converted=self.work.path / CONVERTED,
+                    prompts=None if prompts is None else str(prompts),
                     cache=self.work.path / "data",
                     seed=self.seed,
                     progress=self.progress,

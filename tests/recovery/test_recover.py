@@ -224,7 +224,7 @@ def test_what_to_give(sources, tmp_path):
     source = sources["bert"][0]
     with pytest.raises(ValueError, match=r"data must be given: a folder of .txt, .md, .rst or .py files, a .jsonl"):
         mhla_hf.recover(source, tmp_path / "out")
-    with pytest.raises(ValueError, match="data must be given: a folder of videos with captions, or 'digits'"):
+    with pytest.raises(ValueError, match="data must be given: a folder of videos with captions, 'digits', or prompts"):
         mhla_hf.recover(sources["wan"][0], tmp_path / "out")
     (tmp_path / "alone").mkdir()
     tiny.wan_transformer().save_pretrained(tmp_path / "alone")
@@ -269,3 +269,11 @@ def test_chosen_layers():
     for wrong in ("3/2", "0/2", "1/0"):
         with pytest.raises(ValueError, match="must be a fraction above 0 and at most 1"):
             choose_layers(errors, wrong, 6)
+
+
+def test_pixart_needs_no_data(tmp_path):
+    tiny_images.pixart_pipeline().save_pretrained(tmp_path / "pixart")
+    changes = {"data.samples": 6, "data.held_out": 2, "calibrate.batches": 4, "match.steps": 4, "match.batches": 4}
+    report = mhla_hf.recover(tmp_path / "pixart", tmp_path / "out", changes=changes, device="cpu", progress=False)
+    assert list(report.figures) == ["softmax", "converted", "calibrate", "match"]
+    assert report.figures["match"]["cosine"] > report.figures["converted"]["cosine"]
