@@ -1,23 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers are kept softmax: scores against direct evaluation, budgets, and the commands."""
 
+import copy
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import mhla_hf
 from mhla_hf.cli.main import app
+from mhla_hf.recovery.layers import run
 from mhla_hf.recovery.selection import LayerScore, SelectionReport, select_layers
 from tests import tiny
 from tests.recovery.sources import model_directory, text_folder
 from tests.recovery.test_calibration import converted, probe
+from tests.transformers.tiny_models import softmax_model
 
 
-def test_the_layer_that_restores_most_is_kept():
+def test_scores_are_those_of_hybrids():
+    """The figures equal those of the calibrated model with a layer's original attention and projection put back."""
     model, example = converted("bert")
-    batches, seen = probe(example), []
+    softmax, batches, seen = softmax_model("bert").eval(), probe(example), []
     report = select_layers(model, batches, keep=1, progress=lambda *count: seen.append(count))
     assert seen[-1][0] == seen[-1][1]
+
+    def error(other):
+        with torch.no_grad():
+            pairs = [(run(other, batch)[0], run(softmax, batch)[0]) for batch in batches]
+        own, reference = (torch.cat(part) for part in zip(*pairs))
+        return float((own - reference).square().sum() / (reference - reference.mean()).square().sum())
+
+    assert report.errors[0] == pytest.approx(error(model), rel=1e-3)
+    for score in report.layers:
+        hybrid = copy.deepcopy(softmax)
+        state = dict(hybrid.state_dict())
+        indices = [layer.index for layer in report.layers if layer.index != score.index]
+        hybrid = mhla_hf.convert(hybrid, {**model.config.mhla, "layers": indices}).eval()
+        kept = f"bert.encoder.layer.{score.index}."
+        state = {
+            name: state[name] if name.startswith(kept) else value
+            for name, value in model.state_dict().items()
+            if not (name.startswith(kept) and ".mhla." in name)
+        }
+        hybrid.load_state_dict(state)
+        assert score.restored == pytest.approx(report.errors[0] - error(hybrid), rel=1e-2, abs=1e-5)
     best = max(report.layers, key=lambda layer: layer.restored)
     assert report.order == [best.index] and best.kept
     assert report.errors[1] == pytest.approx(report.errors[0] - best.restored)
