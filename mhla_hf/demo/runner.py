@@ -33,7 +33,7 @@ VARIANTS = ("mhla", "mhla_window", "linear")
 """The copies that are recovered: MHLA, MHLA with a softmax window beside it, and vanilla linear attention, which is
 MHLA with one block."""
 
-WINDOW: dict[str, Any] = {"window": "cross", "window_size": [1, 2, 2]}
+WINDOW = "cross"
 """Neighbours in the frame, and the same place in all frames."""
 
 _CHECKPOINT_EVERY = 50
@@ -171,6 +171,7 @@ class Demo:
                 self.pipeline(name),
                 data,
                 layers=config.layers,
+                window=WINDOW if name == "mhla_window" else None,
                 changes=self._changes(name, base),
                 resume=True,
                 seed=config.seed,
@@ -187,8 +188,6 @@ class Demo:
         changes: dict[str, Any] = {"mhla.grid": list(token_grid(base)), "mhla.blocks": list(config.blocks)}
         if variant == "linear":
             changes |= {"mhla.blocks": [1, 1, 1]}
-        if variant == "mhla_window":
-            changes |= {f"mhla.{name}": value for name, value in WINDOW.items()}
         if config.match_steps is not None:
             changes |= {
                 "match.steps": config.match_steps,

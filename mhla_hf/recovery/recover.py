@@ -155,11 +155,11 @@ def recover(
         raise ValueError("recipe and preset are both given; give one of them")
     subject = find_subject(source, component, **hub)
     chosen = _with_options(
-        given or default_recipe(subject.family, preset),
+        given or default_recipe(subject.family, preset, window),
         subject,
         layers=layers,
         keep=keep,
-        window=window,
+        window=None if given is None else window,
         budget=budget,
         stages=stages,
         changes=changes or {},
