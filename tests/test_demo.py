@@ -73,7 +73,7 @@ def test_report_compares_on_the_same_draws(finished):
     softmax = report["softmax"]["held_out_loss"]
     assert report["held_out_samples"] == 4
     for entry in report["variants"].values():
-        for stage in ("converted", "calibrate", "match", "distil"):
+        for stage in ("converted", "calibrate", "match", "distill"):
             figures = entry["held_out"][stage]
             assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
         assert all(seconds > 0 for seconds in entry["cpu_seconds"].values())
@@ -144,8 +144,8 @@ def test_a_stopped_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
     stopped._variant("mhla", config.base, train, held_out)
     resumed = run_demo(config)
     for name, entry in report["variants"].items():
-        assert resumed["variants"][name]["held_out"]["distil"]["loss"] == pytest.approx(
-            entry["held_out"]["distil"]["loss"], rel=1e-5
+        assert resumed["variants"][name]["held_out"]["distill"]["loss"] == pytest.approx(
+            entry["held_out"]["distill"]["loss"], rel=1e-5
         )
 
 
@@ -269,7 +269,7 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
         *("--train-videos", "4", "--held-out-videos", "4"),
     ]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoints = tmp_path / "killed" / "work" / "mhla" / "work" / "distil" / "checkpoints"
+    checkpoints = tmp_path / "killed" / "work" / "mhla" / "work" / "distill" / "checkpoints"
     deadline = time.monotonic() + 300
     while not (checkpoints.is_dir() and list(checkpoints.glob("distill-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -282,5 +282,5 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
     ends = []
     for name in ("killed", "whole"):
         report = json.loads((tmp_path / name / "report.json").read_text())
-        ends.append([entry["held_out"]["distil"]["loss"] for entry in report["variants"].values()])
+        ends.append([entry["held_out"]["distill"]["loss"] for entry in report["variants"].values()])
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)

@@ -94,7 +94,7 @@ def _command(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
     **overrides: Any,
 ) -> None:
-    """Convert a model to MHLA and make it as good as the original: calibrate, match, distil.
+    """Convert a model to MHLA and make it as good as the original: calibrate, match, distill.
 
     Can be killed and run again with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
     """

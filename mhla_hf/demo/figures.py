@@ -16,12 +16,12 @@ from ..layout import BlockLayout
 
 TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
 COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "mhla_window": "#2ca02c", "linear": "#d95f02"}
-STAGES = ("converted", "calibrate", "match", "distil")
+STAGES = ("converted", "calibrate", "match", "distill")
 STAGE_TITLES = {
     "converted": "converted",
     "calibrate": "calibrated",
     "match": "matched",
-    "distil": "distilled",
+    "distill": "distilled",
 }
 FRAMES_PER_SECOND = 8
 

@@ -89,7 +89,7 @@ def model_card(report: dict[str, Any]) -> str:
         Markdown with the Hub's metadata on top.
     """
     options, recipe, appearance = report["options"], report["recipe"], MovingDigitsConfig()
-    last = {name: entry["held_out"]["distil"] for name, entry in report["variants"].items()}
+    last = {name: entry["held_out"]["distill"] for name, entry in report["variants"].items()}
     return _CARD.format(
         prompt=options["prompts"][0],
         parameters=report["variants"]["mhla"]["parameters"],
@@ -101,8 +101,8 @@ def model_card(report: dict[str, Any]) -> str:
         what=converted_layers(options, recipe),
         match_steps=recipe["match"]["steps"],
         match_batch_size=recipe["match"]["batch_size"],
-        distill_steps=recipe["distil"]["steps"],
-        distill_batch_size=recipe["distil"]["batch_size"],
+        distill_steps=recipe["distill"]["steps"],
+        distill_batch_size=recipe["distill"]["batch_size"],
         seed=report["seed"],
         softmax=report["softmax"]["held_out_loss"],
         mhla=last["mhla"]["loss"],

@@ -170,7 +170,7 @@ def render_report(report: dict[str, Any]) -> str:
         f"a single block. The copies are alike in everything else ({converted_layers(options, recipe)})",
         "and were recovered alike: calibrated in closed form, then",
         f"{recipe['match']['steps']} steps of matching each layer's output by itself, then "
-        f"{recipe['distil']['steps']} steps of distilling the",
+        f"{recipe['distill']['steps']} steps of distilling the",
         "model's prediction, on the same videos, noise and noise levels.",
         "",
         "## Held-out loss",

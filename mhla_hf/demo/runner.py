@@ -194,7 +194,7 @@ class Demo:
                 "match.batches": min(config.match_steps, config.train_videos),
             }
         if config.distill_steps is not None:
-            changes |= {"distil.steps": config.distill_steps}
+            changes |= {"distill.steps": config.distill_steps}
         return changes
 
     def _total_seconds(self, seconds: float) -> float:

@@ -20,7 +20,7 @@ _DIFFUSION: dict[str, Any] = {
     "data": {"samples": 2048, "held_out": 96},
     "calibrate": {"batches": 8, "batch_size": 4},
     "match": {"steps": 1000, "batches": 160, "batch_size": 1, "learning_rate": 4e-3, "mhla_learning_rate": 2e-2},
-    "distil": {"steps": 150, "batch_size": 4, "learning_rate": 2e-4, "mhla_learning_rate": 1e-3},
+    "distill": {"steps": 200, "batch_size": 4, "learning_rate": 2e-4, "mhla_learning_rate": 1e-3},
 }
 _IMAGES = {**_DIFFUSION, "mhla": {name: value for name, value in _DIFFUSION["mhla"].items() if name != "rope"}}
 # Their attention is linear, and MHLA starts as exactly that: there is nothing to recover, only to gain.
@@ -32,7 +32,7 @@ _LINEAR: dict[str, Any] = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "wan": _DIFFUSION,
     "dit": _IMAGES,
-    # No objective to distil it with yet: it learns from what it sees while its pipeline draws.
+    # No objective to distill it with yet: it learns from what it sees while its pipeline draws.
     "pixart": {
         "mhla": _IMAGES["mhla"],
         "data": {"samples": 128, "held_out": 16},
@@ -47,21 +47,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "data": {"samples": 4096, "held_out": 96},
         "calibrate": {"batches": 16, "batch_size": 4},
         "match": {"steps": 400, "batches": 200, "batch_size": 2, "learning_rate": 1e-3, "mhla_learning_rate": 1e-2},
-        "distil": {"steps": 400, "batch_size": 4, "learning_rate": 3e-4, "mhla_learning_rate": 1e-3},
+        "distill": {"steps": 400, "batch_size": 4, "learning_rate": 3e-4, "mhla_learning_rate": 1e-3},
     },
     "encoder": {
         "mhla": {"mixing_heads": "per_head"},
         "data": {"samples": 4096, "held_out": 192},
         "calibrate": {"batches": 24, "batch_size": 16},
         "match": {"steps": 150, "batches": 150, "batch_size": 16, "learning_rate": 1e-3, "mhla_learning_rate": 3e-2},
-        "distil": {"steps": 100, "batch_size": 16, "learning_rate": 2e-4, "mhla_learning_rate": 3e-3},
+        "distill": {"steps": 100, "batch_size": 16, "learning_rate": 2e-4, "mhla_learning_rate": 3e-3},
     },
     "vision": {
         "mhla": {"feature_map": "hedgehog", "mixing_heads": "per_head", "lepe_kernel": 3},
         "data": {"samples": 2048, "held_out": 192},
         "calibrate": {"batches": 16, "batch_size": 16},
         "match": {"steps": 300, "batches": 64, "batch_size": 16, "learning_rate": 1e-3, "mhla_learning_rate": 5e-3},
-        "distil": {"steps": 150, "batch_size": 16, "learning_rate": 3e-4, "mhla_learning_rate": 1e-3},
+        "distill": {"steps": 150, "batch_size": 16, "learning_rate": 3e-4, "mhla_learning_rate": 1e-3},
     },
 }
 """By family. What `mhla` does not give is the model's own: for text hedgehog features, and RoPE where it suits."""
@@ -69,8 +69,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # With a window, calibration comes close already, and the higher rates above would lead away from there.
 _GENTLE: dict[str, Any] = {
     "mhla": {"window_gains": "per_channel"},
-    "match": {"steps": 600, "learning_rate": 1e-3, "mhla_learning_rate": 3e-3},
-    "distil": {"learning_rate": 5e-5, "mhla_learning_rate": 3e-4},
+    "match": {"steps": 800, "learning_rate": 1e-3, "mhla_learning_rate": 3e-3},
+    "distill": {"steps": 150, "learning_rate": 5e-5, "mhla_learning_rate": 3e-4},
 }
 WINDOW: dict[str, dict[str, Any]] = dict.fromkeys(("wan", "dit", "pixart"), _GENTLE)
 """What a softmax window beside MHLA changes, by family."""
@@ -114,11 +114,11 @@ _PAPER: dict[str, dict[str, Any]] = {
             "output_gate": True,
             "block_size": [64],
         },
-        "distil": {"steps": 2000, "batch_size": 8, "learning_rate": 3e-4},
+        "distill": {"steps": 2000, "batch_size": 8, "learning_rate": 3e-4},
     },
     "vision": {
         "mhla": {"feature_map": "relu", "mixing_heads": "shared", "mixing_init": "linear", "lepe_kernel": 5},
-        "distil": {"steps": 2000, "batch_size": 64, "learning_rate": 1e-3},
+        "distill": {"steps": 2000, "batch_size": 64, "learning_rate": 1e-3},
     },
 }
 

@@ -50,9 +50,9 @@ def expected(recipe: Recipe, model: nn.Module) -> Expected:
             widths = sum(_width(layer) for layer in layers)
             cache = samples * tokens_of(recipe, model) * widths * _KEPT_BYTES
         steps += recipe.match.steps
-    if recipe.distil is not None:
+    if recipe.distill is not None:
         training.append(count * (_TRAINING_BYTES + _FP32_BYTES))
-        steps += recipe.distil.steps
+        steps += recipe.distill.steps
     if recipe.finetune is not None:
         training.append(count * _TRAINING_BYTES)
         steps += recipe.finetune.steps

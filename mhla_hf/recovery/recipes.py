@@ -92,7 +92,7 @@ class MatchOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistilOptions(_Section):
+class DistillOptions(_Section):
     """The whole model learns the original's prediction."""
 
     steps: int = _option(90, "Optimizer steps.", minimum=1, maximum=MOST_STEPS)
@@ -142,7 +142,7 @@ class Expected(_Section):
 STAGES: dict[str, type[_Options]] = {
     "calibrate": CalibrateOptions,
     "match": MatchOptions,
-    "distil": DistilOptions,
+    "distill": DistillOptions,
     "finetune": FinetuneOptions,
 }
 """The stages in their order. Those that a recipe does not name are left out."""
@@ -164,7 +164,7 @@ class Recipe:
         data: What of the data is used.
         calibrate: The stage, or `None` to leave it out; as are the following.
         match: The stage.
-        distil: The stage.
+        distill: The stage.
         finetune: The stage.
         expected: What the run takes.
         name: What errors call it.
@@ -178,7 +178,7 @@ class Recipe:
     data: DataOptions = DataOptions()
     calibrate: CalibrateOptions | None = None
     match: MatchOptions | None = None
-    distil: DistilOptions | None = None
+    distill: DistillOptions | None = None
     finetune: FinetuneOptions | None = None
     expected: Expected | None = None
     name: str = field(default="recipe", compare=False)
@@ -238,7 +238,7 @@ class Recipe:
         """A copy with that many times the steps in every stage that trains, one at least."""
         changes = {
             f"{name}.steps": max(1, min(round(getattr(self, name).steps * factor), MOST_STEPS))
-            for name in ("match", "distil", "finetune")
+            for name in ("match", "distill", "finetune")
             if getattr(self, name) is not None
         }
         if self.match is not None:
@@ -347,9 +347,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if not recipe.stages() and recipe.family != "sana-video":
         yield f"it has no stage; give one of {', '.join(STAGES)}"
     if recipe.finetune is not None and recipe.family in ("encoder", "vision", "pixart", "sana-video"):
-        yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distil"
-    if recipe.distil is not None and recipe.family in ("pixart", "sana-video"):
-        yield f"distil: models of the family {recipe.family} have no objective yet; use calibrate and match"
+        yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distill"
+    if recipe.distill is not None and recipe.family in ("pixart", "sana-video"):
+        yield f"distill: models of the family {recipe.family} have no objective yet; use calibrate and match"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`recover`: convert, calibrate, match and distil a model in one resumable run."""
+"""`recover`: convert, calibrate, match and distill a model in one resumable run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ from ..training.config import DEVICES
 from ..training.stopping import TrainingStopped
 from .data import BatchSource
 from .defaults import default_recipe
-from .layer_choice import choose_layers, layer_errors
 from .layers import find_projections, mhla_layers
 from .quality import Quality, on_device
 from .recipes import Recipe, load_recipe, parse_keep
 from .recovery_data import DATA_FREE, GENERATED, DigitVideos, open_data
 from .recovery_stages import StageRun, changed_parameters, run_stage
 from .report import REPORT, TITLES, write_plot
+from .selection import select_layers
 from .subjects import Subject, find_subject, load_converted, write_recovered
 from .teacher import SharedTeacher
 from .work_folder import RESULT, WorkFolder
@@ -128,7 +129,7 @@ def recover(
             `layers`.
         window: Softmax window beside MHLA: `block`, `adjacent` or `cross`.
         budget: That many times the steps of the recipe in every stage.
-        stages: Only these stages of `calibrate`, `match`, `distil` and `finetune`.
+        stages: Only these stages of `calibrate`, `match`, `distill` and `finetune`.
         changes: Values of the recipe by their path, such as `{"match.steps": 1000}`.
         component: Which transformer of a pipeline; the others are copied.
         resume: Go on with the run in `output`.
@@ -222,6 +223,14 @@ def _with_options(
     return recipe
 
 
+def _part_of(layers: str, count: int) -> int:
+    """How many of so many layers `auto:p/q` makes MHLA, one at least."""
+    part, _, whole = layers.removeprefix("auto:").partition("/")
+    if int(whole) == 0 or not 0 < Fraction(int(part), int(whole)) <= 1:
+        raise ValueError(f"layers={layers} must be a fraction above 0 and at most 1, such as auto:2/3.")
+    return max(1, round(Fraction(int(part), int(whole)) * count))
+
+
 def _what_to_give(recipe: Recipe) -> str:
     if recipe.family in ("causal", "encoder"):
         return "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
@@ -302,17 +311,22 @@ class _Run:
         """Converts the source, if that is not done; layers that are to be chosen are tried before."""
         if self.work.is_done(CONVERTED):
             return
-        layers, record = self.recipe.layers, {}
+        layers = self.recipe.layers
+        record: dict[str, Any] = {}
         with _timed() as seconds:
             if layers.startswith("auto:"):
                 if open_source is None:
                     raise ValueError(f"layers={layers} needs data to try the layers on; give data or name the layers")
                 indices = self._convert_with("all")
-                model = self._load()
-                batches = open_source(model).batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
-                errors = dict(zip(indices, layer_errors(model, batches), strict=True))
-                chosen = choose_layers(errors, layers.removeprefix("auto:"), self._count)
-                record = {"layers": chosen, "errors": {str(index): error for index, error in errors.items()}}
+                count = _part_of(layers, self._count)
+                chosen = indices
+                if count < len(indices):
+                    model = self._load()
+                    batches = open_source(model).batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
+                    selection = select_layers(model, batches, keep=len(indices) - count)
+                    chosen = selection.mhla_layers
+                    record = {"selection": {**selection.to_dict(), "calibration": None}}
+                record["layers"] = chosen
                 self._convert_with(chosen)
             else:
                 self._convert_with(layers)

@@ -15,7 +15,7 @@ from ..training.config import TrainingConfig
 from .calibration import calibrate_model
 from .data import BatchSource, Latents
 from .layers import AttentionLayer
-from .recipes import CalibrateOptions, DistilOptions, FinetuneOptions, MatchOptions, Recipe
+from .recipes import CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
 from .teacher import SharedTeacher
 
 
@@ -105,7 +105,7 @@ def _match(run: StageRun, options: MatchOptions) -> dict[str, Any]:
     return report.to_dict()
 
 
-def _distil(run: StageRun, options: DistilOptions) -> dict[str, Any]:
+def _distill(run: StageRun, options: DistillOptions) -> dict[str, Any]:
     chosen = {
         "distill_steps": options.steps,
         "distill_ratio": options.ratio,
@@ -124,7 +124,7 @@ def _finetune(run: StageRun, options: FinetuneOptions) -> dict[str, Any]:
     return _train(run, {"max_steps": options.steps, "lr_schedule": "constant", **_rates(options)})
 
 
-def _rates(options: DistilOptions | FinetuneOptions) -> dict[str, Any]:
+def _rates(options: DistillOptions | FinetuneOptions) -> dict[str, Any]:
     return {
         "batch_size": options.batch_size,
         "learning_rate": options.learning_rate,
@@ -191,6 +191,6 @@ def _bar(run: StageRun, total: int, description: str) -> Callable[[str, int, flo
 _STAGES: dict[str, Callable[[StageRun, Any], dict[str, Any]]] = {
     "calibrate": _calibrate,
     "match": _match,
-    "distil": _distil,
+    "distill": _distill,
     "finetune": _finetune,
 }

@@ -20,7 +20,7 @@ TITLES = {
     "converted": "converted",
     "calibrate": "calibrated",
     "match": "matched",
-    "distil": "distilled",
+    "distill": "distilled",
     "finetune": "fine-tuned",
 }
 """What the states of a model are called, in their order."""

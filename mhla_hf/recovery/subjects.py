@@ -125,7 +125,9 @@ def write_recovered(
         record: Added to `conversion.json`.
     """
     part = _component(converted, component)
-    model = model.to("cpu").to(_dominant_dtype(part.folder))
+    model, dtype = model.to("cpu"), _dominant_dtype(part.folder)
+    if dtype != torch.float32:
+        model = model.to(dtype)
     with atomic_directory(destination) as temporary:
         for path in list_files(converted):
             own = (converted / path).parent == part.folder

@@ -27,7 +27,7 @@ from .transformers_stages import BatchesByStep, TransformersDistillation, Transf
 
 
 class TransformersTrainer(Trainer):
-    """Distils a converted model of transformers, and fine-tunes it on its own task.
+    """Distills a converted model of transformers, and fine-tunes it on its own task.
 
     Distillation matches the logits or the hidden states of the model that it was converted from; see
     `distill_target`. The task of language models is the next token. Other models have one where batches hold `labels`;

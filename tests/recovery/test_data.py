@@ -54,7 +54,7 @@ def test_batches_are_a_pure_function(sources, name):
     first = source.batch("match", 3, 4)
     source.batch("match", 40, 4)
     assert equal(source.batch("match", 3, 4), first)
-    assert not equal(source.batch("distil", 3, 4), first)
+    assert not equal(source.batch("distill", 3, 4), first)
     assert len(source) > 3 * len(source.held_out(1)) > 0
     assert all(equal(*pair) for pair in zip(source.held_out(2), source.held_out(2), strict=True))
     json.dumps(source.describe())

@@ -98,7 +98,7 @@ def test_memory_of_a_small_model():
     # Gradients, two moments, and the original.
     assert computed.training_gb == pytest.approx(16e-9 * count, rel=0.05)
     assert computed.cache_gb == pytest.approx(150 * 16 * 128 * 6 * 384 * 2 * 2 / 1e9, rel=0.05)
-    assert computed.steps == recipe.match.steps + recipe.distil.steps
+    assert computed.steps == recipe.match.steps + recipe.distill.steps
     assert expected(recipe.changed({"match.cache": "none"}), model).cache_gb == 0
 
 
@@ -142,13 +142,13 @@ def test_default_recipes(family):
         ({"layers": True}, "layers must be a text, got True"),
         ({"data": {"max_length": 128}}, "data.max_length is not an option of wan models, only of causal, encoder"),
         (
-            {"distil": {"temperature": 2.0}},
-            "distil.temperature is not an option of wan models, only of causal, encoder",
+            {"distill": {"temperature": 2.0}},
+            "distill.temperature is not an option of wan models, only of causal, encoder",
         ),
         ({"family": "encoder", "finetune": {}}, "finetune: models of the family encoder have no objective"),
         ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
         ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks has no meaning for sequences of text"),
-        ({"match": None}, "it has no stage; give one of calibrate, match, distil, finetune"),
+        ({"match": None}, "it has no stage; give one of calibrate, match, distill, finetune"),
         ({"match": {"batch_size": 4096}}, "match.batch_size must be at most data.samples, 2048, got 4096"),
         ({"match": {"steps": 9, "batches": 10}}, "match.batches must be at most match.steps, 9, got 10"),
     ],
@@ -197,14 +197,14 @@ def test_changes_are_checked_again():
     recipe = load_recipe("minilm")
     assert recipe.changed({"match.steps": 200}).match.steps == 200
     assert recipe.changed({"match.steps": 200}).expected is None
-    assert recipe.changed({"distil": None}).stages() == ["calibrate", "match"]
-    assert recipe.only(("distil",)).stages() == ["distil"]
-    assert recipe.only(("distil",)).distil == recipe.distil
+    assert recipe.changed({"distill": None}).stages() == ["calibrate", "match"]
+    assert recipe.only(("distill",)).stages() == ["distill"]
+    assert recipe.only(("distill",)).distill == recipe.distill
     halved = recipe.with_budget(0.5)
-    assert (halved.match.steps, halved.distil.steps) == (recipe.match.steps // 2, recipe.distil.steps // 2)
+    assert (halved.match.steps, halved.distill.steps) == (recipe.match.steps // 2, recipe.distill.steps // 2)
     with pytest.raises(ValueError, match="match.steps must be at least 1, got 0"):
         recipe.changed({"match.steps": 0})
-    with pytest.raises(ValueError, match="stages: 'match2' given; there are calibrate, match, distil, finetune"):
+    with pytest.raises(ValueError, match="stages: 'match2' given; there are calibrate, match, distill, finetune"):
         recipe.only(("match2",))
 
 

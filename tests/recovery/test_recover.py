@@ -16,7 +16,6 @@ import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.cli.train import _digit_videos
 from mhla_hf.recovery import recover as module
-from mhla_hf.recovery.layer_choice import choose_layers
 from tests import tiny, tiny_images
 
 from .sources import model_directory, text_folder
@@ -32,8 +31,8 @@ SMALL = {
     "match.steps": 6,
     "match.batches": 4,
     "match.batch_size": 1,
-    "distil.steps": 4,
-    "distil.batch_size": 2,
+    "distill.steps": 4,
+    "distill.batch_size": 2,
 }
 EXTRA = {
     "wan": {
@@ -96,12 +95,12 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_recover(kind, sources, tmp_path):
     report = recover(kind, sources, tmp_path / "out")
-    stages = ["calibrate", "match", "distil"]
+    stages = ["calibrate", "match", "distill"]
     assert list(report.figures) == ["softmax", "converted", *stages]
     main = "above_softmax_percent" if kind in ("wan", "dit", "llama") else "cosine"
     assert all(main in report.figures[name] for name in ["converted", *stages])
     if main == "cosine":
-        assert report.figures["distil"]["cosine"] > report.figures["converted"]["cosine"]
+        assert report.figures["distill"]["cosine"] > report.figures["converted"]["cosine"]
     assert report.data["samples"] >= 4 and report.data["held_out"] >= 1
     # What was measured is what was written.
     out = tmp_path / "out"
@@ -207,7 +206,7 @@ def test_damaged_result_of_a_stage(sources, tmp_path, monkeypatch):
         ({"layers": "most"}, "layers must be all, indices"),
         ({"window": "wide"}, "mhla.window='wide' is not one of"),
         ({"budget": 0}, "budget must be a number above 0, got 0"),
-        ({"stages": ("train",)}, "stages: 'train' given; there are calibrate, match, distil, finetune"),
+        ({"stages": ("train",)}, "stages: 'train' given; there are calibrate, match, distill, finetune"),
         ({"changes": {"match.speed": 3}}, "match.speed is not known; allowed: steps"),
         ({"device": "tpu"}, "device must be one of auto, cpu, got 'tpu'"),
         ({"component": "vae"}, "component must be one of model"),
@@ -256,19 +255,16 @@ def _option(name: str) -> str:
 def test_layers_that_are_worst_to_replace_stay(sources, tmp_path):
     report = recover("llama", sources, tmp_path / "out", keep="34%", stages=("calibrate",))
     trial = report.stages["converted"]
-    worst = max(trial["errors"], key=trial["errors"].__getitem__)
-    assert trial["layers"] == sorted({0, 1, 2} - {int(worst)})
+    restored = {layer["index"]: layer["restored"] for layer in trial["selection"]["layers"]}
+    worst = max(restored, key=restored.__getitem__)
+    assert trial["layers"] == sorted({0, 1, 2} - {worst})
     assert load("llama", tmp_path / "out").config.mhla["layers"] == trial["layers"]
 
 
-def test_chosen_layers():
-    errors = {1: 0.5, 2: 0.1, 3: 0.3, 5: 0.2}
-    assert choose_layers(errors, "1/2", 6) == [2, 3, 5]
-    assert choose_layers(errors, "1/1", 6) == [1, 2, 3, 5]
-    assert choose_layers(errors, "1/100", 6) == [2]
-    for wrong in ("3/2", "0/2", "1/0"):
-        with pytest.raises(ValueError, match="must be a fraction above 0 and at most 1"):
-            choose_layers(errors, wrong, 6)
+@pytest.mark.parametrize("wrong", ["auto:3/2", "auto:0/2", "auto:1/0"])
+def test_wrong_shares_of_layers(sources, tmp_path, wrong):
+    with pytest.raises(ValueError, match="must be a fraction above 0 and at most 1"):
+        recover("llama", sources, tmp_path / "out", layers=wrong, stages=("calibrate",))
 
 
 def test_pixart_needs_no_data(tmp_path):

@@ -1,0 +1,273 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""How well, and how fast, converted models recover: the demo's Wan, all-MiniLM-L6-v2, and a language model.
+
+    python benchmarks/recovery.py --jobs 2
+
+MHLA, MHLA with a softmax window beside it, and linear attention (MHLA with one block) go through the default recipe
+of their family, alike in everything else, with several seeds. Figures and a plot go to `benchmarks/results/`. Each
+job runs on one thread; CPU seconds are those of all its stages. What was measured before is kept, so an interrupted
+run goes on. The language model is left out unless its directory is given; `python_language_model.py` makes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+
+RESULTS = Path(__file__).parent / "results"
+STAGES = ("calibrate", "match", "distill")
+TITLES = {"mhla": "MHLA", "window": "MHLA + window", "linear": "linear"}
+COLORS = {"mhla": "#1f77b4", "window": "#2ca02c", "linear": "#d95f02"}
+MODELS = {
+    "digits": "Wan of the demo, two thirds of the layers",
+    "digits_all": "Wan of the demo, all layers",
+    "minilm": "all-MiniLM-L6-v2",
+    "language": "language model on Python source",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recovery.
+
+    Attributes:
+        model: A key of `MODELS`.
+        variant: A key of `TITLES`.
+        seed: Of data order and noise.
+    """
+
+    model: str
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name in the results."""
+        return f"{self.model}/{self.variant}/{self.seed}"
+
+
+def run_case(case: Case, folder: Path, language_model: Path | None) -> dict[str, Any]:
+    """Recovers one copy and returns its figures and seconds by stage; runs in a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    if case.model.startswith("digits"):
+        report = _digits(case, folder)
+    elif case.model == "minilm":
+        report = _minilm(case, folder)
+    else:
+        assert language_model is not None
+        report = _language(case, folder, language_model)
+    return {"figures": report["figures"], "seconds": report["seconds"], "recipe": report["recipe"]}
+
+
+def _digits(case: Case, folder: Path) -> dict[str, Any]:
+    from mhla_hf.demo import DemoConfig
+    from mhla_hf.demo.runner import Demo
+
+    layers = "all" if case.model == "digits_all" else "2/3"
+    demo = Demo(DemoConfig(output=folder, seed=case.seed, layers=layers, progress=False))
+    base = demo._base_pipeline()
+    train, held_out = demo._data(base)
+    variant = "mhla_window" if case.variant == "window" else case.variant
+    return demo._variant(variant, base, train, held_out)
+
+
+def _minilm(case: Case, folder: Path) -> dict[str, Any]:
+    from minilm_transfer import LINEAR, packaged_model, paragraphs
+
+    import mhla_hf
+
+    texts = folder / "texts"
+    texts.mkdir()
+    (texts / "docstrings.txt").write_text("\n\n".join(paragraphs()), encoding="utf-8")
+    changes: dict[str, Any] = {}
+    if case.variant == "linear":
+        changes = {f"mhla.{name}": value for name, value in LINEAR.items()}
+    window = "adjacent" if case.variant == "window" else None
+    output = folder / "recovered"
+    report = mhla_hf.recover(
+        packaged_model(), output, texts, window=window, changes=changes, seed=case.seed, device="cpu", progress=False
+    )
+    return report.to_dict()
+
+
+def _language(case: Case, folder: Path, language_model: Path) -> dict[str, Any]:
+    import mhla_hf
+
+    texts = folder / "texts"
+    texts.mkdir()
+    # What the model has not been trained on, so that softmax and MHLA are compared on new text.
+    shutil.copy(language_model / "held_out.txt", texts)
+    # A quarter of the layers stays softmax, or none and every layer has a window.
+    window = "adjacent" if case.variant == "window" else None
+    changes: dict[str, Any] = {}
+    if case.variant == "linear":
+        changes = {"mhla.block_size": [1024], "mhla.grid": [1024], "mhla.mixing_init": "uniform"}
+    report = mhla_hf.recover(
+        language_model,
+        folder / "recovered",
+        texts,
+        window=window,
+        layers="all" if case.variant == "window" else None,
+        changes=changes,
+        seed=case.seed,
+        device="cpu",
+        progress=False,
+    )
+    return report.to_dict()
+
+
+def points(result: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """CPU seconds so far, and the main figure, after the conversion and each stage."""
+    seconds, found = 0.0, []
+    for stage in ("converted", *STAGES):
+        if stage in result["figures"]:
+            seconds += result["seconds"][stage]["cpu_seconds"] if stage in STAGES else 0.0
+            figures = result["figures"][stage]
+            found.append((seconds, figures.get("above_softmax_percent", figures.get("cosine"))))
+    return found
+
+
+def summary(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Mean over the seeds of the main figure after each stage, its range in the end, and CPU seconds."""
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for model in MODELS:
+        for variant in TITLES:
+            runs = [points(value) for name, value in results.items() if name.startswith(f"{model}/{variant}/")]
+            if not runs:
+                continue
+            stages = ("converted", *STAGES)[: len(runs[0])]
+            row = {stage: statistics.mean(run[index][1] for run in runs) for index, stage in enumerate(stages)}
+            last = [run[-1][1] for run in runs]
+            row |= {"lowest": min(last), "highest": max(last), "seeds": len(runs)}
+            row["cpu_seconds"] = statistics.mean(run[-1][0] for run in runs)
+            table.setdefault(model, {})[variant] = row
+    return table
+
+
+def plot(results: Mapping[str, Any], path: Path) -> None:
+    """Quality against CPU seconds: a panel for each model, a line for each seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [model for model in MODELS if any(name.startswith(f"{model}/") for name in results)]
+    figure = Figure(figsize=(5.2 * len(shown), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, model in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
+        for variant, title in TITLES.items():
+            runs = [points(value) for name, value in results.items() if name.startswith(f"{model}/{variant}/")]
+            for number, run in enumerate(runs):
+                seconds, quality = zip(*run, strict=True)
+                if model == "minilm":
+                    quality = tuple(1 - value for value in quality)
+                label = title if number == 0 else None
+                axis.plot(seconds, quality, color=COLORS[variant], marker="o", alpha=0.8, label=label)
+        quality_name = "1 - cosine to the original" if model == "minilm" else "above softmax, %"
+        axis.set(title=MODELS[model], xlabel="CPU seconds", ylabel=quality_name, yscale="log")
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(frameon=False)
+    figure.savefig(path, dpi=110, facecolor="white")
+
+
+def main() -> None:
+    """Runs what is not measured yet, and writes figures and plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["digits", "digits_all", "minilm"], choices=list(MODELS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="recoveries at a time")
+    parser.add_argument("--language-model", type=Path, help="directory of a language model and its held_out.txt")
+    parser.add_argument("--json", type=Path, default=RESULTS / "recovery.json")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        model, variant, seed = arguments.case.split("/")
+        with tempfile.TemporaryDirectory() as folder:
+            result = run_case(Case(model, variant, int(seed)), Path(folder), arguments.language_model)
+        print("RESULT " + json.dumps(result))
+        return
+    models = list(arguments.models)
+    if arguments.language_model is not None and "language" not in models:
+        models.append("language")
+    stored = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {"results": {}}
+    results: dict[str, Any] = stored["results"]
+    cases = [Case(m, variant, seed) for seed in range(arguments.seeds) for m in models for variant in TITLES]
+    pending = [case for case in cases if case.name not in results]
+
+    def measure(case: Case) -> None:
+        command = [sys.executable, __file__, "--case", case.name]
+        if arguments.language_model is not None:
+            command += ["--language-model", str(arguments.language_model)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            raise RuntimeError(f"{case.name} failed: {done.stderr[-2000:]}")
+        results[case.name] = json.loads(lines[-1].removeprefix("RESULT "))
+        write(arguments.json, results)
+        last = points(results[case.name])[-1]
+        print(f"{case.name}: {last[1]:.4g} in {last[0]:.0f} CPU s", flush=True)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(measure, pending))
+    write(arguments.json, results)
+    plot(results, arguments.json.with_suffix(".png"))
+    show(results)
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Writes the figures with the machine that they were measured on."""
+    import torch
+    import transformers
+    from minilm_transfer import processor
+
+    import mhla_hf
+
+    facts = {
+        "date": date.today().isoformat(),
+        "machine": f"{processor()}, 1 CPU thread a recovery",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "mhla_hf": mhla_hf.__version__,
+        },
+        "summary": summary(results),
+        "results": dict(sorted(results.items())),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(facts, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def show(results: Mapping[str, Any]) -> None:
+    """Prints the means."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Above softmax in %, or cosine to the original")
+    names: Sequence[str] = ("converted", *STAGES, "lowest", "highest", "cpu_seconds")
+    for column in ("model", "variant", *names):
+        table.add_column(column)
+    for model, rows in summary(results).items():
+        for variant, row in rows.items():
+            table.add_row(model, variant, *(f"{row[name]:.4g}" if name in row else "" for name in names))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
