@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from torch import nn
 
 from ..conversion.options import parse_size
 from .fits import Changes, HeadsFit, LayerCall, ProjectionFit, TemperatureFit
-from .layers import AttentionLayer, Batch, find_projections, mhla_layers, original_heads, run
+from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, original_heads, run
 
 
 Progress = Callable[[int, int], None]
@@ -440,18 +439,6 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_moved(entry, device) for entry in value)
     return value
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without dropout."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @torch.no_grad()

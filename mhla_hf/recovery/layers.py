@@ -299,6 +299,28 @@ def record_calls(
     return {name: LayerCall(*inputs[name], outputs[name], valid[name]) for name in inputs}
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which a model is in evaluation mode."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """A context for training without dropout; layers that recompute their activations go on doing so."""
+    with evaluating(model):
+        for module in model.modules():
+            # They look at their own mode.
+            module.training = bool(getattr(module, "gradient_checkpointing", False))
+        yield
+
+
 def run(model: nn.Module, batch: Batch) -> Any:
     """Output of a model for a batch, without a cache."""
     options: dict[str, Any] = {}

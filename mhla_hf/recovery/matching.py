@@ -36,11 +36,10 @@ from .layer_training import (
     layer_loss,
     trained_names,
 )
-from .layers import AttentionLayer, Batch, find_projections, mhla_layers
+from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers
 from .recording import (
     Recorder,
     check_originals,
-    evaluating,
     only_trainable,
     original_values,
 )

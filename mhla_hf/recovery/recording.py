@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..layers.mhla import MHLA
-from .layers import AttentionLayer, Batch, LayerCall, base_model, record_calls
+from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, record_calls
 from .teacher import SharedTeacher
 
 
@@ -131,18 +131,6 @@ def swapped(model: nn.Module, values: Tensors) -> Iterator[None]:
     finally:
         for name, parameter in parameters.items():
             parameter.data = before[name]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is in evaluation mode."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from .layers import mhla_layers, original_heads
+from .layers import evaluating, mhla_layers, original_heads
 
 
 _BASE_LAYER = ".base_layer."
@@ -99,13 +99,9 @@ class SharedTeacher:
     @contextmanager
     def active(self) -> Iterator[None]:
         """A context in which the model computes what the teacher does, but for the stored weights."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad(), _without_adapters(self.model), original_heads(self.model, self.layers):
+        with evaluating(self.model), torch.no_grad(), _without_adapters(self.model):
+            with original_heads(self.model, self.layers):
                 yield
-        finally:
-            self.model.train(was_training)
 
     def _by_present_names(self) -> dict[str, torch.Tensor]:
         """The stored weights by their names in the model, which LoRA changes."""

@@ -24,9 +24,9 @@ from ..json_files import read_json
 from ..recovery.activations import ActivationCache, DiskCache, MemoryCache, moved, pack
 from ..recovery.cache_choice import choose_cache
 from ..recovery.layer_training import layer_loss
-from ..recovery.layers import AttentionLayer, LayerCall, find_projections
+from ..recovery.layers import AttentionLayer, LayerCall, evaluating, find_projections
 from ..recovery.layers import mhla_layers as attention_layers
-from ..recovery.recording import Recorder, evaluating, original_values
+from ..recovery.recording import Recorder, original_values
 from .batches import Batch
 from .config import TrainingConfig
 from .data_order import DataOrder

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..recovery.layers import without_dropout
 from .config import TrainingConfig
 from .data_order import DataOrder
 from .objectives.transformers_models import TransformersObjective, head_of, matched_states, token_states
@@ -278,6 +279,10 @@ class TransformersDistillation(_TransformersStage):
         """The model."""
         self.teacher = self.get_teacher()
         return super().module()
+
+    def context(self) -> AbstractContextManager[None]:
+        """No dropout: the teacher has none, and runs are short."""
+        return without_dropout(self.model)
 
 
 class TransformersFineTuning(_TransformersStage):
