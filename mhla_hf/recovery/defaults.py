@@ -53,8 +53,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "mhla": {"mixing_heads": "per_head"},
         "data": {"samples": 4096, "held_out": 192},
         "calibrate": {"batches": 24, "batch_size": 16},
-        "match": {"steps": 150, "batches": 150, "batch_size": 16, "learning_rate": 1e-3, "mhla_learning_rate": 3e-2},
-        "distill": {"steps": 100, "batch_size": 16, "learning_rate": 2e-4, "mhla_learning_rate": 3e-3},
+        # Many small steps get further than few large ones, and further than distillation in the same time.
+        "match": {"steps": 1000, "batches": 500, "batch_size": 4, "learning_rate": 1e-3, "mhla_learning_rate": 3e-2},
     },
     "vision": {
         "mhla": {"feature_map": "hedgehog", "mixing_heads": "per_head", "lepe_kernel": 3},

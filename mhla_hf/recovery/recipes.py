@@ -214,6 +214,10 @@ class Recipe:
                 content.pop(section, None)
             else:
                 content[section] = value
+        match = content.get("match")
+        if match and "match.steps" in changes and "match.batches" not in changes and isinstance(match["steps"], int):
+            # Fewer steps see fewer batches.
+            match["batches"] = max(1, min(match.get("batches", MatchOptions.batches), match["steps"]))
         # What was computed for other values holds no longer.
         content.pop("expected", None)
         return parse_recipe(content, self.name)
