@@ -276,6 +276,7 @@ def test_taking_the_window_away_takes_its_size_with_it():
     assert config.replace(window="block").window_size == (2, 2)
 
 
+@pytest.mark.slow
 def test_torch_compile_traces_the_window_whole_at_any_size():
     torch.compiler.reset()
     layer = make_layer(blocks=(1, 2, 2), window="cross", window_size=(2, 2, 3))

@@ -197,7 +197,7 @@ class TestCommands:
 
     def test_the_demo(self, disk):
         fill(disk, leave=4 * BLOCK)
-        small = ["--train-videos", "2", "--held-out-videos", "2", "--steps", "1", "--transfer-steps", "1", "-q"]
+        small = ["--train-videos", "2", "--held-out-videos", "2", "--match-steps", "1", "--distill-steps", "1", "-q"]
         code, output = command("demo", disk / "demo", *small)
         text = " ".join(output.split())
         assert code == 1 and "Traceback" not in output

@@ -76,9 +76,8 @@ def test_prompts_are_texts(value):
         ({"guidance": math.nan}, "guidance must be a finite number of at least 0, got nan"),
         ({"guidance": math.inf}, "guidance must be a finite number"),
         ({"guidance": -1.0}, "guidance must be a finite number of at least 0"),
-        ({"learning_rate": math.nan}, "learning_rate must be a finite number greater than 0"),
-        ({"transfer_learning_rate": math.inf}, "transfer_learning_rate must be a finite number"),
-        ({"seed": 2**40}, "seed must be less than 2147483648"),
+        ({"match_steps": 0}, "match_steps must be at least 1"),
+        ({"seed": 2**40}, "seed must be from 0 to 2147483647"),
     ],
 )
 def test_demo_options(options, message, tmp_path):

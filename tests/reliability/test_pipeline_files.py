@@ -13,7 +13,7 @@ from mhla_hf.benchmarks.quality_dit import SETTINGS
 from mhla_hf.benchmarks.quality_dit.runner import measure_quality
 from mhla_hf.cli.main import app
 from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
-from mhla_hf.demo.config import DemoConfig
+from mhla_hf.demo.config import DemoConfig, base_pipeline_directory
 from mhla_hf.demo.data import encode_digits
 from mhla_hf.demo.runner import Demo, token_grid
 from mhla_hf.training import TrainingConfig
@@ -150,7 +150,7 @@ class TestMetrics:
             ("[1]", "is not a JSON object but a list"),
             ('{"step": 1}', "has no field 'stage'"),
             ('{"stage": "finetune", "step": "1"}', "'step' must be an integer"),
-            ('{"stage": "other", "step": 1}', "'stage' must be one of transfer, finetune"),
+            ('{"stage": "other", "step": 1}', "'stage' must be one of transfer, distill, finetune"),
             ("[" * 5000, "nested too deeply"),
             ('{"stage": "fine', "is not valid JSON"),
         ],
@@ -175,17 +175,14 @@ class TestRecords:
 
     def test_records_of_the_demo(self, tmp_path):
         demo = Demo(DemoConfig(output=tmp_path, progress=False))
-        for name, content in (
-            ("mhla/transfer/result.json", '{"losses": 3, "seconds_per_step": 1}'),
-            ("evaluations/softmax.json", '{"losses": [1.0]}'),
-        ):
-            path = demo.work / name
-            path.parent.mkdir(parents=True)
-            path.write_text(content)
-        with pytest.raises(ValueError, match=r"to repeat this part\): .*result\.json: 'losses' must be a list"):
-            demo._train("mhla", "transfer", 5, tmp_path, None)
-        with pytest.raises(ValueError, match=r"softmax\.json has no field 'sigmas'"):
-            demo._evaluate(tmp_path, None, "softmax")
+        (demo.work / "seconds.json").write_text('{"seconds": "long"}')
+        with pytest.raises(ValueError, match=r"to repeat this part\): .*seconds\.json: 'seconds' must be a number"):
+            demo._total_seconds(1.0)
+        folder = demo.work / "mhla" / "work"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("[1]")
+        with pytest.raises(ValueError, match=r"run\.json is not a JSON object but a list"):
+            demo._variant("mhla", base_pipeline_directory(), None, None)
 
     def test_tensors_of_the_demo_and_the_benchmark(self, tmp_path):
         damaged = {"empty": b"", "text": b"no tensors", "long header": b"\xff" * 100}
