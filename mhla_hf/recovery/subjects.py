@@ -22,6 +22,7 @@ from ..messages import shorten_list
 from ..models.registry import FAMILIES as DIFFUSERS
 from ..models.registry import MHLA_CLASSES, family_for, is_mhla_class
 from ..source_files import list_files
+from ..tensor_files import read_header
 from ..training.loading import check_weights, damage_named
 
 
@@ -121,13 +122,18 @@ def write_recovered(
         converted: What `convert_pretrained` wrote, on the same disk.
         destination: Directory to make.
         component: Name of the model in a pipeline.
-        model: The recovered model; its weights take the type that the converted ones have.
+        model: The recovered model; its weights take the types that the converted ones have.
         record: Added to `conversion.json`.
     """
     part = _component(converted, component)
-    model, dtype = model.to("cpu"), _dominant_dtype(part.folder)
-    if dtype != torch.float32:
-        model = model.to(dtype)
+    model = model.to("cpu")
+    stored = _stored_dtypes(part.folder)
+    # Names in the file differ from the model's where transformers maps them.
+    kinds = sorted(stored.values(), key=str)
+    usual = max(kinds, key=kinds.count) if kinds else torch.float32
+    for name, parameter in model.named_parameters():
+        fallback = torch.float32 if ".mhla." in name else usual
+        parameter.data = parameter.data.to(stored.get(name, fallback))
     with atomic_directory(destination) as temporary:
         for path in list_files(converted):
             own = (converted / path).parent == part.folder
@@ -154,17 +160,13 @@ def _transformers_class(component: Component) -> Any:
     return getattr(transformers, component.class_name, None) or transformers.AutoModel
 
 
-def _dominant_dtype(folder: Path) -> torch.dtype:
-    from safetensors import safe_open
-
-    counts: dict[str, int] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                kind = file.get_slice(name).get_dtype()
-                counts[kind] = counts.get(kind, 0) + 1
-    kind = max(counts, key=counts.__getitem__) if counts else "F32"
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)
+def _stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The types of floating-point tensors in the weight files, by name."""
+    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    headers = [read_header(path)[0] for path in sorted(folder.glob("*.safetensors"))]
+    return {
+        name: known[entry["dtype"]] for header in headers for name, entry in header.items() if entry["dtype"] in known
+    }
 
 
 def _link_or_copy(source: Path, destination: Path) -> None:

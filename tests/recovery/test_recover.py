@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.cli.train import _digit_videos
+from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.recovery import recover as module
+from mhla_hf.tensor_files import read_header
 from tests import tiny, tiny_images
 
 from .sources import model_directory, text_folder
@@ -265,6 +267,23 @@ def test_layers_that_are_worst_to_replace_stay(sources, tmp_path):
 def test_wrong_shares_of_layers(sources, tmp_path, wrong):
     with pytest.raises(ValueError, match="must be a fraction above 0 and at most 1"):
         recover("llama", sources, tmp_path / "out", layers=wrong, stages=("calibrate",))
+
+
+def test_weights_keep_their_types(tmp_path):
+    base = base_pipeline_directory()
+    stages = {"calibrate.batches": 2, "calibrate.batch_size": 1, "data.samples": 4, "data.held_out": 1}
+    mhla = {"mhla.blocks": [5, 2, 2], "mhla.grid": [5, 8, 8]}
+    data = {"data.height": 64, "data.width": 64, "data.num_frames": 17}
+    mhla_hf.recover(
+        base, tmp_path / "out", "digits", layers="1", stages=("calibrate",), changes={**stages, **mhla, **data},
+        device="cpu", progress=False, digit_videos=_digit_videos,
+    )  # fmt: skip
+    before, _ = read_header(base / "transformer" / "diffusion_pytorch_model.safetensors")
+    after, _ = read_header(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert {name: entry["dtype"] for name, entry in after.items() if name in before} == {
+        name: entry["dtype"] for name, entry in before.items()
+    }
+    assert after["blocks.1.attn1.mhla.mixing"]["dtype"] == "F32"
 
 
 def test_pixart_needs_no_data(tmp_path):
