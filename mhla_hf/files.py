@@ -117,3 +117,11 @@ def remove_leftovers(parent: Path) -> None:
 def _temporary_sibling(path: Path) -> Path:
     """A new name beside a path, another one at every call."""
     return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a file, which costs no space, or a copy where the disk has no such names."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)

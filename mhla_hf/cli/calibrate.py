@@ -35,6 +35,11 @@ Frames = Annotated[int | None, typer.Option(help="Frames of videos.", rich_help_
 Steps = Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=_SIZE)]
 
 
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not `None`."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def calibrate_command(
     directory: Annotated[Path, typer.Argument(help="What mhla-hf convert wrote.")],
     *,
@@ -71,11 +76,7 @@ def calibrate_command(
             overwrite=overwrite,
             device=device,
             progress=progress,
-            **{
-                name: value
-                for name, value in (("height", height), ("width", width), ("num_frames", num_frames), ("steps", steps))
-                if value is not None
-            },
+            **given(height=height, width=width, num_frames=num_frames, steps=steps),
         )
     if not quiet:
         show_calibration(report, output or directory)

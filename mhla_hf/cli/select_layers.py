@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .calibrate import BatchSize, Data, Frames, Height, Prompts, Samples, Seed, Steps, Width, batch_progress
+from .calibrate import BatchSize, Data, Frames, Height, Prompts, Samples, Seed, Steps, Width, batch_progress, given
 from .conversion_options import mhla_fields, options_for_components, with_conversion_options
 
 
@@ -45,7 +45,6 @@ def select_layers_command(
 
     if options["layers"] is not None:
         raise ValueError("layers is what this command finds out; leave it out.")
-    sizes = {"height": height, "width": width, "num_frames": num_frames, "steps": steps}
     with batch_progress("selecting layers", not quiet) as progress:
         report = select_layers_of(
             source,
@@ -57,7 +56,7 @@ def select_layers_command(
             seed=seed,
             prompts=prompt or None,
             device=device,
-            call_options={name: value for name, value in sizes.items() if value is not None},
+            call_options=given(height=height, width=width, num_frames=num_frames, steps=steps),
             keep=keep,
             latency=latency,
             progress=progress,

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..conversion.options import parse_size
 from .fits import Changes, HeadsFit, LayerCall, ProjectionFit, TemperatureFit
-from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, original_heads, run
+from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, on_device, original_heads, run
 
 
 Progress = Callable[[int, int], None]
@@ -423,22 +423,6 @@ def _check_weights(layers: Sequence[AttentionLayer]) -> None:
                         f"{name}.{key} is quantised or sharded: calibrate the model in full or half precision, then "
                         "quantise it."
                     )
-
-
-def on_device(value: Any, model: nn.Module) -> Any:
-    """Tensors in nested dicts and sequences, on the device of a model's first parameter."""
-    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
-    return _moved(value, device or torch.device("cpu"))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {name: _moved(entry, device) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(entry, device) for entry in value)
-    return value
 
 
 @torch.no_grad()

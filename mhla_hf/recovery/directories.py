@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,13 @@ from ..conversion.provenance import FILE_NAME
 from ..conversion.source import Component, Source, read_source
 from ..conversion.tensors import TensorEntry, write_safetensors
 from ..destinations import claim_destination
-from ..files import write_json
+from ..files import link_or_copy, write_json
 from ..json_files import read_json
 from ..models.registry import MHLA_CLASSES, family_for
 from ..source_files import list_files
 from ..training.loading import check_weights, damage_named
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
-from .layers import Batch, mhla_layers
+from .layers import Batch, is_linear, mhla_layers
 from .probes import DEFAULT_SAMPLES, data_batches, pipeline_batches
 
 
@@ -180,7 +178,7 @@ def _touched(model: nn.Module) -> set[str]:
     return {
         key
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or name in names
+        if is_linear(module) or name in names
         for key in (f"{name}.{own}" for own, _ in module.named_parameters())
     }
 
@@ -212,7 +210,7 @@ def _write(
     for path in list_files(source.root):
         if path not in rewritten:
             (staging / path).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(source.root / path, staging / path)
+            link_or_copy(source.root / path, staging / path)
     record = source.root / FILE_NAME
     content = read_json(record, "the record") if record.is_file() else {}
     write_json(staging / FILE_NAME, {**content, "calibration": report.to_dict()})
@@ -234,11 +232,3 @@ def _stored_names(values: Mapping[str, torch.Tensor], stored: Sequence[str], par
             raise ValueError(f"{part.folder} has no weight called {name}; load the model and calibrate it in Python.")
         names[name] = found
     return names
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a file, which costs no space, or a copy where the disk has no such names."""
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copyfile(source, target)

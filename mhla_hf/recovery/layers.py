@@ -171,7 +171,7 @@ def find_projections(model: nn.Module, layers: Sequence[AttentionLayer], batch: 
             hooks.callback(layer.mhla.register_forward_hook(attended(layer.name)).remove)
         inside = tuple(f"{layer.name}.mhla." for layer in layers)
         for name, module in model.named_modules():
-            if _is_linear(module) and not name.startswith(inside):
+            if is_linear(module) and not name.startswith(inside):
                 hooks.callback(module.register_forward_pre_hook(projecting(name)).remove)
         run(trunk_for(model, batch), batch)
     modules = dict(model.named_modules())
@@ -321,6 +321,22 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def on_device(value: Any, model: nn.Module) -> Any:
+    """Tensors in nested dicts and sequences, on the device of a model's first parameter."""
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    return _moved(value, device or torch.device("cpu"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(entry, device) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(entry, device) for entry in value)
+    return value
+
+
 def run(model: nn.Module, batch: Batch) -> Any:
     """Output of a model for a batch, without a cache."""
     options: dict[str, Any] = {}
@@ -356,5 +372,6 @@ def _take_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return CallArguments((None, *args[1:]), kwargs, 0), args[0].detach()
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map: `nn.Linear`, or the `Conv1D` of transformers."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

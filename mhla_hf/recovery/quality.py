@@ -12,7 +12,7 @@ from torch import nn
 
 from ..training.evaluation import evaluate_batches
 from .data import BatchSource, Latents, PackedText, RecordedCalls
-from .layers import Batch, mhla_layers, original_heads, run
+from .layers import Batch, evaluating, mhla_layers, on_device, original_heads, run
 
 
 _BATCH_SIZE = 16
@@ -83,10 +83,8 @@ class Quality:
 
     @torch.no_grad()
     def _outputs(self, model: nn.Module) -> list[torch.Tensor]:
-        was_training = model.training
-        model.eval()
         outputs = []
-        try:
+        with evaluating(model):
             for batch in self.batches:
                 batch = on_device(batch, model)
                 # The trunk: heads that are not of the checkpoint would be noise.
@@ -99,8 +97,6 @@ class Quality:
                     mask = mask.unsqueeze(-1).to(output)
                     output = (output * mask).sum(1) / mask.sum(1)
                 outputs.append(output.cpu())
-        finally:
-            model.train(was_training)
         return outputs
 
 
@@ -117,17 +113,7 @@ def _kind(model: nn.Module, source: BatchSource) -> str:
 @torch.no_grad()
 def _negative_log_likelihood(model: nn.Module, batch: Batch) -> float:
     """Of all tokens but the first of each row, in nats."""
-    was_training = model.training
-    model.eval()
-    try:
-        batch = on_device(batch, model)
+    batch = on_device(batch, model)
+    with evaluating(model):
         logits = run(model, batch)[0][:, :-1].float()
-    finally:
-        model.train(was_training)
     return F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum").item()
-
-
-def on_device(batch: Batch, model: nn.Module) -> dict[str, Any]:
-    """The batch where the model's parameters are."""
-    device = next(model.parameters()).device
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..layers.mhla import MHLA
 from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, record_calls
-from .teacher import SharedTeacher
+from .teacher import SharedTeacher, original_name
 
 
 Tensors = Mapping[str, torch.Tensor]
@@ -64,7 +64,7 @@ def original_values(model: nn.Module, teacher: nn.Module | SharedTeacher) -> dic
         ValueError: If the teacher is the model itself or has MHLA layers, or lacks a parameter.
     """
     if isinstance(teacher, SharedTeacher):
-        names = {_original_name(name): name for name, _ in model.named_parameters()}
+        names = {original_name(name): name for name, _ in model.named_parameters()}
         values = {names[name]: value for name, value in teacher.weights.items()}
         return {**values, **_switched_off(model)}
     trunk, teacher = base_model(model), base_model(teacher)
@@ -81,7 +81,7 @@ def original_values(model: nn.Module, teacher: nn.Module | SharedTeacher) -> dic
     for name, parameter in trunk.named_parameters(prefix=prefix.removesuffix(".")):
         if ".mhla." in f".{name}" or ".lora_" in name:
             continue
-        original = found.get(_original_name(name.removeprefix(prefix)))
+        original = found.get(original_name(name.removeprefix(prefix)))
         if original is None or original.shape != parameter.shape:
             problem = "has no" if original is None else "has another shape of"
             raise ValueError(f"teacher {problem} {name}: it must be what this {type(model).__name__} was made from.")
@@ -92,11 +92,6 @@ def original_values(model: nn.Module, teacher: nn.Module | SharedTeacher) -> dic
 def _switched_off(model: nn.Module) -> dict[str, torch.Tensor]:
     """Values with which adapters of LoRA do nothing."""
     return {name: torch.zeros_like(value) for name, value in model.named_parameters() if ".lora_B." in name}
-
-
-def _original_name(name: str) -> str:
-    """What LoRA has renamed."""
-    return name.replace(".base_layer.", ".")
 
 
 def check_originals(model: nn.Module, originals: Tensors) -> None:

@@ -25,8 +25,8 @@ from ..training.config import DEVICES
 from ..training.stopping import TrainingStopped
 from .data import BatchSource
 from .defaults import default_recipe
-from .layers import find_projections, mhla_layers
-from .quality import Quality, on_device
+from .layers import find_projections, mhla_layers, on_device
+from .quality import Quality
 from .recipes import Recipe, load_recipe, parse_keep
 from .recovery_data import DATA_FREE, GENERATED, DigitVideos, open_data
 from .recovery_stages import StageRun, changed_parameters, run_stage

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +14,15 @@ from torch import nn
 
 from ..conversion.provenance import FILE_NAME
 from ..conversion.source import Component, download_or_find, read_source
-from ..files import atomic_directory, write_json
+from ..files import atomic_directory, link_or_copy, write_json
 from ..json_files import read_json
 from ..messages import shorten_list
 from ..models.registry import FAMILIES as DIFFUSERS
 from ..models.registry import MHLA_CLASSES, family_for, is_mhla_class
 from ..source_files import list_files
 from ..tensor_files import read_header
-from ..training.loading import check_weights, damage_named
+from ..training.loading import check_weights
+from .directories import load_weights
 
 
 logger = logging.getLogger(__name__)
@@ -103,14 +102,7 @@ def load_converted(directory: Path, component: str, device: torch.device) -> nn.
     Raises:
         ValueError: If files are damaged.
     """
-    part = _component(directory, component)
-    check_weights(part.folder)
-    with damage_named(part.folder):
-        if part.is_transformers:
-            model = _transformers_class(part).from_pretrained(part.folder, dtype=torch.float32)
-        else:
-            model = family_for(part.class_name).load_class().from_pretrained(part.folder, torch_dtype=torch.float32)
-    return model.to(device).eval()
+    return load_weights(_component(directory, component)).to(device).eval()
 
 
 def write_recovered(
@@ -140,7 +132,7 @@ def write_recovered(
             if own and (path.name == "config.json" or part.is_weight_file(path)):
                 continue
             (temporary / path).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(converted / path, temporary / path)
+            link_or_copy(converted / path, temporary / path)
         folder = temporary / part.folder.relative_to(converted)
         saving: Any = model
         saving.save_pretrained(folder)
@@ -154,12 +146,6 @@ def _component(directory: Path, name: str) -> Component:
     return next(part for part in source.components if part.name == name)
 
 
-def _transformers_class(component: Component) -> Any:
-    import transformers
-
-    return getattr(transformers, component.class_name, None) or transformers.AutoModel
-
-
 def _stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The types of floating-point tensors in the weight files, by name."""
     known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -167,11 +153,3 @@ def _stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
     return {
         name: known[entry["dtype"]] for header in headers for name, entry in header.items() if entry["dtype"] in known
     }
-
-
-def _link_or_copy(source: Path, destination: Path) -> None:
-    """A second name of a file, or a copy where the disk has no such names: text encoders have gigabytes."""
-    try:
-        os.link(source, destination)
-    except OSError:
-        shutil.copyfile(source, destination)

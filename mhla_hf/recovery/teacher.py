@@ -73,7 +73,7 @@ class SharedTeacher:
             names: Names in the model; None for all. Those of MHLA and LoRA have no part in the teacher.
         """
         parameters = self._parameters()
-        for name in parameters if names is None else map(_original_name, names):
+        for name in parameters if names is None else map(original_name, names):
             if name in parameters and name not in self.weights:
                 self.weights[name] = parameters[name].detach().clone()
 
@@ -106,14 +106,14 @@ class SharedTeacher:
     def _by_present_names(self) -> dict[str, torch.Tensor]:
         """The stored weights by their names in the model, which LoRA changes."""
         there = dict(self.model.named_parameters())
-        names = {_original_name(name): name for name in there}
+        names = {original_name(name): name for name in there}
         return {names[name]: value for name, value in self.weights.items()}
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters that the original has too, by the names that they have there."""
         inside = tuple(f"{layer.name}.mhla." for layer in self.layers)
         return {
-            _original_name(name): parameter
+            original_name(name): parameter
             for name, parameter in self.model.named_parameters()
             if not name.startswith(inside) and ".lora_" not in name
         }
@@ -130,7 +130,8 @@ class _Call(nn.Module):
         return function(self.model)
 
 
-def _original_name(name: str) -> str:
+def original_name(name: str) -> str:
+    """The name that a parameter had before LoRA wrapped its module."""
     return name.replace(_BASE_LAYER, ".")
 
 

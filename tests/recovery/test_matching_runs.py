@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import sys
-import traceback
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import distributed
 import mhla_hf
 from mhla_hf.recovery import match_layers
 from mhla_hf.training.stopping import TrainingStopped
+from tests.reliability.kill_training import start as start_process
 from tests.transformers.tiny_models import inputs, softmax_model
 
 
@@ -39,22 +39,6 @@ def run(output, model=None, **options):
 
 def same(one, other):
     return one[0] == other[0] and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
-
-
-def forked(action):
-    """Starts a process that runs something."""
-    sys.stdout.flush()
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            action()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return process
 
 
 def kill_at(event):
@@ -83,7 +67,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_loss(cache, tmp_path):
             kill_at(event)
             run(output, cache=cache)
 
-        _, status = os.waitpid(forked(action), 0)
+        _, status = os.waitpid(start_process(action), 0)
         assert same(run(output, cache=cache), whole)
         if not os.WIFSIGNALED(status):
             break
@@ -200,7 +184,7 @@ def in_two_processes(tmp_path, action):
         action(rank)
         distributed.destroy_process_group()
 
-    processes = [forked(lambda rank=rank: start(rank)) for rank in range(2)]
+    processes = [start_process(lambda rank=rank: start(rank)) for rank in range(2)]
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
 
 

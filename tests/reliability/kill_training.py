@@ -37,8 +37,8 @@ def train(output: Path) -> None:
     ).run()
 
 
-def forked(action: Callable[[], None], kill_after: float | None = None) -> int:
-    """Runs something in a process of its own; returns the signal that ended it, 0 for none."""
+def start(action: Callable[[], object]) -> int:
+    """Starts a process that runs something; returns its number."""
     sys.stdout.flush()
     process = os.fork()
     if process == 0:
@@ -50,6 +50,12 @@ def forked(action: Callable[[], None], kill_after: float | None = None) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)
+    return process
+
+
+def forked(action: Callable[[], None], kill_after: float | None = None) -> int:
+    """Runs something in a process of its own; returns the signal that ended it, 0 for none."""
+    process = start(action)
     if kill_after is not None:
         time.sleep(kill_after)
         os.kill(process, signal.SIGKILL)
