@@ -14,9 +14,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --disable-pip-version-check --no-input -c $(CONSTRAINTS)
 # What depends on the versions of transformers and huggingface_hub.
-version_tests := tests/transformers tests/test_conversion.py tests/test_hub.py tests/test_import.py \
-	tests/test_pipelines.py tests/test_versions.py tests/reliability/test_cache_inspection.py \
-	tests/reliability/test_hostile_transformers.py tests/reliability/test_tensor_parallel.py
+version_tests := tests/integrations/transformers tests/conversion/test_transformers.py tests/conversion/test_wan.py \
+	tests/test_hub.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_versions.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-upstream test-lowest test-versions test-these-versions style quality clean

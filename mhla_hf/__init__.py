@@ -12,16 +12,16 @@ import importlib
 from typing import Any
 
 from .integrations.adapters import register_with_peft
-from .integrations.diffusers_loading import guard_softmax_classes
-from .integrations.diffusers_namespace import register_with_diffusers
+from .integrations.diffusers.loading import guard_softmax_classes
+from .integrations.diffusers.namespace import register_with_diffusers
 from .integrations.transformers import register_with_transformers
-from .versions import check_transformers
+from .utils.versions import check_transformers
 
 
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
-    "BlockLayout": "layout",
+    "BlockLayout": "layouts.blocks",
     "MHLA": "layers.mhla",
     "MHLACache": "integrations.transformers.cache",
     "MHLAConfig": "config",
@@ -38,7 +38,7 @@ _PUBLIC_NAMES = {
     "load_pipeline": "pipelines",
     "mhla_attention": "ops",
     "recover": "recovery.recover",
-    "resample_mixing": "resampling",
+    "resample_mixing": "layouts.resampling",
     "supported_models": "models.registry",
 }
 

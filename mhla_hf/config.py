@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from .messages import shorten_list, shorten_value
-from .window_options import WINDOW_GAINS, WINDOWS, check_window
+from .layouts.windows import WINDOW_GAINS, WINDOWS, check_window
+from .utils.messages import shorten_list, shorten_value
 
 
 FEATURE_MAPS = ("relu", "elu", "exp", "hedgehog", "identity")

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from .config import MHLAConfig
-from .files import path_inside
-from .integrations.diffusers_loading import loading_as_mhla
-from .json_files import read_json
+from .integrations.diffusers.loading import loading_as_mhla
 from .models.component_options import is_by_component, options_by_component
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
-from .sources import SourceNotFoundError, find_pipeline
+from .utils.files import path_inside
+from .utils.json_files import read_json
+from .utils.sources import SourceNotFoundError, find_pipeline
 
 
 ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)

@@ -6,18 +6,16 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mhla_hf import MHLAWanTransformer3DModel
-from tests import tiny
+from tests import ROOT, tiny
 from tests.loopback_hub import LoopbackHub
 from tests.models.model_case import perturb_mhla
 
 
-REPOSITORY = Path(__file__).parent.parent
 GENERATE = """
         def generate(pipeline):
             return pipeline(
@@ -35,7 +33,7 @@ def hub():
 
 def run(program: str, environment: dict[str, str]) -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
 

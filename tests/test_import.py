@@ -6,20 +6,17 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 import mhla_hf
 from mhla_hf.models.registry import MHLA_CLASSES
-
-
-REPOSITORY = Path(__file__).parent.parent
+from tests import ROOT
 
 
 def run(program: str) -> dict:
     """Runs a program in a fresh interpreter; it prints one line of JSON last."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -109,7 +106,7 @@ def test_public_names_resolve_and_unknown_ones_do_not():
 def test_registration_happens_once():
     import diffusers
 
-    from mhla_hf.integrations.diffusers_namespace import register_with_diffusers
+    from mhla_hf.integrations.diffusers.namespace import register_with_diffusers
 
     before = type(diffusers)
     register_with_diffusers()

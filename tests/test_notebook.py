@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import nbformat
 from nbclient import NotebookClient
 
+from tests import ROOT
 
-NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "quick_start.ipynb"
+
+NOTEBOOK = ROOT / "notebooks" / "quick_start.ipynb"
 
 
 def _images(notebook: nbformat.NotebookNode) -> int:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import accelerate
 import numpy as np
@@ -27,14 +26,13 @@ from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
 from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, load_pipeline, supported_models
-from tests import tiny
+from tests import ROOT, tiny
 from tests.models.adapter_checks import randomize_lora
 from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
 
 
 MHLA = {"blocks": [2, 1, 2]}
 CPU = torch.device("cpu")
-REPOSITORY = Path(__file__).parent.parent
 
 
 def generate(pipeline, height=16, width=32, num_frames=5, **options):
@@ -399,7 +397,7 @@ def test_plain_diffusers_generates_the_same_in_a_fresh_process(mhla_dir, tmp_pat
         ).frames[0]
         numpy.save({str(tmp_path / "video.npy")!r}, video)
     """
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

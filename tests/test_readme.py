@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -13,9 +12,9 @@ from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
 from mhla_hf.demo import base_pipeline_directory
+from tests import ROOT
 
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NEEDS_A_GPU = "# needs a GPU and the Hub"
 

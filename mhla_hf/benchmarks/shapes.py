@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ..layout import BlockLayout, choose_blocks
+from ..layouts.blocks import BlockLayout, choose_blocks
 
 
 class MeasuredCase(Protocol):

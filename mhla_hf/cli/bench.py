@@ -103,7 +103,7 @@ def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
 def write_report(report: dict[str, Any], json_file: Path | None, plot_file: Path | None) -> None:
     """Writes a report's figures and their picture where they are wanted, the figures first."""
     from ..benchmarks.plots import plot_report
-    from ..files import write_json
+    from ..utils.files import write_json
 
     if json_file is not None:
         write_json(json_file, report)

@@ -38,8 +38,8 @@ def check_lora_command(
     import torch
 
     from ..benchmarks.machine import choose_device
-    from ..files import write_json
     from ..lora_check import check_lora
+    from ..utils.files import write_json
 
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in types:
@@ -69,7 +69,7 @@ def _show(report: "LoraReport") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ..messages import shorten_text
+    from ..utils.messages import shorten_text
 
     console = Console(soft_wrap=True)
     total, lost = len(report.weights), report.counts["nothing"]

@@ -116,8 +116,8 @@ def options_for_components(text: str | None, fields: Mapping[str, Any]) -> dict[
     """
     if text is None:
         return dict(fields)
-    from ..json_files import check_fields, parse_json, read_json
     from ..models.base import merge_options
+    from ..utils.json_files import check_fields, parse_json, read_json
 
     if text.lstrip().startswith(("{", "[")):
         content = check_fields(parse_json(text, "--mhla"), "--mhla")

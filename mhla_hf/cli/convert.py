@@ -241,8 +241,8 @@ def _advice(destination: Path, fresh: "dict[str, ComponentReport]") -> str:
 
 def _training_command(destination: Path, name: str, part: "ComponentReport") -> str | None:
     """The command that trains a component; None if there is none for it."""
-    from ..json_files import read_json
-    from ..training.objectives import objective_class
+    from ..training.families import objective_class
+    from ..utils.json_files import read_json
 
     # A model alone has no folder of its own.
     folder = destination / name if (destination / name).is_dir() else destination

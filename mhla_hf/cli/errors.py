@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from ..messages import shorten_text
+from ..utils.messages import shorten_text
 
 
 # Messages are short; this is for those of libraries, and for long paths.

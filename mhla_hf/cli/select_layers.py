@@ -40,8 +40,8 @@ def select_layers_command(
     **options: Any,
 ) -> None:
     """Find out which layers are best kept softmax, and print the others as --layers of mhla-hf convert takes them."""
-    from ..files import write_json
     from ..recovery.selection import select_layers_of
+    from ..utils.files import write_json
 
     if options["layers"] is not None:
         raise ValueError("layers is what this command finds out; leave it out.")

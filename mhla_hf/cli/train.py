@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..json_files import read_json
 from ..training.config import CacheConfig, TrainingConfig
+from ..utils.json_files import read_json
 from .conversion_options import OPTIONS, mhla_fields, option_parameters
 
 
 if TYPE_CHECKING:
-    from ..training.samples import DataSample
+    from ..training.data.samples import DataSample
 
 app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
 
@@ -107,8 +107,8 @@ def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache
     join_launched_processes()
     accelerator = make_accelerator(config)
     if config.model is not None:
-        from ..sources import find_pipeline
         from ..training.loading import check_family, check_run
+        from ..utils.sources import find_pipeline
 
         with accelerator.main_process_first():
             source = find_pipeline(config.model, "model")
@@ -206,8 +206,8 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
     """MHLA options from the shortcuts `--blocks`, `--layers`, ..., checked by `MHLAConfig`."""
     from ..config import MHLAConfig
     from ..conversion.options import parse_layers
-    from ..sources import find_pipeline
     from ..training.loading import component_config
+    from ..utils.sources import find_pipeline
 
     if "mhla" in training:
         raise ValueError(f"mhla cannot be combined with {', '.join(shortcuts)}: give all options in one way")
@@ -223,7 +223,7 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
 
 
 def _make_cache(config: TrainingConfig, cache_config: CacheConfig, accelerator: Any) -> None:
-    from ..training.cache_step import make_cache
+    from ..training.data.cache_step import make_cache
 
     make_cache(config, cache_config, accelerator, _digit_videos)
 
@@ -231,7 +231,7 @@ def _make_cache(config: TrainingConfig, cache_config: CacheConfig, accelerator: 
 def _digit_videos(config: CacheConfig) -> "list[DataSample]":
     """The videos of the demo, in the size that the options ask for."""
     from ..demo.digits import MovingDigits, MovingDigitsConfig
-    from ..training.samples import DataSample
+    from ..training.data.samples import DataSample
 
     assert config.num_frames is not None and config.height is not None and config.num_samples is not None
     appearance = MovingDigitsConfig(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..destinations import Destination, claim_destination
 from ..models.component_options import options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES
-from ..source_files import list_files
+from ..utils.destinations import Destination, claim_destination
+from ..utils.source_files import list_files
 from .options import parse_dtype, parse_size
 from .planning import ComponentPlan, plan_component
 from .provenance import ConversionReport, describe_file

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..destinations import claim_destination
-from ..messages import shorten_list, shorten_text, shorten_value
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from ..models.stored_config import to_stored
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
-from ..source_files import check_entry, read_weight_map
+from ..utils.destinations import claim_destination
+from ..utils.messages import shorten_list, shorten_text, shorten_value
+from ..utils.source_files import check_entry, read_weight_map
 from .engine import write_result
 from .options import parse_dtype, parse_size
 from .planning import (

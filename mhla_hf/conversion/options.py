@@ -10,7 +10,7 @@ from numbers import Integral
 
 import torch
 
-from ..messages import shorten_list, shorten_value
+from ..utils.messages import shorten_list, shorten_value
 
 
 DTYPES: dict[str, torch.dtype] = {

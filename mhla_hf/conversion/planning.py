@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..messages import shorten_list, shorten_value
 from ..models.bounds import check_layer_count, check_model_config, check_new_size
 from ..models.registry import family_for, is_mhla_class
 from ..models.stored_config import to_stored
+from ..utils.messages import shorten_list, shorten_value
 from .options import parse_layers
 from .provenance import ComponentReport, WeightSetReport
 from .source import Component

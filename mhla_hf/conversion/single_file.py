@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import MHLAConfig
-from ..gguf_file import SUFFIX as GGUF_SUFFIX
-from ..gguf_file import GGUFFile
-from ..json_files import read_json
 from ..models.component_options import options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
 from ..models.single_file import find_single_file, is_url, read_config
 from ..models.stored_config import from_stored
-from ..sources import PIPELINE_INDEX
+from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
+from ..utils.gguf_file import GGUFFile
+from ..utils.json_files import read_json
+from ..utils.sources import PIPELINE_INDEX
 from .official import TORCH_SUFFIXES, open_checkpoint
 from .planning import ComponentPlan, plan_component
 from .source import Component, Source, download_or_find, read_source

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import path_inside
-from ..json_files import check_fields, read_json
-from ..messages import LIST_LENGTH, shorten_list, shorten_text
 from ..models.registry import LEGACY_CLASS, current_class, is_mhla_class
-from ..source_files import list_files, named_file, read_weight_map
-from ..sources import PIPELINE_INDEX, local_directory
+from ..utils.files import path_inside
+from ..utils.json_files import check_fields, read_json
+from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
+from ..utils.source_files import list_files, named_file, read_weight_map
+from ..utils.sources import PIPELINE_INDEX, local_directory
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ..messages import shorten_text
-from ..tensor_files import read_header
+from ..utils.messages import shorten_text
+from ..utils.tensor_files import read_header
 
 
 FLOAT_TYPES: dict[str, torch.dtype] = {
@@ -77,7 +77,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """See [`read_header`][mhla_hf.tensor_files.read_header]; errors as in [`check_safetensors`]."""
+    """See [`read_header`][mhla_hf.utils.tensor_files.read_header]; errors as in [`check_safetensors`]."""
     try:
         return read_header(path)
     except (SafetensorError, OSError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..messages import shorten_list, shorten_text, shorten_value
+from ..utils.messages import shorten_list, shorten_text, shorten_value
 from .tensors import FLOAT_TYPES, TensorEntry
 
 

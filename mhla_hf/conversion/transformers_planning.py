@@ -17,9 +17,9 @@ from ..config import MHLAConfig
 from ..integrations.transformers.attaching import check_new_parameters
 from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
 from ..integrations.transformers.layer_count import check_layers, check_sizes
-from ..json_files import read_json
 from ..layers.mhla import MHLA
-from ..messages import shorten_text
+from ..utils.json_files import read_json
+from ..utils.messages import shorten_text
 from .options import parse_layers
 from .planning import (
     ComponentPlan,

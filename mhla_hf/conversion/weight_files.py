@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..messages import shorten_text
+from ..utils.messages import shorten_text
 from .tensors import SafetensorsReader
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from ..files import atomic_directory
+from ..utils.files import atomic_directory
 from .checkpoints import write_safetensors
 from .digits import DIGIT_WORDS, DIRECTIONS
 

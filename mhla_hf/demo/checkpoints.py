@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..files import atomic_file
-from ..tensor_files import read_tensors
-from ..write_errors import clear_write_errors
+from ..utils.files import atomic_file
+from ..utils.tensor_files import read_tensors
+from ..utils.write_errors import clear_write_errors
 
 
 def save_checkpoint(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..tensor_files import read_tensors
-from ..training.encoding import encode_videos
+from ..training.data.encoding import encode_videos
+from ..utils.tensor_files import read_tensors
 from .checkpoints import write_safetensors
 from .digits import MovingDigits, MovingDigitsConfig, stack_videos
 from .text import PRETRAINING_TEXT_LENGTH

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..training.digits import DIGIT_WORDS, SPLITS, load_scans
+from ..training.data.digits import DIGIT_WORDS, SPLITS, load_scans
 
 
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..files import atomic_file
-from ..layout import BlockLayout
+from ..layouts.blocks import BlockLayout
+from ..utils.files import atomic_file
 
 
 TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}

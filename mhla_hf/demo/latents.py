@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from ..training.encoding import encode_videos
+from ..training.data.encoding import encode_videos
 from .checkpoints import write_safetensors
 from .digits import MovingDigits, stack_videos
 from .text import tokenize

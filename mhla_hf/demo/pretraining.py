@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
 
-from ..files import atomic_directory
+from ..utils.files import atomic_directory
 from .autoencoder import measure_latents, refine_decoder, train_vae
 from .base_model import build_tokenizer, build_vae, write_pipeline
 from .base_trainer import BaseTrainer, PretrainingConfig

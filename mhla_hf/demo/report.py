@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..files import atomic_directory, atomic_file, write_json
-from ..json_files import read_json
-from ..tensor_files import read_header
+from ..training.data.videos import write_video
 from ..training.loading import load_student
-from ..training.videos import write_video
+from ..utils.files import atomic_directory, atomic_file, write_json
+from ..utils.json_files import read_json
+from ..utils.tensor_files import read_header
 from .config import DemoConfig
 from .figures import (
     FRAMES_PER_SECOND,

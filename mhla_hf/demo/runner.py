@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ..destinations import TEMPORARY_PREFIX
-from ..files import remove_directory, remove_leftovers, write_json
-from ..json_files import read_json
-from ..locks import lock_output
-from ..recovery.data import Latents
 from ..recovery.recover import recover
 from ..training import objective_for
-from ..training.sizes import PipelineSizes
+from ..training.data.batch_sources import Latents
+from ..training.families.sizes import PipelineSizes
+from ..utils.destinations import TEMPORARY_PREFIX
+from ..utils.files import remove_directory, remove_leftovers, write_json
+from ..utils.json_files import read_json
+from ..utils.locks import lock_output
 from .config import DemoConfig, base_pipeline_directory
 from .data import DigitLatents, encode_digits
 from .figures import TITLES

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from ..config import MAX_BLOCKS, MAX_LEPE_WEIGHTS, MHLAConfig
-from ..layout import BlockLayout, choose_blocks, positive_axes
-from ..window_options import with_window_size
+from ..layouts.blocks import BlockLayout, choose_blocks, positive_axes
+from ..layouts.windows import with_window_size
 
 
 def layout_at(

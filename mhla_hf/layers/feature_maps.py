@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..config import FEATURE_MAPS
-from ..messages import shorten_value
+from ..utils.messages import shorten_value
 
 
 FIXED_FEATURE_MAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..layout import BlockLayout
+from ..layouts.blocks import BlockLayout
 from ..ops.numerics import records_gradients
 
 

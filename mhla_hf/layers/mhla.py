@@ -17,13 +17,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..layout import BlockLayout, check_count, positive_axes
-from ..messages import shorten_value
+from ..layouts.blocks import BlockLayout, check_count, positive_axes
+from ..layouts.resampling import resample_mixing
+from ..layouts.windows import window_size_for
 from ..ops import choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, records_gradients, repeat_heads
 from ..ops.sharded import TokenShard, sharded_mhla_attention
-from ..resampling import resample_mixing
-from ..window_options import window_size_for
+from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks
 from .context_parallel import sharded_convolution
 from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features

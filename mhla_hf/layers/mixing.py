@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..layout import block_centers, check_count
+from ..layouts.blocks import block_centers, check_count
 
 
 # Under a finite `mixing_range` the bias bottoms out here instead of at 0, relative to the block's own weight.

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ..layout import BlockLayout, check_count
+from ..layouts.blocks import BlockLayout, check_count
+from ..layouts.sequences import SequenceLayout
 from ..ops import attend_blocks, extend_mixing
 from ..ops.checks import check_mixing, check_options, check_tokens
 from ..ops.numerics import check_normalizer
 from ..ops.recurrent_checks import check_valid
-from ..sequence_layout import SequenceLayout
 
 
 class DecodingCache(Protocol):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..caching import cached
-from ..layout import BlockLayout
+from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import SequenceLayout
+from ..layouts.tables import cached
 from ..ops.numerics import from_head_blocks, head_blocks
-from ..sequence_layout import SequenceLayout
 from .sequence import TokenSequence
 from .window_cross import cross_attention
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ..caching import cached
+from ..layouts.tables import cached
 
 
 def cross_attention(

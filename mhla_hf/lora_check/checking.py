@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ..conversion.source import Component, Source, download_or_find, read_source
-from ..files import path_inside
-from ..messages import shorten_list, shorten_text
 from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
-from ..recovery.layers import mhla_layers
-from ..sources import is_hub_id
 from ..training.loading import check_weights, damage_named, recorded_sources
+from ..training.matching.layers import mhla_layers
+from ..utils.files import path_inside
+from ..utils.messages import shorten_list, shorten_text
+from ..utils.sources import is_hub_id
 from .probing import changed, cosine, diffusion_probes, movement, outputs, probe_grid, transformers_probes
 from .reading import LoraFile, read_lora
 from .report import LoraReport, ModuleChange, ProbeResult

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..recovery.layers import run
+from ..training.matching.layers import run
 
 
 _TEXT_TOKENS, _WAN_TEXT_TOKENS, _WAN_IMAGE_TOKENS = 32, 512, 257

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ..json_files import Types, check_fields, read_json
-from ..messages import shorten_list, shorten_text, shorten_value
-from ..tensor_files import read_header, read_tensors
+from ..utils.json_files import Types, check_fields, read_json
+from ..utils.messages import shorten_list, shorten_text, shorten_value
+from ..utils.tensor_files import read_header, read_tensors
 
 
 PEFT_CONFIG = "adapter_config.json"

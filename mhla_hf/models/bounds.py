@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..messages import shorten_value
+from ..utils.messages import shorten_value
 
 
 MAX_LAYERS = 1000

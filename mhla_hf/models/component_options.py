@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..config import MHLAConfig
-from ..messages import shorten_value
+from ..utils.messages import shorten_value
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))

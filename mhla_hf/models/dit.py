@@ -22,7 +22,7 @@ class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, Peft
     it takes images that are not square, and LoRA adapters, which upstream's class does not.
     """
 
-    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers_namespace`.
+    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers.namespace`.
     __module__ = "diffusers"
 
     _no_split_modules = ["BasicTransformerBlock"]

@@ -63,7 +63,7 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
     embeddings meet it, or the mixing weights' start. Layers left out of `layers` keep SANA's linear attention.
     """
 
-    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers_namespace`.
+    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers.namespace`.
     __module__ = "diffusers"
 
     # 81 frames of 480 × 832 as Wan's autoencoder makes them, in patches of 2 × 2.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..gguf_file import SUFFIX as GGUF_SUFFIX
-from ..gguf_file import GGUFFile
-from ..messages import LIST_LENGTH, shorten_list, shorten_text
+from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
+from ..utils.gguf_file import GGUFFile
+from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
 from .bounds import check_layer_count, check_model_config
 from .converting import FLOATS, convert_model
 from .fresh_parameters import advice

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from ..messages import shorten_list, shorten_text, shorten_value
+from ..utils.messages import shorten_list, shorten_text, shorten_value
 from .bounds import MAX_LAYERS
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MHLA operator in all its forms: dense (the oracle), block-parallel, causal chunked and recurrent."""
 
-from ..sequence_layout import extend_mixing, mixing_at
+from ..layouts.sequences import extend_mixing, mixing_at
 from .backends import choose_backend, triton_obstacle
 from .block import block_mhla_attention
 from .causal import causal_mhla_attention

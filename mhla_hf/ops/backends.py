@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..config import BACKENDS
-from ..messages import shorten_value
+from ..utils.messages import shorten_value
 
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import BlockLayout
-from ..sequence_layout import SequenceLayout, earlier_blocks
+from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import SequenceLayout, earlier_blocks
 from .checks import check_form
 from .numerics import (
     accumulation_dtype,

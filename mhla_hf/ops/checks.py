@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..config import BACKENDS
-from ..layout import BlockLayout, check_flag
-from ..messages import shorten_value
-from ..sequence_layout import SequenceLayout, check_mixing_shape
+from ..layouts.blocks import BlockLayout, check_flag
+from ..layouts.sequences import SequenceLayout, check_mixing_shape
+from ..utils.messages import shorten_value
 from .numerics import check_normalizer
 
 

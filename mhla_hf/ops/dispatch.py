@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..layout import BlockLayout
-from ..sequence_layout import SequenceLayout, extend_mixing
+from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import SequenceLayout, extend_mixing
 from .backends import choose_backend
 from .block import block_mhla_attention
 from .causal import causal_mhla_attention

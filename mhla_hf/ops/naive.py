@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import BlockLayout
-from ..sequence_layout import extend_mixing
+from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import extend_mixing
 from .checks import check_dense, check_eps
 from .numerics import check_normalizer, repeat_heads
 

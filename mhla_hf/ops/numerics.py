@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 from ..config import NORMALIZERS
-from ..layout import BlockLayout
-from ..messages import shorten_value
-from ..sequence_layout import SequenceLayout
+from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import SequenceLayout
+from ..utils.messages import shorten_value
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

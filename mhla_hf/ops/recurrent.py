@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..layout import check_count
-from ..sequence_layout import mixing_at
+from ..layouts.blocks import check_count
+from ..layouts.sequences import mixing_at
 from .backends import choose_backend
 from .checks import check_mixing, check_tokens
 from .numerics import mix_summaries, records_gradients

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import BACKENDS
-from ..messages import shorten_value
+from ..utils.messages import shorten_value
 from .checks import check_eps, check_mixing, check_tokens
 from .numerics import accumulation_dtype, check_normalizer
 

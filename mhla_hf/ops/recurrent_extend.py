@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..layout import BlockLayout
-from ..sequence_layout import SequenceLayout, extend_mixing, mixing_at
+from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import SequenceLayout, extend_mixing, mixing_at
 from .causal import finite_tokens, prefix_and_own, spoilt_tokens
 from .numerics import accumulation_dtype, from_head_blocks, head_blocks, mix_summaries, normalizer_pair
 from .recurrent import (

@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from ..sequence_layout import mixing_at
+from ..layouts.sequences import mixing_at
 from .numerics import mix_summaries, normalizer_pair, repeat_heads
 from .recurrent import MHLAState, goes_by_kernels
 from .recurrent_checks import check_recurrent_arguments

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..caching import cached
-from ..layout import BlockLayout
+from ..layouts.blocks import BlockLayout
+from ..layouts.tables import cached
 from .checks import check_blocks, check_eps, check_layout, check_mixing, check_tokens
 from .numerics import accumulation_dtype, mix_summaries, repeat_heads
 

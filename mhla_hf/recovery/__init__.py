@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 
 _PUBLIC_NAMES = {
-    "MatchingReport": "matching",
-    "attention_matching_loss": "layer_training",
-    "match_layers": "matching",
-    "matching_losses": "matching",
+    "MatchingReport": "training.matching.matching",
+    "attention_matching_loss": "training.matching.layer_training",
+    "match_layers": "training.matching.matching",
+    "matching_losses": "training.matching.matching",
 }
 
 __all__ = ["MatchingReport", "attention_matching_loss", "match_layers", "matching_losses"]
 
 if TYPE_CHECKING:
-    from .layer_training import attention_matching_loss
-    from .matching import MatchingReport, match_layers, matching_losses
+    from ..training.matching.layer_training import attention_matching_loss
+    from ..training.matching.matching import MatchingReport, match_layers, matching_losses
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC_NAMES[name]}"), name)
+    value = getattr(importlib.import_module(f"..{_PUBLIC_NAMES[name]}", __name__), name)
     globals()[name] = value
     return value

@@ -17,8 +17,17 @@ import torch
 from torch import nn
 
 from ..conversion.options import parse_size
+from ..training.matching.layers import (
+    AttentionLayer,
+    Batch,
+    evaluating,
+    find_projections,
+    mhla_layers,
+    on_device,
+    original_heads,
+    run,
+)
 from .fits import Changes, HeadsFit, LayerCall, ProjectionFit, TemperatureFit
-from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, on_device, original_heads, run
 
 
 Progress = Callable[[int, int], None]

@@ -13,14 +13,14 @@ from torch import nn
 from ..conversion.provenance import FILE_NAME
 from ..conversion.source import Component, Source, read_source
 from ..conversion.tensors import TensorEntry, write_safetensors
-from ..destinations import claim_destination
-from ..files import link_or_copy, write_json
-from ..json_files import read_json
 from ..models.registry import MHLA_CLASSES, family_for
-from ..source_files import list_files
 from ..training.loading import check_weights, damage_named
+from ..training.matching.layers import Batch, is_linear, mhla_layers
+from ..utils.destinations import claim_destination
+from ..utils.files import link_or_copy, write_json
+from ..utils.json_files import read_json
+from ..utils.source_files import list_files
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
-from .layers import Batch, is_linear, mhla_layers
 from .probes import DEFAULT_SAMPLES, data_batches, pipeline_batches
 
 

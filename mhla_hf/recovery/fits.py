@@ -21,7 +21,7 @@ from torch import nn
 
 from ..layers.mhla import MHLA
 from ..ops.numerics import repeat_heads
-from .layers import AttentionLayer
+from ..training.matching.layers import AttentionLayer
 from .statistics import Moments, solve_ridge
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from .layers import AttentionLayer, mhla_layers
-from .opening import PASSAGE_LENGTH, ROW_LENGTH
+from ..training.data.opening import PASSAGE_LENGTH, ROW_LENGTH
+from ..training.matching.layers import AttentionLayer, mhla_layers
 from .recipes import VIDEO, Expected, Recipe
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..models.registry import is_mhla_class
-from ..training.batches import stable_seed
-from .layers import Batch, mhla_layers, original_heads
+from ..training.data.batches import stable_seed
+from ..training.matching.layers import Batch, mhla_layers, original_heads
 
 
 DEFAULT_SAMPLES = 32
@@ -142,19 +142,19 @@ def data_batches(
         batch_size: Samples of a batch.
         component: Name of the model in a pipeline.
         seed: Seed of their order, and of noise.
-        **options: Other arguments of [`text_batches`][mhla_hf.recovery.opening.text_batches].
+        **options: Other arguments of [`text_batches`][mhla_hf.training.data.opening.text_batches].
 
     Raises:
         ValueError: If there are no such data, or they do not fit the model.
     """
-    from .data import BatchSource, Latents
-    from .opening import picture_batches, text_batches
+    from ..training.data.batch_sources import BatchSource, Latents
+    from ..training.data.opening import picture_batches, text_batches
 
     source: BatchSource
     if is_mhla_class(type(model).__name__):
-        from ..training.cache import LatentDataset
         from ..training.config import TrainingConfig
-        from ..training.objectives import objective_for
+        from ..training.data.cache import LatentDataset
+        from ..training.families import objective_for
 
         pipeline = directory if (directory / "model_index.json").is_file() else None
         objective = objective_for(model, pipeline, TrainingConfig(component=component))

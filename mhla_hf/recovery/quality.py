@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..training.data.batch_sources import BatchSource, Latents, PackedText, RecordedCalls
 from ..training.evaluation import evaluate_batches
-from .data import BatchSource, Latents, PackedText, RecordedCalls
-from .layers import Batch, evaluating, mhla_layers, on_device, original_heads, run
+from ..training.matching.layers import Batch, evaluating, mhla_layers, on_device, original_heads, run
 
 
 _BATCH_SIZE = 16

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..messages import shorten_text
+from ..utils.messages import shorten_text
 
 
 # In a wheel the recipes are in the package; in a clone beside it.

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import MHLAConfig
-from ..messages import shorten_list, shorten_value
 from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, _option, _Options
+from ..utils.messages import shorten_list, shorten_value
 from .recipe_files import find_recipe, read_yaml
 
 

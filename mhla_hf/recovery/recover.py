@@ -19,13 +19,14 @@ from torch import nn
 
 from .. import __version__
 from ..conversion import convert_pretrained
-from ..files import write_json
-from ..messages import shorten_text
 from ..training.config import DEVICES
+from ..training.data.batch_sources import BatchSource
+from ..training.matching.layers import find_projections, mhla_layers, on_device
+from ..training.matching.teacher import SharedTeacher
 from ..training.stopping import TrainingStopped
-from .data import BatchSource
+from ..utils.files import write_json
+from ..utils.messages import shorten_text
 from .defaults import default_recipe
-from .layers import find_projections, mhla_layers, on_device
 from .quality import Quality
 from .recipes import Recipe, load_recipe, parse_keep
 from .recovery_data import DATA_FREE, GENERATED, DigitVideos, open_data
@@ -33,7 +34,6 @@ from .recovery_stages import StageRun, changed_parameters, run_stage
 from .report import REPORT, TITLES, write_plot
 from .selection import select_layers
 from .subjects import Subject, find_subject, load_converted, write_recovered
-from .teacher import SharedTeacher
 from .work_folder import RESULT, WorkFolder
 
 
@@ -119,7 +119,8 @@ def recover(
             text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
             folder of pictures; `digits` where scikit-learn's scans will do; `generated` for samples that the original
             makes. `None` is `generated` for DiT, PixArt and language models, and for others with `prompts`. In a
-            program also a function from the converted model to a [`BatchSource`][mhla_hf.recovery.data.BatchSource].
+            program also a function from the converted model to a
+            [`BatchSource`][mhla_hf.training.data.batch_sources.BatchSource].
         prompts: Text file with one prompt a line, for samples that the original makes.
         recipe: A YAML file, or the name of a recipe that comes with the package. `None` takes the default of the
             model's family.

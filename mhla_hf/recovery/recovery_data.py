@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from ..training.config import CacheConfig, TrainingConfig
-from ..training.samples import DataSample
-from .data import BatchSource, Latents, PackedText, RecordedCalls
-from .opening import ROW_LENGTH, picture_batches, text_batches
+from ..training.data.batch_sources import BatchSource, Latents, PackedText, RecordedCalls
+from ..training.data.opening import ROW_LENGTH, picture_batches, text_batches
+from ..training.data.samples import DataSample
 from .recipes import Recipe
 from .subjects import Subject
 
@@ -82,9 +82,9 @@ def _latents(
     prompts: str | None,
     digit_videos: DigitVideos | None,
 ) -> BatchSource:
-    from ..training.cache import LatentDataset
-    from ..training.cache_step import make_cache
-    from ..training.objectives import objective_for
+    from ..training.data.cache import LatentDataset
+    from ..training.data.cache_step import make_cache
+    from ..training.families import objective_for
     from ..training.runtime import make_accelerator
 
     options = recipe.data
@@ -121,7 +121,7 @@ def _recorded(
 
     asked = None
     if prompts is not None:
-        from .generated import read_prompts
+        from ..training.data.generated import read_prompts
 
         asked = read_prompts(prompts)
     pipeline = DiffusionPipeline.from_pretrained(converted, **{component: model})
@@ -141,7 +141,7 @@ def _generated_text(subject: Subject, recipe: Recipe, model: nn.Module, cache: P
     """Rows that the original writes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .generated import generate_text
+    from ..training.data.generated import generate_text
 
     device = next(model.parameters()).device
     original = AutoModelForCausalLM.from_pretrained(subject.component.folder).to(device)

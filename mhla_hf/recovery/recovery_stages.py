@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..training.config import TrainingConfig
+from ..training.data.batch_sources import BatchSource, Latents
+from ..training.matching.layers import AttentionLayer
+from ..training.matching.teacher import SharedTeacher
 from .calibration import calibrate_model
-from .data import BatchSource, Latents
-from .layers import AttentionLayer
 from .recipes import CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
-from .teacher import SharedTeacher
 
 
 _WARMUP_STEPS = 10
@@ -85,7 +85,7 @@ def _calibrate(run: StageRun, options: CalibrateOptions) -> dict[str, Any]:
 
 
 def _match(run: StageRun, options: MatchOptions) -> dict[str, Any]:
-    from .matching import match_layers
+    from ..training.matching.matching import match_layers
 
     report = match_layers(
         run.model,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import atomic_file
+from ..utils.files import atomic_file
 
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,19 @@ from torch import nn
 from ..conversion.source import download_or_find, read_source
 from ..layers.original import original_attention
 from ..models.registry import FAMILIES, MHLA_CLASSES
+from ..training.matching.layers import (
+    AttentionLayer,
+    Batch,
+    evaluating,
+    find_projections,
+    mhla_layers,
+    on_device,
+    original_heads,
+    run,
+)
 from .calibration import CalibrationReport, calibrate_model
 from .directories import load_weights
 from .fits import Changes, replaced
-from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, on_device, original_heads, run
 from .probes import DEFAULT_SAMPLES, data_batches, pipeline_batches
 
 

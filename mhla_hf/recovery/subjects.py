@@ -14,14 +14,14 @@ from torch import nn
 
 from ..conversion.provenance import FILE_NAME
 from ..conversion.source import Component, download_or_find, read_source
-from ..files import atomic_directory, link_or_copy, write_json
-from ..json_files import read_json
-from ..messages import shorten_list
 from ..models.registry import FAMILIES as DIFFUSERS
 from ..models.registry import MHLA_CLASSES, family_for, is_mhla_class
-from ..source_files import list_files
-from ..tensor_files import read_header
 from ..training.loading import check_weights
+from ..utils.files import atomic_directory, link_or_copy, write_json
+from ..utils.json_files import read_json
+from ..utils.messages import shorten_list
+from ..utils.source_files import list_files
+from ..utils.tensor_files import read_header
 from .directories import load_weights
 
 

@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..files import atomic_file, remove_directory, remove_leftovers, write_json
-from ..json_files import read_json
-from ..locks import lock_output
-from ..messages import shorten_value
+from ..utils.files import atomic_file, remove_directory, remove_leftovers, write_json
+from ..utils.json_files import read_json
+from ..utils.locks import lock_output
+from ..utils.messages import shorten_value
 
 
 NAME = "work"

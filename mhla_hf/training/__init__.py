@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC_NAMES = {
     "CacheConfig": "config",
-    "DiTObjective": "objectives",
+    "DiTObjective": "families",
     "DiffusionTrainer": "trainer",
     "EvaluationResult": "evaluation",
-    "LatentDataset": "cache",
-    "SanaObjective": "objectives",
+    "LatentDataset": "data.cache",
+    "SanaObjective": "families",
     "TrainingConfig": "config",
     "TrainingResult": "base_trainer",
     "TransformersTrainer": "transformers_trainer",
-    "WanObjective": "objectives",
-    "add_noise": "flow_matching",
+    "WanObjective": "families",
+    "add_noise": "stages.flow_matching",
     "evaluate": "evaluation",
     "evaluate_batches": "evaluation",
     "evaluation_batches": "evaluation",
-    "flow_matching_loss": "flow_matching",
-    "objective_for": "objectives",
-    "sample_sigmas": "flow_matching",
+    "flow_matching_loss": "stages.flow_matching",
+    "objective_for": "families",
+    "sample_sigmas": "stages.flow_matching",
 }
 
 __all__ = [
@@ -51,11 +51,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .cache import LatentDataset
     from .config import CacheConfig, TrainingConfig
+    from .data.cache import LatentDataset
     from .evaluation import EvaluationResult, evaluate, evaluate_batches, evaluation_batches
-    from .flow_matching import add_noise, flow_matching_loss, sample_sigmas
-    from .objectives import DiTObjective, SanaObjective, WanObjective, objective_for
+    from .families import DiTObjective, SanaObjective, WanObjective, objective_for
+    from .stages.flow_matching import add_noise, flow_matching_loss, sample_sigmas
     from .trainer import DiffusionTrainer, TrainingResult
     from .transformers_trainer import TransformersTrainer
 

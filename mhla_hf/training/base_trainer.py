@@ -13,19 +13,19 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
-from ..files import remove_leftovers, write_json
-from ..recovery.teacher import SharedTeacher
+from ..utils.files import remove_leftovers, write_json
 from . import parameters
 from .checkpoints import Position
 from .config import TrainingConfig
 from .export import package_versions, unsharded
 from .loop import Callback, Run, StageLoop, Validator
+from .matching.teacher import SharedTeacher
 from .metrics import MetricsFile
 from .resuming import find_start
 from .runtime import check_distribution, make_accelerator, open_trackers
-from .stages import Stage
+from .stages.diffusion import Stage
+from .stages.teachers import Teacher, memory_of, share_weights
 from .stopping import StopSignals, TrainingStopped
-from .teachers import Teacher, memory_of, share_weights
 
 
 @dataclass

@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..files import atomic_directory, remove_directory
-from ..json_files import check_fields, read_json
+from ..utils.files import atomic_directory, remove_directory
+from ..utils.json_files import check_fields, read_json
 from . import zero3
-from .fingerprints import file_fingerprint
+from .data.fingerprints import file_fingerprint
 
 
 # In the order that a run goes through them; it may leave some out.

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..json_files import check_fields, parse_json, read_json
-from ..messages import shorten_value
-from .buckets import parse_buckets
+from ..utils.json_files import check_fields, parse_json, read_json
+from ..utils.messages import shorten_value
+from .data.buckets import parse_buckets
 
 
 TRAIN_MODES = ("mhla", "lora", "full")

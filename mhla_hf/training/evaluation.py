@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .batches import Batch, LatentSamples, assemble_batch, stable_seed
-from .objectives import Objective, objective_for
+from .data.batches import Batch, LatentSamples, assemble_batch, stable_seed
+from .families import Objective, objective_for
 
 
 @dataclass(frozen=True)

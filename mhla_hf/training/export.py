@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..files import atomic_directory, write_json
-from ..source_files import list_files
-from ..sources import PIPELINE_INDEX
+from ..utils.files import atomic_directory, write_json
+from ..utils.source_files import list_files
+from ..utils.sources import PIPELINE_INDEX
 from . import zero3
 from .checkpoints import full_tensor
 from .parameters import lora_options, lora_state_dict, mhla_state_dict

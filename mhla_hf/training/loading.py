@@ -14,14 +14,14 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from ..files import path_inside
-from ..json_files import Types, read_json
-from ..messages import shorten_text
 from ..models.registry import current_class, is_mhla_class, mhla_class_for
-from ..sources import download_pipeline, find_pipeline, is_hub_id
-from ..tensor_files import read_header
+from ..utils.files import path_inside
+from ..utils.json_files import Types, read_json
+from ..utils.messages import shorten_text
+from ..utils.sources import download_pipeline, find_pipeline, is_hub_id
+from ..utils.tensor_files import read_header
 from .config import UNCONVERTED, TrainingConfig
-from .objectives import objective_class
+from .families import objective_class
 from .parameters import check_takes_adapters
 
 

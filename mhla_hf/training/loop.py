@@ -18,15 +18,15 @@ from torch import nn
 
 from . import checkpoints, parameters
 from .averaging import WeightAverage
-from .batches import TrainingBatch
 from .checkpoints import Position
 from .config import TrainingConfig
-from .data_order import DataOrder
+from .data.batches import TrainingBatch
+from .data.data_order import DataOrder
+from .data.prefetch import Prefetcher
 from .divergence import divergence_error
 from .metrics import MetricsFile
 from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
-from .prefetch import Prefetcher
-from .stages import Stage
+from .stages.diffusion import Stage
 from .stopping import StopSignals, TrainingStopped
 
 

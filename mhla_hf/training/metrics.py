@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import atomic_file
-from ..json_files import check_fields, parse_json
-from ..write_errors import clear_write_errors
+from ..utils.files import atomic_file
+from ..utils.json_files import check_fields, parse_json
+from ..utils.write_errors import clear_write_errors
 from .checkpoints import STAGES, Position
 
 

@@ -107,7 +107,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None, seed: int) -> Non
 
 def lora_targets(model: nn.Module) -> list[str]:
     """Names of the projections that LoRA is added to: those of self-attention in every layer, MHLA or not."""
-    from ..recovery.layers import mhla_layers as attention_layers
+    from .matching.layers import mhla_layers as attention_layers
 
     if any(name.endswith(LORA_TARGETS) for name, _ in model.named_modules()):
         return list(LORA_TARGETS)

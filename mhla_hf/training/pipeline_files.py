@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..json_files import Types, read_json
-from ..sources import PIPELINE_INDEX
+from ..utils.json_files import Types, read_json
+from ..utils.sources import PIPELINE_INDEX
 
 
 _NULL = type(None)

@@ -11,21 +11,21 @@ from typing import IO, TYPE_CHECKING, Any
 from accelerate import Accelerator
 from torch import nn
 
-from ..locks import lock_output
-from ..recovery.teacher import SharedTeacher
+from ..utils.locks import lock_output
 from . import checkpoints
-from .batches import LatentSamples
-from .cache import LatentDataset
 from .checkpoints import Position
 from .config import UNCONVERTED, TrainingConfig
-from .fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
+from .data.batches import LatentSamples
+from .data.cache import LatentDataset
+from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
+from .families import Objective
 from .loading import find_teacher
-from .objectives import Objective
+from .matching.teacher import SharedTeacher
 from .parameters import trainable_names
 
 
 if TYPE_CHECKING:
-    from .objectives.transformers_models import TransformersObjective
+    from .families.transformers_models import TransformersObjective
 
 
 logger = logging.getLogger(__name__)

@@ -11,23 +11,23 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..models.registry import is_mhla_class
-from ..recovery.teacher import SharedTeacher
-from ..source_files import list_files
-from ..sources import find_pipeline
+from ..utils.source_files import list_files
+from ..utils.sources import find_pipeline
 from . import loading, parameters
 from .base_trainer import Trainer, TrainingResult
-from .batches import LatentBatches, LatentSamples, check_null_condition
-from .cache import LatentDataset
 from .config import TrainingConfig
-from .data_order import first_of_buckets, stable_seed
+from .data.batches import LatentBatches, LatentSamples, check_null_condition
+from .data.cache import LatentDataset
+from .data.data_order import first_of_buckets, stable_seed
 from .export import export_pipeline, save_adapter
+from .families import Tensors, objective_for
+from .families.validation import make_validator
 from .loop import Callback, Validator
-from .objectives import Tensors, objective_for
+from .matching.teacher import SharedTeacher
 from .resuming import run_inputs, run_state
-from .stages import Distillation, FineTuning, Stage
-from .teachers import Teacher
-from .transfer import Transfer
-from .validation import make_validator
+from .stages.diffusion import Distillation, FineTuning, Stage
+from .stages.matching import Transfer
+from .stages.teachers import Teacher
 
 
 __all__ = ["DiffusionTrainer", "TrainingResult"]
@@ -37,7 +37,7 @@ class DiffusionTrainer(Trainer):
     """Trains a transformer with MHLA: matches it to the model it was converted from, then fine-tunes it.
 
     Its MHLA layers are matched one by one, then its whole prediction (distillation). The objective of fine-tuning is
-    flow matching for Wan and SANA, and noise prediction for DiT; see `mhla_hf.training.objectives`.
+    flow matching for Wan and SANA, and noise prediction for DiT; see `mhla_hf.training.families`.
 
     With files, everything comes from `config.model` and `config.cache`. In a program, models and data can be passed
     in; without `config.output` nothing is written.

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ..conversion.source import Component, download_or_find, read_source
-from ..files import atomic_directory, path_inside, write_json
-from ..json_files import read_json
-from ..source_files import list_files
-from ..sources import is_hub_id
+from ..utils.files import atomic_directory, path_inside, write_json
+from ..utils.json_files import read_json
+from ..utils.source_files import list_files
+from ..utils.sources import is_hub_id
 from .config import UNCONVERTED
 from .export import RECORD
 from .loading import check_weights, damage_named

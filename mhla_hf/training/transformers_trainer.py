@@ -11,19 +11,19 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
 
-from ..source_files import list_files
+from ..utils.source_files import list_files
 from . import parameters, transformers_loading
 from .base_trainer import Trainer
 from .config import TRANSFORMERS_KINDS, TrainingConfig
-from .data_order import stable_seed
+from .data.data_order import stable_seed
+from .data.fingerprints import folder_fingerprint, model_fingerprint
 from .export import MHLA_FILE
-from .fingerprints import folder_fingerprint, model_fingerprint
+from .families.transformers_models import TransformersObjective
 from .loop import Callback
-from .objectives.transformers_models import TransformersObjective
 from .resuming import run_state
-from .stages import Stage
-from .teachers import Teacher
-from .transformers_stages import BatchesByStep, TransformersDistillation, TransformersFineTuning
+from .stages.diffusion import Stage
+from .stages.teachers import Teacher
+from .stages.transformers import BatchesByStep, TransformersDistillation, TransformersFineTuning
 
 
 class TransformersTrainer(Trainer):
@@ -35,7 +35,7 @@ class TransformersTrainer(Trainer):
 
     Args:
         config: The options.
-        batches: Where batches come from, such as a `BatchSource` of `mhla_hf.recovery.data`.
+        batches: Where batches come from, such as a `BatchSource` of `mhla_hf.training.data.batch_sources`.
         model: The converted model, trained in place; None loads it from `config.model`.
         teacher: See `DiffusionTrainer`.
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
@@ -125,7 +125,7 @@ class TransformersTrainer(Trainer):
         return transformers_loading.load_model(teacher, "none")
 
     def _save_adapter(self, destination: Path, model: nn.Module) -> None:
-        from ..files import atomic_directory
+        from ..utils.files import atomic_directory
 
         saving: Any = model
         with atomic_directory(destination) as temporary:

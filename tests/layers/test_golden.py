@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from mhla_hf import MHLA, BlockLayout, MHLAConfig, mhla_attention
-
-
-GOLDEN = Path(__file__).parents[1] / "golden"
+from tests import GOLDEN
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mhla_hf import BlockLayout
+from mhla_hf.layouts.sequences import SequenceLayout
 from mhla_hf.ops import block_mhla_attention, causal_mhla_attention, extend_mixing, mixing_at, naive_mhla_attention
-from mhla_hf.sequence_layout import SequenceLayout
 
 
 BLOCK_SIZE, LENGTH = 4, 23

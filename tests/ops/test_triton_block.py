@@ -9,8 +9,8 @@ import torch.utils.checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
+from mhla_hf.layouts.sequences import SequenceLayout
 from mhla_hf.ops import attend_blocks, naive_mhla_attention
-from mhla_hf.sequence_layout import SequenceLayout
 
 from .reference import assert_same, make_inputs, output_and_gradients
 from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
+from mhla_hf.layouts.sequences import SequenceLayout
 from mhla_hf.ops import attend_blocks
-from mhla_hf.sequence_layout import SequenceLayout
 
 from .reference import assert_same, make_inputs, output_and_gradients
 from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on
@@ -24,9 +23,9 @@ pytest.importorskip("triton")
 
 from mhla_hf.ops.triton.causal import _log_fallback
 from mhla_hf.ops.triton.causal_launch import limits
+from tests import GOLDEN
 
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = ("query", "key", "value", "normalizer_query", "normalizer_key")
 
 

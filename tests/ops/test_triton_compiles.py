@@ -7,10 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import ROOT
 
 
 pytest.importorskip("triton")
@@ -27,7 +28,7 @@ def compilations(*arguments: object) -> Any:
     """What `kernel_compilation` prints, run without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops.kernel_compilation", *map(str, arguments)]
-    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout)
 

@@ -23,7 +23,7 @@ import tqdm.auto  # noqa: F401
 
 import mhla_hf
 from mhla_hf.training import transformers_trainer  # noqa: F401
-from tests.reliability.kill_training import forked
+from tests.training.kill_training import forked
 
 from .test_recover import EXTRA, SMALL, make_source, weights
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast, ViTImageProcessor
 
 from tests import tiny
-from tests.transformers.tiny_models import IMAGE_SIZE, softmax_model
+from tests.integrations.transformers.tiny_models import IMAGE_SIZE, softmax_model
 
 
 WORDS = "the block mixes its summaries and every token of it reads what was written before in the same row".split()
@@ -23,7 +23,7 @@ def tokenizer(maximum: int = 128) -> PreTrainedTokenizerFast:
 
 
 def model_directory(name: str, directory: Path) -> Path:
-    """A tiny softmax model of a family in `tests.transformers.tiny_models`, with what prepares its inputs."""
+    """Tiny softmax model of a family that `tiny_models.py` knows, with its tokenizer or image processor."""
     model = softmax_model(name) if name.startswith("vit") else softmax_model(name, vocab_size=128)
     model.save_pretrained(directory)
     if name.startswith("vit"):

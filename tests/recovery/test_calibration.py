@@ -10,11 +10,11 @@ import torch
 import mhla_hf
 from mhla_hf.recovery import calibration
 from mhla_hf.recovery.fits import HeadsFit, as_matrix
-from mhla_hf.recovery.layers import find_projections, mhla_layers, original_heads, run
 from mhla_hf.recovery.statistics import Moments, solve_ridge
-from tests.recovery.test_original_attention import DIFFUSERS
-from tests.transformers.mhla_models import default_options
-from tests.transformers.tiny_models import inputs, softmax_model
+from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads, run
+from tests.integrations.transformers.mhla_models import default_options
+from tests.integrations.transformers.tiny_models import inputs, softmax_model
+from tests.layers.test_original import DIFFUSERS
 
 
 def converted(name: str, **options):

@@ -4,12 +4,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import app
-from mhla_hf.recovery.layers import run
 from mhla_hf.recovery.selection import LayerScore, SelectionReport, select_layers
+from mhla_hf.training.matching.layers import run
 from tests import tiny
+from tests.integrations.transformers.tiny_models import softmax_model
 from tests.recovery.sources import model_directory, text_folder
 from tests.recovery.test_calibration import converted, probe
-from tests.transformers.tiny_models import softmax_model
 
 
 def test_scores_are_those_of_hybrids():

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ...demo.digits import load_scans
-from ...training.batches import DataOrder, stable_seed
-from ...training.noise_prediction import NoiseSchedule, add_noise, timesteps_from_uniform
+from ...training.data.batches import DataOrder, stable_seed
+from ...training.stages.noise_prediction import NoiseSchedule, add_noise, timesteps_from_uniform
 from .options import QualityOptions
 
 

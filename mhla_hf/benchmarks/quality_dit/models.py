@@ -10,7 +10,7 @@ from diffusers import DiTTransformer2DModel
 from torch import nn
 
 from ...models.converting import convert_model
-from ...training.batches import stable_seed
+from ...training.data.batches import stable_seed
 from .data import NUM_CLASSES
 from .options import QualityOptions
 

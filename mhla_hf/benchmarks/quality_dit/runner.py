@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from ...demo.progress import DemoProgress
-from ...files import atomic_directory, atomic_file, remove_leftovers, write_json
-from ...json_files import read_json
-from ...locks import lock_output
-from ...tensor_files import read_tensors
+from ...utils.files import atomic_directory, atomic_file, remove_leftovers, write_json
+from ...utils.json_files import read_json
+from ...utils.locks import lock_output
+from ...utils.tensor_files import read_tensors
 from ..machine import choose_device, machine_facts, synchronize
 from .data import NUM_CLASSES, Pictures, load_pictures
 from .fidelity import (

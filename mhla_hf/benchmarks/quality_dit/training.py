@@ -11,9 +11,9 @@ import torch
 from diffusers import DDIMScheduler
 
 from ...demo.muon import Muon
-from ...training.batches import stable_seed
-from ...training.noise_prediction import NoiseSchedule, own_class_dropping_off, squared_errors
+from ...training.data.batches import stable_seed
 from ...training.optimization import learning_rate_factor, set_learning_rate
+from ...training.stages.noise_prediction import NoiseSchedule, own_class_dropping_off, squared_errors
 from .data import EVALUATION_BATCH, NUM_CLASSES, NoisyBatch, Pictures, held_out_batches, training_batch
 from .options import QualityOptions
 

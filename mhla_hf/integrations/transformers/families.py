@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformers models that were tried with MHLA, and what became of them.
 
-The list is made by `python -m tests.transformers.family_sweep`, which builds every model tiny, and checks each against
-itself. The tests of the same name hold it up to date.
+The list is made by `python -m tests.integrations.transformers.family_sweep`, which builds every model at tiny size and
+checks each against itself. The tests of the same name keep it up to date.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class ModelInputs:
 
     Attributes:
         padding: BoolTensor `[B, all tokens so far]`, False for padding; `None` for none.
-        documents: LongTensor `[B, T]`, see [`mhla_hf.sequence_layout.SequenceLayout`], or `None`.
+        documents: LongTensor `[B, T]`, see [`mhla_hf.layouts.sequences.SequenceLayout`], or `None`.
         num_documents: An upper bound of their number in a row.
         grid: Rows and columns of patches of an image, or `None`.
     """

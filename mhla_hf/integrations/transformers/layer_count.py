@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...messages import shorten_list, shorten_value
 from ...models.bounds import MAX_LAYERS
+from ...utils.messages import shorten_list, shorten_value
 
 
 MAX_SIZE = 2**28

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...config import MHLAConfig
-from ...window_options import with_window_size
+from ...layouts.windows import with_window_size
 
 
 logger = logging.getLogger(__name__)

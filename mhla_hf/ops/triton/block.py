@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ...layout import BlockLayout
-from ...sequence_layout import SequenceLayout
+from ...layouts.blocks import BlockLayout
+from ...layouts.sequences import SequenceLayout
 from ..numerics import check_normalizer, normalizer_pair, records_gradients, repeat_heads
 from .block_operators import block_attend, block_summary
 from .launching import multiplies_exactly

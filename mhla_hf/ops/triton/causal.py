@@ -9,8 +9,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from ...layout import BlockLayout
-from ...sequence_layout import SequenceLayout
+from ...layouts.blocks import BlockLayout
+from ...layouts.sequences import SequenceLayout
 from ..causal import causal_mhla_attention
 from ..numerics import check_normalizer, normalizer_pair, records_gradients
 from .causal_operators import causal_attention

@@ -14,8 +14,8 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ...layout import BlockLayout
-from ...sequence_layout import SequenceLayout
+from ...layouts.blocks import BlockLayout
+from ...layouts.sequences import SequenceLayout
 from ..recurrent import MHLAState, current_block
 from . import outer_launch
 from .causal_operators import causal_flops, causal_stages

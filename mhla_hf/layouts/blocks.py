@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BlockLayout`: which block every token of a 1-D, 2-D or 3-D grid belongs to, and moving tokens in and out of blocks.
+
+Shape letters: B batch, T tokens, M blocks, N tokens of the largest block; `...` any further axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..config import MAX_BLOCKS, MAX_TOKENS
+from ..utils.messages import shorten_value
+from .tables import cached
+
+
+MAX_TILES = 2**22
+"""Blocks on an axis: a text of four million tokens in blocks of one."""
+
+
+class BlockLayout:
+    """A token grid cut into blocks. Every token is in exactly one block, whatever the sizes.
+
+    Args:
+        grid: Number of tokens along each axis (one to three axes), for example `(frames, height, width)`. Tokens are
+            numbered in row-major order.
+        blocks: Number of blocks along each axis. Tiles are balanced: their lengths differ by at most one token.
+        block_size: Number of tokens of a block along each axis. Tiles are full except the last one of an axis.
+        num_prefix_tokens: Tokens before those of the grid (class or register tokens of vision models). They have a
+            block of their own, block 0; the blocks of the grid follow.
+
+    Attributes:
+        grid: The token grid, a tuple of ints.
+        num_prefix_tokens: Tokens before it.
+        blocks: Number of blocks along each axis, a tuple of ints.
+        tile_lengths: For each axis, the lengths in tokens of its tiles.
+
+    Raises:
+        ValueError: If not exactly one of `blocks` and `block_size` is given, or if an entry does not fit the grid.
+
+    Example:
+        >>> BlockLayout(grid=(7,), blocks=(3,)).block_of_token
+        tensor([0, 0, 1, 1, 2, 2, 2])
+    """
+
+    __slots__ = ("grid", "blocks", "num_prefix_tokens", "tile_lengths", "_sizes")
+
+    def __init__(
+        self,
+        grid: Sequence[int],
+        blocks: Sequence[int] | None = None,
+        block_size: Sequence[int] | None = None,
+        num_prefix_tokens: int = 0,
+    ) -> None:
+        check_count("num_prefix_tokens", num_prefix_tokens, minimum=0)
+        self.num_prefix_tokens = num_prefix_tokens
+        self.grid = positive_axes("grid", grid)
+        if (blocks is None) == (block_size is None):
+            raise ValueError("BlockLayout takes exactly one of blocks and block_size.")
+        if blocks is not None:
+            counts = positive_axes("blocks", blocks, len(self.grid))
+            if any(count > length for count, length in zip(counts, self.grid)):
+                raise ValueError(
+                    f"blocks={shorten_value(counts)} has more blocks than grid={self.grid} has tokens on an axis."
+                )
+            _check_tiles(f"blocks={counts}", counts)
+            self.tile_lengths = tuple(_balanced_tiles(n, count) for n, count in zip(self.grid, counts))
+            self._sizes: tuple[int, ...] | None = None
+        else:
+            sizes = positive_axes("block_size", block_size, len(self.grid))
+            _check_tiles(f"block_size={sizes}", [n // size for n, size in zip(self.grid, sizes)])
+            self.tile_lengths = tuple(_full_tiles(n, size) for n, size in zip(self.grid, sizes))
+            self._sizes = sizes
+        self.blocks = tuple(len(lengths) for lengths in self.tile_lengths)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.grid, self.tile_lengths, self.num_prefix_tokens
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockLayout) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        prefix = f", num_prefix_tokens={self.num_prefix_tokens}" if self.num_prefix_tokens else ""
+        return f"BlockLayout(grid={self.grid}, blocks={self.blocks}, is_uniform={self.is_uniform}{prefix})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens T, those before the grid included."""
+        return self.num_prefix_tokens + math.prod(self.grid)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks M, the one before the grid included."""
+        return self.num_prefix_blocks + math.prod(self.blocks)
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        """1 where there are tokens before the grid, else 0."""
+        return int(self.num_prefix_tokens > 0)
+
+    @property
+    def max_block_tokens(self) -> int:
+        """Number of tokens N of the largest block."""
+        # Lists, not generators: torch.compile traces through here.
+        return max(self.num_prefix_tokens, math.prod([max(lengths) for lengths in self.tile_lengths]))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all blocks have the same shape."""
+        if self.num_prefix_tokens:
+            return False
+        return [min(lengths) for lengths in self.tile_lengths] == [max(lengths) for lengths in self.tile_lengths]
+
+    @property
+    def block_of_token(self) -> torch.Tensor:
+        """The block of each token, LongTensor `[T]`; blocks are numbered in row-major order of the block grid."""
+        device = torch.device("cpu")
+        tiles = [_tiles(self, axis, device)[0] for axis in range(len(self.grid))]
+        block = _row_major(tiles, self.blocks) + self.num_prefix_blocks
+        return torch.cat([torch.zeros(self.num_prefix_tokens, dtype=torch.long, device=device), block])
+
+    @property
+    def block_tokens(self) -> torch.Tensor:
+        """Number of tokens N_b of each block, LongTensor `[M]`."""
+        counts = torch.ones(1, dtype=torch.long)
+        for lengths in self.tile_lengths:
+            counts = (counts[:, None] * torch.tensor(lengths)).reshape(-1)
+        return torch.cat([torch.tensor([self.num_prefix_tokens] * self.num_prefix_blocks, dtype=torch.long), counts])
+
+    @property
+    def centers(self) -> torch.Tensor:
+        """Centres of the grid's blocks, in blocks, float32 `[number of them, axes]`; neighbours are 1.0 apart."""
+        return block_centers(self.blocks)
+
+    @property
+    def position_in_block(self) -> torch.Tensor:
+        """Row-major position of each token inside its block, LongTensor `[T]`, from 0."""
+        return _token_slots(self, torch.device("cpu")) % self.max_block_tokens
+
+    def to_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Groups tokens by block.
+
+        Args:
+            tokens: `[B, T, ...]`.
+
+        Returns:
+            `[B, M, N, ...]`, zero where a block has fewer than N tokens. Inside a block, tokens keep row-major order.
+
+        Raises:
+            ValueError: If axis 1 does not have T entries.
+        """
+        _check_tensor("tokens", tokens, 2)
+        self.check_length(tokens.shape[1], "tokens")
+        if self.is_uniform:
+            grouped = self._split(tokens, 1)
+            return grouped.reshape(tokens.shape[0], self.num_blocks, self.max_block_tokens, *tokens.shape[2:])
+        # Row T is a row of zeros for the empty slots. Zeros are gathered, not multiplied in, so that a NaN or Inf
+        # elsewhere stays where it is.
+        padded = F.pad(tokens, [0, 0] * (tokens.dim() - 2) + [0, 1])
+        index = cached(_slot_tokens, self, tokens.device)
+        return padded.index_select(1, index).unflatten(1, (self.num_blocks, self.max_block_tokens))
+
+    def to_head_blocks(self, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Groups tokens by head and block and converts them, in one copy.
+
+        Args:
+            tokens: `[B, T, H, D]`.
+            dtype: Of the result; that of `tokens` if not given.
+
+        Returns:
+            `[B, H, M, N, D]`, zero where a block has fewer than N tokens, with dense blocks as matrix products want.
+
+        Raises:
+            ValueError: If axis 1 does not have T entries.
+        """
+        _check_tensor("tokens", tokens, 4)
+        self.check_length(tokens.shape[1], "tokens")
+        by_head = tokens.transpose(1, 2)
+        dtype = tokens.dtype if dtype is None else dtype
+        if self.is_uniform:
+            grouped = self._split(by_head, 2)
+            if dtype != tokens.dtype:
+                grouped = grouped.to(dtype, memory_format=torch.contiguous_format)
+            return grouped.reshape(*by_head.shape[:2], self.num_blocks, self.max_block_tokens, by_head.shape[3])
+        slots = cached(_slot_tokens, self, tokens.device)
+        gathered = by_head.index_select(2, slots.clamp(max=self.num_tokens - 1))
+        grouped = gathered.masked_fill_((slots == self.num_tokens)[:, None], 0)
+        return grouped.to(dtype).unflatten(2, (self.num_blocks, self.max_block_tokens))
+
+    def _split(self, tokens: torch.Tensor, axis: int) -> torch.Tensor:
+        """A view with the token axis split by blocks and positions: `[..., *blocks, *positions, ...]`."""
+        axes = len(self.grid)
+        split = [entry for count, lengths in zip(self.blocks, self.tile_lengths) for entry in (count, lengths[0])]
+        order = [*range(axis), *range(axis, axis + 2 * axes, 2), *range(axis + 1, axis + 2 * axes, 2)]
+        order += range(axis + 2 * axes, tokens.dim() - 1 + 2 * axes)
+        return tokens.unflatten(axis, split).permute(order)
+
+    def from_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
+        """Undoes [`BlockLayout.to_blocks`].
+
+        Args:
+            grouped: `[B, M, N, ...]`.
+
+        Returns:
+            `[B, T, ...]` in row-major token order; empty slots are dropped.
+
+        Raises:
+            ValueError: If axes 1 and 2 do not have M and N entries.
+        """
+        _check_tensor("grouped", grouped, 3)
+        if grouped.shape[1] != self.num_blocks or grouped.shape[2] != self.max_block_tokens:
+            raise ValueError(
+                f"grouped has shape {tuple(grouped.shape)}, but the layout has {self.num_blocks} blocks of "
+                f"{self.max_block_tokens} tokens."
+            )
+        if self.is_uniform:
+            axes, tail = len(self.grid), grouped.shape[3:]
+            lengths = [tiles[0] for tiles in self.tile_lengths]
+            order = [0, *(entry for axis in range(axes) for entry in (1 + axis, 1 + axes + axis))]
+            order += range(2 * axes + 1, 2 * axes + 1 + len(tail))
+            spread = grouped.reshape(grouped.shape[0], *self.blocks, *lengths, *tail).permute(order)
+            return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
+        return grouped.flatten(1, 2).index_select(1, cached(_token_slots, self, grouped.device))
+
+    def token_table(self, device: torch.device) -> torch.Tensor:
+        """Token of each slot of each block, int32 `[M, N]`; T (one past the last token) where a slot is empty."""
+        return cached(_token_table, self, device)
+
+    def check_length(self, length: int, name: str) -> None:
+        """Raises `ValueError` unless `length` is the number of tokens of the grid; `name` names the tensor."""
+        if length != self.num_tokens:
+            raise ValueError(f"{name} has {length} tokens, but the layout's grid {self.grid} has {self.num_tokens}.")
+
+
+def block_centers(blocks: Sequence[int]) -> torch.Tensor:
+    """Returns the centres of a grid of blocks, in blocks: float32 `[M, number of axes]`, first centre at 0.5."""
+    blocks = block_axes("blocks", blocks)
+    axes = [torch.arange(count, dtype=torch.float32) + 0.5 for count in blocks]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(axes))
+
+
+def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
+    """Picks a number of blocks per axis with M² ≤ T, so that mixing costs no more than the rest.
+
+    Blocks are made as even as the grid allows: the axis with the most tokens per block is divided further while the
+    bound holds.
+
+    Args:
+        grid: Number of tokens along each axis.
+
+    Returns:
+        Number of blocks along each axis.
+    """
+    grid = positive_axes("grid", grid)
+    if math.prod(grid) > MAX_TOKENS:
+        raise ValueError(f"grid={shorten_value(grid)} has more than {MAX_TOKENS} tokens.")
+    counts = [1] * len(grid)
+    while True:
+        for axis in sorted(range(len(grid)), key=lambda index: counts[index] / grid[index]):
+            grown = [count + (index == axis) for index, count in enumerate(counts)]
+            if grown[axis] <= grid[axis] and math.prod(grown) ** 2 <= math.prod(grid):
+                counts = grown
+                break
+        else:
+            return tuple(counts)
+
+
+def _check_tensor(name: str, tensor: Any, axes: int) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < axes:
+        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(f"{name} must be a tensor of {axes} axes or more, got {found}.")
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, those of numpy and the symbols of an exported model included; not a bool."""
+    return not isinstance(value, bool) and isinstance(value, (int, torch.SymInt, Integral))
+
+
+def check_count(name: str, value: Any, minimum: int = 1) -> None:
+    """Raises `ValueError` unless a value is an integer of at least `minimum`."""
+    if not is_integer(value) or not minimum <= value < 2**62:
+        raise ValueError(f"{name}={shorten_value(value)} must be an integer of at least {minimum}.")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises `ValueError` unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shorten_value(value)} must be True or False.")
+
+
+def positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
+    """Returns one positive integer for each axis.
+
+    Args:
+        name: Name of the argument, for the error.
+        value: A sequence of them.
+        length: How many axes there have to be; `None` for one to three.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    axes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
+    if axes is None or not 1 <= len(axes) <= 3:
+        raise ValueError(f"{name}={shorten_value(value)} must have one to three entries, one for each axis.")
+    if length is not None and len(axes) != length:
+        raise ValueError(f"{name}={shorten_value(axes)} has {len(axes)} axes, but the grid has {length}.")
+    if not all(is_integer(entry) and 1 <= entry < 2**62 for entry in axes):
+        raise ValueError(f"{name}={shorten_value(axes)} must hold positive integers only.")
+    return axes
+
+
+def block_axes(name: str, value: Any) -> tuple[int, ...]:
+    """[`positive_axes`] whose product is a number of blocks that mixing weights are made for.
+
+    Raises:
+        ValueError: If it is anything else, or more than `MAX_BLOCKS`.
+    """
+    axes = positive_axes(name, value)
+    if math.prod(axes) > MAX_BLOCKS:
+        raise ValueError(f"{name}={shorten_value(axes)} makes more than {MAX_BLOCKS} blocks.")
+    return axes
+
+
+def _check_tiles(name: str, counts: Sequence[int]) -> None:
+    # One number for each tile is kept.
+    if max(counts) > MAX_TILES:
+        raise ValueError(f"{name} makes {max(counts)} tiles on an axis, which is more than {MAX_TILES}.")
+
+
+def _balanced_tiles(length: int, count: int) -> tuple[int, ...]:
+    edges = [index * length // count for index in range(count + 1)]
+    return tuple(stop - start for start, stop in zip(edges, edges[1:]))
+
+
+def _full_tiles(length: int, size: int) -> tuple[int, ...]:
+    # Not divmod, which torch.compile cannot trace.
+    full, rest = length // size, length % size
+    return (size,) * full + ((rest,) if rest else ())
+
+
+def _edges(layout: BlockLayout, axis: int, device: torch.device) -> torch.Tensor:
+    """Where the tiles of an axis start, and its length, LongTensor `[tiles + 1]`."""
+    index, length = torch.arange(layout.blocks[axis] + 1, device=device), layout.grid[axis]
+    if layout._sizes is None:
+        return index * length // layout.blocks[axis]
+    return (index * layout._sizes[axis]).clamp(max=length)
+
+
+def _tiles(layout: BlockLayout, axis: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each position on an axis: its tile, its offset inside the tile, and the tile's length. LongTensors."""
+    length, edges = layout.grid[axis], _edges(layout, axis, device)
+    position = torch.arange(length, device=device)
+    if layout._sizes is None:
+        tile = ((position + 1) * layout.blocks[axis] - 1) // length
+    else:
+        tile = position // layout._sizes[axis]
+    return tile, position - edges[tile], edges[tile + 1] - edges[tile]
+
+
+def _row_major(per_axis: Sequence[torch.Tensor], counts: Sequence[Any]) -> torch.Tensor:
+    """Row-major index from one index per axis: LongTensor `[product of the axes' lengths]`.
+
+    `counts` holds the size of each axis, an int or one for each position.
+    """
+    combined = per_axis[0].new_zeros(1)
+    for index, count in zip(per_axis, counts):
+        combined = (combined[:, None] * count + index).reshape(-1)
+    return combined
+
+
+# Index tables are computed on the device, element by element: torch.compile, which remembers none, makes a small
+# kernel or two of each, and has nothing to copy from the CPU in every call.
+
+
+def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    """Slot b·N + w of each token, LongTensor `[T]`: block b, row-major position w inside it.
+
+    Positions count in the block's own shape: a ragged block fills its first N_b slots.
+    """
+    tiles, offsets, own_lengths = zip(*[_tiles(layout, axis, device) for axis in range(len(layout.grid))])
+    position = _row_major(offsets, own_lengths)
+    block = _row_major(tiles, layout.blocks) + layout.num_prefix_blocks
+    prefix = torch.arange(layout.num_prefix_tokens, device=device)
+    return torch.cat([prefix, block * layout.max_block_tokens + position])
+
+
+def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    """Token of each slot, LongTensor `[M·N]`; T (one past the last token) where a slot is empty."""
+    slot = torch.arange(layout.max_block_tokens, device=device)
+    block = torch.arange(math.prod(layout.blocks), device=device)[:, None]
+    # What is left of block and slot once each axis, from the last one on, has taken its part.
+    rest, token, stride = slot, torch.zeros_like(slot), 1
+    for axis in reversed(range(len(layout.grid))):
+        edges, tile = _edges(layout, axis, device), block % layout.blocks[axis]
+        lengths = edges[tile + 1] - edges[tile]
+        token = token + (edges[tile] + rest % lengths) * stride
+        block, rest, stride = block // layout.blocks[axis], rest // lengths, stride * layout.grid[axis]
+    token = torch.where(rest == 0, token, stride) + layout.num_prefix_tokens
+    if layout.num_prefix_tokens:
+        prefix = torch.where(slot < layout.num_prefix_tokens, slot, layout.num_tokens)
+        token = torch.cat([prefix[None], token])
+    return token.flatten()
+
+
+def _token_table(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    return _slot_tokens(layout, device).to(torch.int32).unflatten(0, (layout.num_blocks, layout.max_block_tokens))

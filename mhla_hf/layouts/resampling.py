@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixing weights for another grid of blocks: linear interpolation over relative block coordinates.
+
+Shape letters: M and M' blocks of the two grids, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .blocks import block_axes, check_count
+from .sequences import check_mixing_shape
+from .tables import cached
+
+
+def interpolation_matrix(
+    source_blocks: Sequence[int], target_blocks: Sequence[int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Linear interpolation between two block grids over relative block coordinates.
+
+    Block c of n on an axis sits at (c + 0.5) / n. Coordinates outside the outermost source centres take the value
+    there; going to fewer blocks, the triangle filter is widened so that every source block keeps its say.
+
+    Args:
+        source_blocks: Number of blocks along each axis that weights exist for.
+        target_blocks: Number of blocks along each axis wanted.
+        device: Where the matrix is made.
+
+    Returns:
+        float32 `[M_target, M_source]`; rows sum to one.
+
+    Raises:
+        ValueError: If the numbers are no positive integers, or the two have another number of axes.
+    """
+    source_blocks = block_axes("source_blocks", source_blocks)
+    target_blocks = block_axes("target_blocks", target_blocks)
+    if len(source_blocks) != len(target_blocks):
+        raise ValueError(f"target_blocks={target_blocks} has other axes than source_blocks={source_blocks}.")
+    result = torch.ones(1, 1, device=device)
+    for source, target in zip(source_blocks, target_blocks, strict=True):
+        position = ((torch.arange(target, device=device) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
+        distance = (position[:, None] - torch.arange(source, device=device)[None, :]).abs()
+        weight = (1 - distance / max(1.0, source / target)).clamp(min=0)
+        result = torch.kron(result, weight / weight.sum(dim=1, keepdim=True))
+    return result
+
+
+def resample_mixing(
+    mixing: torch.Tensor,
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    num_prefix_blocks: int = 0,
+) -> torch.Tensor:
+    """Carries a mixing matrix over to another grid of blocks.
+
+    m' = (M / M') R m Rᵀ with R of [`interpolation_matrix`]: both the mixing and the mixed block are interpolated at
+    their relative coordinates. The factor turns equal weights 1/M into equal weights 1/M' and keeps other row sums
+    to within a few per cent.
+
+    Args:
+        mixing: `[M, M]` or `[H, M, M]`.
+        source_blocks: Number of blocks along each axis of `mixing`.
+        target_blocks: Number of blocks along each axis wanted.
+        num_prefix_blocks: 1 where the first row and column are those of the tokens before the grid, whose block stays.
+
+    Returns:
+        `[M', M']` or `[H, M', M']`, the dtype of `mixing`.
+
+    Raises:
+        ValueError: If `mixing` is not for `source_blocks`, or the two have another number of axes.
+    """
+    source_blocks = block_axes("source_blocks", source_blocks)
+    target_blocks = block_axes("target_blocks", target_blocks)
+    check_count("num_prefix_blocks", num_prefix_blocks, minimum=0)
+    check_mixing_shape(mixing)
+    count = num_prefix_blocks + math.prod(source_blocks)
+    if mixing.shape[-1] != count:
+        raise ValueError(
+            f"mixing has shape {tuple(mixing.shape)}, but source_blocks={tuple(source_blocks)} are {count}."
+        )
+    if len(target_blocks) != len(source_blocks):
+        raise ValueError(f"target_blocks={tuple(target_blocks)} has other axes than {tuple(source_blocks)}.")
+    if tuple(source_blocks) == tuple(target_blocks):
+        return mixing
+    matrix = cached(
+        _interpolation_on, tuple(source_blocks), tuple(target_blocks), num_prefix_blocks, mixing.device, mixing.dtype
+    )
+    return (matrix @ mixing @ matrix.transpose(0, 1)) * (matrix.shape[1] / matrix.shape[0])
+
+
+def _interpolation_on(
+    source_blocks: tuple[int, ...],
+    target_blocks: tuple[int, ...],
+    num_prefix_blocks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    matrix = interpolation_matrix(source_blocks, target_blocks, device)
+    if num_prefix_blocks:
+        matrix = torch.block_diag(torch.eye(num_prefix_blocks, device=device), matrix)
+    return matrix.to(dtype)

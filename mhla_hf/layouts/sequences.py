@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences: `SequenceLayout`, the blocks of padded or packed ones, and mixing weights for any number of blocks.
+
+Sequences have blocks of fixed size, as many as they need. Mixing weights that exist are used as they are. A pair of
+blocks past the end of the M × M weights takes the weight of the pair at the same distance: looking back, of the last
+row, m_{M-1, M-1-d}; looking ahead, of the first one, m_{0, d}. Farther than these rows reach, it takes their farthest
+weight. Uniform weights so stay uniform.
+
+Shape letters: B batch, T tokens, M blocks, N tokens of a block; `...` any further axes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .blocks import check_count, check_flag
+
+
+class SequenceLayout:
+    """Blocks of `block_size` valid tokens each, counted from the start of every document.
+
+    Padding belongs to no block, wherever it stands, so block boundaries do not move with it. Every document starts a
+    block of its own, as if it were alone in the batch.
+
+    Args:
+        valid: BoolTensor `[B, T]`, False for padding.
+        block_size: Tokens of a block.
+        documents: Document of each token, LongTensor `[B, T]`, counted from 0 in each row and never falling along it;
+            `None` for one document a row.
+        num_documents: An upper bound of the number of documents in a row.
+
+    Attributes:
+        num_blocks: M, an upper bound that only depends on the shapes: blocks past the last token are empty.
+        block_size: N.
+
+    Raises:
+        ValueError: If an argument has a wrong type, shape, dtype, device or value; the message names the argument.
+    """
+
+    is_uniform = False
+
+    def __init__(
+        self,
+        valid: torch.Tensor,
+        block_size: int,
+        documents: torch.Tensor | None = None,
+        num_documents: int = 1,
+    ) -> None:
+        if not isinstance(valid, torch.Tensor) or valid.dim() != 2 or valid.dtype != torch.bool:
+            found = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, torch.Tensor) else type(valid).__name__
+            raise ValueError(f"valid must be a bool tensor [batch, tokens], got {found}.")
+        check_count("block_size", block_size)
+        if documents is not None:
+            _check_documents(documents, valid)
+            check_count("num_documents", num_documents)
+        self.block_size = block_size
+        self.num_tokens = valid.shape[1]
+        count = num_documents if documents is not None else 1
+        self.num_blocks = max(1, min(self.num_tokens, (self.num_tokens + count * (block_size - 1)) // block_size))
+        self._valid = valid
+        self._document_of_block = self._index_in_document = None
+        position = valid.long().cumsum(dim=1) - 1
+        if documents is None:
+            slots = position
+        else:
+            slots = self._document_slots(position, documents, count)
+        # Padding goes to a slot past the last one, which is dropped.
+        empty = self.num_blocks * block_size
+        self._slot_of_token = torch.where(valid, slots, empty)
+        tokens = torch.arange(self.num_tokens, device=valid.device).expand_as(slots)
+        self._token_of_slot = tokens.new_full((valid.shape[0], empty + 1), self.num_tokens)
+        self._token_of_slot = self._token_of_slot.scatter(1, self._slot_of_token, tokens)[:, :empty]
+
+    def _document_slots(self, position: torch.Tensor, documents: torch.Tensor, count: int) -> torch.Tensor:
+        size = self.block_size
+        lengths = position.new_zeros(position.shape[0], count)
+        lengths = lengths.scatter_add(1, documents, self._valid.long())
+        blocks = (lengths + size - 1) // size
+        first_token = lengths.cumsum(dim=1) - lengths
+        first_block = blocks.cumsum(dim=1) - blocks
+        position = position - first_token.gather(1, documents)
+        block = first_block.gather(1, documents) + position // size
+        # Every token writes the same two facts about its block; -1 stays where there is none.
+        where = torch.where(self._valid, block, self.num_blocks)
+        unknown = position.new_full((position.shape[0], self.num_blocks + 1), -1)
+        self._document_of_block = unknown.scatter(1, where, documents)[:, :-1]
+        self._index_in_document = unknown.scatter(1, where, position // size)[:, :-1]
+        return block * size + position % size
+
+    def check_length(self, length: int, name: str) -> None:
+        """Raises `ValueError` unless `length` is T; `name` names the tensor."""
+        if length != self.num_tokens:
+            raise ValueError(f"{name} has {length} tokens, but the layout has {self.num_tokens}.")
+
+    def to_blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Groups `[B, T, ...]` by block: `[B, M, N, ...]`, zero in empty slots; padding is left out.
+
+        Zeros are gathered, not multiplied in, so that a NaN in the padding reaches nobody.
+        """
+        self.check_length(tokens.shape[1], "tokens")
+        padded = F.pad(tokens, [0, 0] * (tokens.dim() - 2) + [0, 1])
+        return _gather_tokens(padded, self._token_of_slot).unflatten(1, (self.num_blocks, self.block_size))
+
+    def from_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
+        """Undoes [`SequenceLayout.to_blocks`]: `[B, T, ...]`, zero for padding."""
+        slots = grouped.flatten(1, 2)
+        padded = F.pad(slots, [0, 0] * (slots.dim() - 2) + [0, 1])
+        return _gather_tokens(padded, self._slot_of_token)
+
+    def token_table(self, device: torch.device) -> torch.Tensor:
+        """Token of each slot of each block, int32 `[B, M, N]` on `device`; T where a slot is empty."""
+        table = self._token_of_slot.to(device, torch.int32)
+        return table.unflatten(1, (self.num_blocks, self.block_size)).contiguous()
+
+    def mixing_matrix(self, mixing: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        """The mixing weights of these blocks, zero between documents.
+
+        Args:
+            mixing: `[M', M']` or `[H, M', M']`, see [`mhla_hf.ops.extend_mixing`] for blocks past its end.
+            causal: Zero above the diagonal.
+
+        Returns:
+            `[M, M]` or `[H, M, M]`; with documents `[B, 1, M, M]` or `[B, H, M, M]`.
+        """
+        if self._document_of_block is None or self._index_in_document is None:
+            return extend_mixing(mixing, self.num_blocks, causal=causal)
+        index = self._index_in_document.clamp(min=0)
+        weights = mixing_at(mixing, index[:, :, None], index[:, None, :])
+        weights = weights.masked_fill(~self._same_document()[:, None], 0)
+        return weights.tril() if causal else weights
+
+    def earlier_blocks(self) -> torch.Tensor:
+        """Which blocks lie before which in the same document: BoolTensor `[M, M]` or `[B, 1, M, M]`."""
+        if self._document_of_block is None:
+            return earlier_blocks(self.num_blocks, self._valid.device)
+        return self._same_document()[:, None].tril(-1)
+
+    def first_blocks(self) -> torch.Tensor | None:
+        """The first block of each block's document, int32 `[B, M]`; `None` where every row is one document."""
+        if self._index_in_document is None:
+            return None
+        index = torch.arange(self.num_blocks, device=self._index_in_document.device)
+        return (index - self._index_in_document.clamp(min=0)).to(torch.int32)
+
+    def _same_document(self) -> torch.Tensor:
+        assert self._document_of_block is not None
+        document = self._document_of_block
+        return (document[:, :, None] == document[:, None, :]) & (document[:, :, None] >= 0)
+
+
+def _check_documents(documents: torch.Tensor, valid: torch.Tensor) -> None:
+    if not isinstance(documents, torch.Tensor) or documents.dtype != torch.long:
+        found = documents.dtype if isinstance(documents, torch.Tensor) else type(documents).__name__
+        raise ValueError(f"documents must be a tensor of torch.int64, got {found}.")
+    if documents.shape != valid.shape:
+        raise ValueError(f"documents has shape {tuple(documents.shape)}, but valid has {tuple(valid.shape)}.")
+    if documents.device != valid.device:
+        raise ValueError(f"documents is on {documents.device}, but valid is on {valid.device}.")
+
+
+def earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
+    """BoolTensor `[M, M]`, True where the column's block lies before the row's."""
+    return torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
+
+
+def _gather_tokens(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Takes token `index[b, s]` of each batch entry: `[B, S, ...]` from `[B, T, ...]`."""
+    index = index.reshape(*index.shape, *[1] * (tokens.dim() - 2)).expand(-1, -1, *tokens.shape[2:])
+    return tokens.gather(1, index)
+
+
+def mixing_at(mixing: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Mixing weights of pairs of blocks, which may lie past the end of the weights.
+
+    Args:
+        mixing: `[M, M]` or `[H, M, M]`.
+        rows: Block indices of the queries, LongTensor, 0 or more.
+        columns: Block indices of the keys; broadcasts with `rows` to `[I, J]` or, for rows of their own in each batch
+            entry, `[B, I, J]`.
+
+    Returns:
+        `[I, J]` or `[H, I, J]`; for batched indices `[B, 1, I, J]` or `[B, H, I, J]`.
+
+    Raises:
+        ValueError: If `mixing` has another shape, or the indices are not integers.
+    """
+    check_mixing_shape(mixing)
+    if rows.is_floating_point() or columns.is_floating_point():
+        raise ValueError(f"rows and columns must hold integers, got {rows.dtype} and {columns.dtype}.")
+    last = mixing.shape[-1] - 1
+    rows, columns = torch.broadcast_tensors(rows, columns)
+    distance = rows - columns
+    inside = torch.maximum(rows, columns) <= last
+    back = distance >= 0
+    row = torch.where(inside, rows, torch.where(back, last, 0)).clamp(max=last)
+    column = torch.where(inside, columns, torch.where(back, last - distance, -distance)).clamp(0, last)
+    weights = mixing[..., row, column]
+    if rows.dim() == 2:
+        return weights
+    return weights.unsqueeze(1) if mixing.dim() == 2 else weights.movedim(0, 1)
+
+
+def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> torch.Tensor:
+    """The mixing weights of a sequence of `num_blocks` blocks: the leading ones, or all of them and then by distance.
+
+    Args:
+        mixing: `[M, M]` or `[H, M, M]`; for causal attention entries above the diagonal are ignored.
+        num_blocks: Number of blocks wanted.
+        causal: Zero above the diagonal.
+
+    Returns:
+        `[num_blocks, num_blocks]` or `[H, num_blocks, num_blocks]`.
+
+    Raises:
+        ValueError: If `mixing` has another shape, or `num_blocks` is not a positive integer.
+    """
+    check_mixing_shape(mixing)
+    check_count("num_blocks", num_blocks)
+    check_flag("causal", causal)
+    if num_blocks <= mixing.shape[-1]:
+        weights = mixing[..., :num_blocks, :num_blocks]
+    else:
+        index = torch.arange(num_blocks, device=mixing.device)
+        weights = mixing_at(mixing, index[:, None], index[None, :])
+    return weights.tril() if causal else weights
+
+
+def check_mixing_shape(mixing: torch.Tensor) -> None:
+    """Raises `ValueError` unless a value is a tensor `[M, M]` or `[H, M, M]`."""
+    if not isinstance(mixing, torch.Tensor):
+        raise ValueError(f"mixing must be a tensor, got {type(mixing).__name__}.")
+    if not mixing.is_floating_point():
+        raise ValueError(f"mixing must be floating point, got {mixing.dtype}.")
+    shape = mixing.shape
+    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or shape[-1] < 1:
+        raise ValueError(f"mixing must be [blocks, blocks] or [heads, blocks, blocks], got shape {tuple(shape)}.")

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches to recover on, for every kind of model: text, pictures, or the cached latents of diffusion models.
+
+A batch holds keyword arguments of the model's `forward`. Which samples it has is a pure function of (seed, stage,
+step), so a stage that goes on after a kill sees what it would have seen, and two processes with batch 2 see the
+samples that one process with batch 4 sees.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..evaluation import evaluation_batches
+from ..families import Objective
+from ..matching.layers import Batch
+from .batches import Batch as LatentBatch
+from .batches import DataOrder, LatentSamples, make_batch, stable_seed
+from .fingerprints import samples_fingerprint
+from .tokens import TokenTable
+
+
+# At most this share of the samples is held out.
+_HELD_OUT_SHARE = 5
+# Batches that are made from texts of like length together.
+_BATCHES_TOGETHER = 32
+# Noise draws of held-out latents in all, and of each sample at most.
+_DRAWS, _MOST_DRAWS = 96, 16
+
+
+class BatchSource(ABC):
+    """Samples of one data set, in batches.
+
+    Attributes:
+        seed: Seed of their order.
+        fingerprint: Tells the samples from those of other data.
+    """
+
+    def __init__(self, seed: int, fingerprint: str) -> None:
+        self.seed, self.fingerprint = seed, fingerprint
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples to train on."""
+
+    @abstractmethod
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """The batch of a step, on the CPU; a pure function of the seed and the arguments.
+
+        Args:
+            stage: Name of the stage; each has an order of its own.
+            step: From 0.
+            batch_size: Samples of this process.
+            rank: Number of this process.
+            world_size: Number of processes.
+        """
+
+    @abstractmethod
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """All samples that no `batch` has, in batches that are always the same."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What the data are, as plain JSON values."""
+
+    def batches(self, stage: str, count: int, batch_size: int) -> list[Batch]:
+        """The first batches of a stage."""
+        return [self.batch(stage, step, batch_size) for step in range(count)]
+
+    def _order(self, stage: str, batch_size: int, rank: int, world_size: int) -> DataOrder:
+        return DataOrder(
+            dataset_size=len(self),
+            batch_size=batch_size,
+            seed=self.seed,
+            stage=stage,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def _indices(self, stage: str, step: int, batch_size: int, rank: int, world_size: int) -> list[int]:
+        order = self._order(stage, batch_size, rank, world_size)
+        return [order.dataset_index(number) for number in order.sample_numbers(step)]
+
+
+class PackedText(BatchSource):
+    """Rows of one length for language models: `input_ids` `[B, L]`, no padding.
+
+    Args:
+        table: The rows; the last of them are held out.
+        held_out: Most rows to hold out.
+        seed: Seed of their order.
+        decode: Makes the text of tokens, for `held_out_bytes`.
+
+    Attributes:
+        held_out_bytes: UTF-8 bytes of the held-out rows, without the first token of each, which no model predicts.
+    """
+
+    def __init__(
+        self, table: TokenTable, held_out: int, seed: int = 0, decode: Callable[[list[int]], str] | None = None
+    ) -> None:
+        super().__init__(seed, table.fingerprint)
+        self.table, self.held_out_count = table, _held_out(len(table), held_out)
+        rows = (table[index][1:].tolist() for index in range(len(self), len(table)))
+        self.held_out_bytes = sum(len(decode(row).encode()) for row in rows) if decode is not None else 0
+
+    def __len__(self) -> int:
+        return len(self.table) - self.held_out_count
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """See the base class."""
+        return self._rows(self._indices(stage, step, batch_size, rank, world_size))
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """See the base class."""
+        return [self._rows(part) for part in _parts(range(len(self), len(self.table)), batch_size)]
+
+    def describe(self) -> dict[str, Any]:
+        """See the base class."""
+        return {
+            "kind": "text in packed rows",
+            "samples": len(self),
+            "held_out": self.held_out_count,
+            "length": len(self.table[0]),
+            "left_out": self.table.skipped,
+        }
+
+    def _rows(self, indices: Sequence[int]) -> Batch:
+        return {"input_ids": torch.stack([self.table[index] for index in indices])}
+
+
+class Passages(BatchSource):
+    """Passages for encoders, padded: `input_ids` and `attention_mask` `[B, L]`.
+
+    Batches have passages of like length. Every so many batches are made together: their passages are sorted by length,
+    cut into batches, and these are taken in a drawn order.
+
+    Args:
+        table: The passages; some of them, all over it, are held out.
+        held_out: Most passages to hold out.
+        padding: Token for padding.
+        seed: Seed of their order.
+    """
+
+    def __init__(self, table: TokenTable, held_out: int, padding: int, seed: int = 0) -> None:
+        super().__init__(seed, table.fingerprint)
+        self.table, self.padding = table, padding
+        self.lengths = table.lengths().tolist()
+        generator = torch.Generator().manual_seed(stable_seed("held out", table.fingerprint))
+        shuffled = torch.randperm(len(table), generator=generator).tolist()
+        count = _held_out(len(table), held_out)
+        self.held_out_indices, self.indices = sorted(shuffled[:count], key=self._length), shuffled[count:]
+        self._together = lru_cache(maxsize=4)(self._make_together)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """See the base class."""
+        group, place = divmod(step, _BATCHES_TOGETHER)
+        indices = self._together(stage, group, batch_size * world_size)[place]
+        return self._pad(indices[rank * batch_size : (rank + 1) * batch_size])
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """See the base class."""
+        return [self._pad(part) for part in _parts(self.held_out_indices, batch_size)]
+
+    def describe(self) -> dict[str, Any]:
+        """See the base class."""
+        return {
+            "kind": "passages of text",
+            "samples": len(self),
+            "held_out": len(self.held_out_indices),
+            "length": max(self.lengths),
+            "left_out": self.table.skipped,
+        }
+
+    def _make_together(self, stage: str, group: int, batch_size: int) -> list[list[int]]:
+        """The batches of all processes for some successive steps."""
+        order = self._order(stage, batch_size, 0, 1)
+        steps = range(group * _BATCHES_TOGETHER, (group + 1) * _BATCHES_TOGETHER)
+        numbers = [number for step in steps for number in order.sample_numbers(step)]
+        chosen = sorted((self.indices[order.dataset_index(number)] for number in numbers), key=self._length)
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, stage, "lengths", group))
+        batches = list(_parts(chosen, batch_size))
+        return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def _length(self, index: int) -> int:
+        return self.lengths[index]
+
+    def _pad(self, indices: Sequence[int]) -> Batch:
+        rows = [self.table[index] for index in indices]
+        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
+        ones = [torch.ones_like(row) for row in rows]
+        return {"input_ids": padded, "attention_mask": nn.utils.rnn.pad_sequence(ones, batch_first=True)}
+
+
+class Pictures(BatchSource):
+    """Pictures for vision models, as their image processor makes them: `pixel_values` `[B, C, H, W]`.
+
+    Args:
+        pictures: uint8 `[H, W, 3]` each, by a function that reads one.
+        processor: The model's own.
+        held_out: Most pictures to hold out.
+        fingerprint: See the base class.
+        seed: Seed of their order.
+        left_out: How many files could not be read.
+    """
+
+    def __init__(
+        self,
+        pictures: Sequence[Any],
+        processor: Any,
+        held_out: int,
+        fingerprint: str,
+        seed: int = 0,
+        left_out: int = 0,
+    ) -> None:
+        super().__init__(seed, fingerprint)
+        self.pictures, self.processor, self.left_out = pictures, processor, left_out
+        generator = torch.Generator().manual_seed(stable_seed("held out", fingerprint))
+        shuffled = torch.randperm(len(pictures), generator=generator).tolist()
+        count = _held_out(len(pictures), held_out)
+        self.held_out_indices, self.indices = shuffled[:count], shuffled[count:]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """See the base class."""
+        indices = self._indices(stage, step, batch_size, rank, world_size)
+        return self._process([self.indices[index] for index in indices])
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """See the base class."""
+        return [self._process(part) for part in _parts(self.held_out_indices, batch_size)]
+
+    def describe(self) -> dict[str, Any]:
+        """See the base class."""
+        return {
+            "kind": "pictures",
+            "samples": len(self),
+            "held_out": len(self.held_out_indices),
+            "left_out": self.left_out,
+        }
+
+    def _process(self, indices: Sequence[int]) -> Batch:
+        made = self.processor(images=[self.pictures[index]() for index in indices], return_tensors="pt")
+        return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
+
+
+class Latents(BatchSource):
+    """Noisy latents with their conditions, as a diffusion model's objective hands them to it.
+
+    Args:
+        dataset: The samples, of a cache for instance; some of them are held out.
+        objective: Draws noise levels, adds noise and knows the arguments of `forward`.
+        model: The transformer; its configuration alone counts, and the type of its weights.
+        held_out: Most samples to hold out, or a data set of such.
+        seed: Seed of their order, of noise and noise levels.
+        condition_dropout: Share of samples that lose their caption or class, where the data set has `null_condition`.
+        draws: Noise draws of each held-out sample that quality is measured on; by default so many that there are 96,
+            and 16 of a sample at most.
+    """
+
+    def __init__(
+        self,
+        dataset: LatentSamples,
+        objective: Objective,
+        model: nn.Module,
+        held_out: int | LatentSamples,
+        seed: int = 0,
+        condition_dropout: float = 0.1,
+        draws: int | None = None,
+    ) -> None:
+        fingerprint = getattr(dataset, "fingerprint", None)
+        super().__init__(seed, fingerprint() if callable(fingerprint) else samples_fingerprint(dataset))
+        self.null_condition = getattr(dataset, "null_condition", None)
+        objective.check_data(model, dataset[0], self.null_condition)
+        self.objective, self.model = objective, model
+        self.condition_dropout = condition_dropout if self.null_condition is not None else 0.0
+        self.samples: LatentSamples
+        self.held_out_samples: LatentSamples
+        if isinstance(held_out, int):
+            # By a fixed draw: data sets are often in the order of names or classes.
+            shuffled = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
+            count = _held_out(len(dataset), held_out)
+            self.held_out_samples = _Part(dataset, shuffled[:count])
+            self.samples = _Part(dataset, shuffled[count:])
+        else:
+            self.samples, self.held_out_samples = dataset, held_out
+        self.draws = draws or min(_MOST_DRAWS, math.ceil(_DRAWS / len(self.held_out_samples)))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """See the base class."""
+        return self.inputs(self.latent_batch(stage, step, batch_size, rank, world_size))
+
+    def latent_batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> LatentBatch:
+        """The batch of a step before noise is added, as the training loop takes it; arguments as in `batch`."""
+        order = self._order(stage, batch_size, rank, world_size)
+        return make_batch(self.samples, order, step, 0, self.objective, self.condition_dropout, self.null_condition)
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """See the base class; noise levels cover their distribution evenly."""
+        return [self.inputs(batch) for batch in self.held_out_latents(batch_size)]
+
+    def held_out_latents(self, batch_size: int, draws: int = 1) -> list[LatentBatch]:
+        """The held-out samples before noise is added.
+
+        Args:
+            batch_size: Samples of a batch.
+            draws: Noise draws of each sample.
+        """
+        return evaluation_batches(self.held_out_samples, self.objective, batch_size=batch_size, draws_per_sample=draws)
+
+    def inputs(self, batch: LatentBatch) -> Batch:
+        """The arguments of the model's `forward` for a batch."""
+        return self.objective.inputs_of(self.model, batch, cast(Any, self.model).dtype)
+
+    def describe(self) -> dict[str, Any]:
+        """See the base class."""
+        return {
+            "kind": "latents",
+            "samples": len(self),
+            "held_out": len(self.held_out_samples),
+            "shape": list(self.samples[0]["latents"].shape),
+        }
+
+
+class RecordedCalls(BatchSource):
+    """What a diffusion model saw while its pipeline made samples; a batch is one call, whatever size is asked for.
+
+    Args:
+        calls: Keyword arguments of the model's `forward`, of all calls.
+        held_out: Most calls to hold out; the last ones.
+        seed: Seed of their order.
+    """
+
+    def __init__(self, calls: Sequence[Batch], held_out: int, seed: int = 0) -> None:
+        tensors = [value for value in calls[-1].values() if isinstance(value, torch.Tensor)]
+        sums = [f"{tensor.double().sum().item():.6g}" for tensor in tensors]
+        super().__init__(seed, f"{stable_seed(len(calls), *sums):016x}")
+        self.calls, self.held_out_count = calls, _held_out(len(calls), held_out)
+
+    def __len__(self) -> int:
+        return len(self.calls) - self.held_out_count
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """See the base class."""
+        return self.calls[self._indices(stage, step, 1, rank, world_size)[0]]
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """See the base class."""
+        return list(self.calls[len(self) :])
+
+    def describe(self) -> dict[str, Any]:
+        """See the base class."""
+        return {"kind": "calls of the pipeline's model", "samples": len(self), "held_out": self.held_out_count}
+
+
+class _Part:
+    """Some samples of a data set."""
+
+    def __init__(self, dataset: LatentSamples, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.dataset[self.indices[index]]
+
+
+def _held_out(count: int, wanted: int) -> int:
+    """How many of all samples are held out: at least one, and one is left to train on."""
+    return max(1, min(wanted, count // _HELD_OUT_SHARE))
+
+
+def _parts(indices: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [indices[start : start + size] for start in range(0, len(indices), size)]

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples, noise, noise levels and dropped conditions each step sees: a pure function of the seed and the step.
+
+Every draw of a sample comes from a generator seeded by (seed, stage, running number of the sample), and the running
+number follows from step, micro-step and process rank. Nothing depends on the history of a random generator, so a
+resumed run sees what an uninterrupted one would have, and two models trained with one seed see the same data. The
+running number does not depend on how samples are shared out, so neither do the draws: two processes with batch 2 see
+what one process with batch 4 sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..families import Objective, Tensors
+from .data_order import DataOrder, stable_seed
+
+
+class LatentSamples(Protocol):
+    """What a data set must offer: a length, and samples of latents and their condition.
+
+    Every sample has `latents`, `[C, F, H, W]` of videos and `[C, H, W]` of pictures, and what its family's objective
+    names in `condition_names`: for Wan `prompt_embeds` `[L, D]`; for SANA `prompt_embeds` `[L, D]` and
+    `prompt_attention_mask` `[L]`, 1 where there is text; for DiT `class_label` `[]`, int64.
+
+    A data set may also have an attribute `null_condition`: the same tensors of a sample without caption or class,
+    which some samples are given instead of their own, for guidance. And one where samples differ in size, `buckets`:
+    the number of each sample's bucket, from 0, whose samples all have one size.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
+
+
+class TrainingBatch(Protocol):
+    """What the training loop needs to know of a micro-batch, whatever it holds.
+
+    Attributes:
+        indices: Where in the data set its samples come from, for messages.
+    """
+
+    @property
+    def indices(self) -> tuple[int, ...]: ...
+
+    def to(self, device: torch.device | str) -> Any:
+        """The batch on another device."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch.
+
+    Attributes:
+        latents: Clean latents `[B, C, ...]`, fp32.
+        noise: Standard normal, same shape, fp32.
+        levels: Noise levels `[B]`, as the objective draws them.
+        condition: Captions or classes, each `[B, ...]`: fp32, or int64 where samples hold whole numbers.
+        indices: See `TrainingBatch`.
+    """
+
+    latents: torch.Tensor
+    noise: torch.Tensor
+    levels: torch.Tensor
+    condition: dict[str, torch.Tensor]
+    indices: tuple[int, ...] = ()
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on another device."""
+        return Batch(
+            self.latents.to(device, non_blocking=True),
+            self.noise.to(device, non_blocking=True),
+            self.levels.to(device, non_blocking=True),
+            {name: tensor.to(device, non_blocking=True) for name, tensor in self.condition.items()},
+            self.indices,
+        )
+
+
+def make_batch(
+    dataset: LatentSamples,
+    order: DataOrder,
+    step: int,
+    micro_step: int,
+    objective: Objective,
+    condition_dropout: float = 0.0,
+    null_condition: Tensors | None = None,
+) -> Batch:
+    """Builds the micro-batch of (step, micro-step) of the process that `order` was made for.
+
+    Args:
+        dataset: The samples, of one size or in buckets.
+        order: The data order.
+        step: Optimizer step, from 0.
+        micro_step: Micro-step within it, from 0.
+        objective: Draws noise levels and names the condition.
+        condition_dropout: Share of samples that are given `null_condition` instead of their own.
+        null_condition: See `LatentSamples`; needed for `condition_dropout`.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: If samples of a batch differ in size or lack a tensor, or conditions are to be dropped without
+            `null_condition`.
+    """
+    numbers = order.sample_numbers(step, micro_step)
+
+    def uniform_of(generator: torch.Generator, _: int) -> torch.Tensor:
+        return torch.rand((), generator=generator, dtype=torch.float64)
+
+    return assemble_batch(
+        dataset,
+        [order.dataset_index(number) for number in numbers],
+        [stable_seed(order.seed, order.stage, "sample", number) for number in numbers],
+        uniform_of,
+        objective,
+        condition_dropout,
+        null_condition,
+    )
+
+
+def assemble_batch(
+    dataset: LatentSamples,
+    indices: list[int],
+    seeds: list[int],
+    uniform_of: Callable[[torch.Generator, int], torch.Tensor],
+    objective: Objective,
+    condition_dropout: float = 0.0,
+    null_condition: Tensors | None = None,
+) -> Batch:
+    """Builds a batch of given samples, each with draws from its own seed.
+
+    Args:
+        dataset: See `make_batch`.
+        indices: Indices into the data set.
+        seeds: One seed per sample.
+        uniform_of: Gives the uniform draw behind a sample's noise level from (generator, position in the batch).
+        objective: See `make_batch`.
+        condition_dropout: See `make_batch`.
+        null_condition: See `make_batch`.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: See `make_batch`.
+    """
+    check_null_condition(condition_dropout, null_condition)
+    latents, noise, uniform, conditions = [], [], [], []
+    for position, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
+        sample = dataset[index]
+        generator = torch.Generator().manual_seed(seed)
+        uniform.append(uniform_of(generator, position))
+        dropped = bool(torch.rand((), generator=generator) < condition_dropout)
+        clean = _plain(sample["latents"])
+        latents.append(clean)
+        noise.append(torch.randn(clean.shape, generator=generator))
+        conditions.append(null_condition if dropped and null_condition is not None else sample)
+    return Batch(
+        _stack("latents", latents),
+        _stack("latents", noise),
+        objective.noise_levels(torch.stack(uniform)),
+        {
+            name: _stack(name, [_plain(condition[name]) for condition in conditions])
+            for name in objective.condition_names
+        },
+        tuple(indices),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentBatches:
+    """Makes the micro-batches of a diffusion model; a pure function of its arguments.
+
+    Attributes:
+        dataset: See `make_batch`.
+        objective: See `make_batch`.
+        condition_dropout: See `make_batch`.
+        null_condition: See `make_batch`.
+    """
+
+    dataset: LatentSamples
+    objective: Objective
+    condition_dropout: float = 0.0
+    null_condition: Tensors | None = None
+
+    def __call__(self, order: DataOrder, step: int, micro_step: int) -> Batch:
+        """See `make_batch`."""
+        return make_batch(
+            self.dataset, order, step, micro_step, self.objective, self.condition_dropout, self.null_condition
+        )
+
+
+def check_null_condition(condition_dropout: float, null_condition: Tensors | None) -> None:
+    """Checks that there is something to give to samples that lose their condition.
+
+    Raises:
+        ValueError: If there is not.
+    """
+    if condition_dropout > 0 and null_condition is None:
+        raise ValueError(
+            "condition_dropout needs null_condition, what a sample without caption or class holds; or set it to 0"
+        )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    # Encoders called without `no_grad` leave a graph behind.
+    return (tensor.float() if tensor.is_floating_point() else tensor.long()).detach().cpu()
+
+
+def _stack(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) > 1:
+        raise ValueError(f"{name} of one batch must have one shape, got {sorted(shapes)}")
+    return torch.stack(tensors)

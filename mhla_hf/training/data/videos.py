@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Video files: a folder of them with captions, read into tensors; and written from arrays.
+
+Reading takes imageio-ffmpeg, writing imageio as well (`pip install mhla-hf[video]`); GIF files take Pillow alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageSequence
+
+from ...utils.files import atomic_file
+from .buckets import Bucket, nearest_bucket
+from .captions import captioned_files
+from .data_folder import DataFolder
+from .fitting import check_size, fit, open_picture, to_tensor, unreadable
+from .samples import DataSample, UnusableSampleError, unusable_sample
+
+
+VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
+# ffmpeg goes by the content: without this, a playlist of any name makes it read other files.
+_FFMPEG_INPUT = ["-protocol_whitelist", "file", "-format_whitelist", "mov,matroska,webm,avi"]
+# Without this, frames that cannot be decoded are made up from their neighbours.
+_FFMPEG_INPUT += ["-xerror", "-err_detect", "explode"]
+# Damaged files claim any rate, and all frames up to the last one that is wanted are decoded.
+_HIGHEST_FPS = 1000
+
+
+def captioned_videos(
+    folder: Path,
+    *,
+    num_frames: int,
+    height: int,
+    width: int,
+    fps: float | None = None,
+    buckets: Sequence[Bucket] = (),
+) -> list[DataSample]:
+    """The captioned videos of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
+
+    Args:
+        folder: The folder.
+        num_frames: Frames to take, from the first; videos with fewer are left out.
+        height: Height to scale and crop to.
+        width: Width to scale and crop to.
+        fps: Frame rate to sample at; None takes the frames as they are.
+        buckets: Sizes and lengths to choose from for each video, in place of the others.
+
+    Raises:
+        ValueError: See `captions.captioned_files`.
+    """
+    data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width, num_frames),)
+
+    def sample(path: Path, caption: str) -> DataSample:
+        def load() -> torch.Tensor:
+            size = sizes[0] if len(sizes) == 1 else _choose_bucket(path, sizes, fps)
+            frames = read_frames(path, size.num_frames, fps, (size.height, size.width))
+            if len(frames) < size.num_frames:
+                raise UnusableSampleError(f"{path} has fewer than {size.num_frames} frames that can be read")
+            return to_tensor(frames)
+
+        return DataSample(data.key(path), caption, load)
+
+    return [
+        sample(file.path, file.caption) if file.problem is None else unusable_sample(file.problem)
+        for file in captioned_files(data, VIDEO_SUFFIXES, "videos")
+    ]
+
+
+def read_frames(
+    path: Path, num_frames: int, fps: float | None = None, size: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Reads up to `num_frames` frames, uint8 `[F, H, W, 3]`, one at a time.
+
+    Args:
+        path: The video file.
+        num_frames: Frames to read, from the first.
+        fps: Frame rate to sample at, by repeating or leaving out frames; None takes every frame.
+        size: Height and width to scale and crop each frame to as it is read.
+
+    Raises:
+        UnusableSampleError: If the file cannot be read as a video, or the size of its frames is out of bounds.
+        ValueError: If imageio-ffmpeg is missing.
+    """
+    frames: list[np.ndarray] = []
+    for frame, repeats in _frames(path, num_frames, fps):
+        pixels = np.asarray(frame) if size is None else fit(frame, *size)
+        frames += [pixels] * repeats
+    if not frames:
+        raise UnusableSampleError(f"{path} has no frames that can be read")
+    return np.stack(frames)
+
+
+def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
+    """The frames of a file and how often each is taken; errors as in `read_frames`."""
+    if path.suffix.lower() == ".gif":
+        read = _gif_frames
+    else:
+        _ffmpeg()  # What is missing here is no fault of the file.
+        read = _video_frames
+    try:
+        yield from read(path, num_frames, fps)
+    except Exception as error:
+        raise unreadable(path, "video", error) from error
+
+
+def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> Bucket:
+    """The bucket of a video, which is read once without being kept: containers do not know their frames well."""
+    count, height, width = 0, 0, 0
+    for frame, repeats in _frames(path, max(bucket.num_frames for bucket in buckets), fps):
+        count, height, width = count + repeats, frame.height, frame.width
+    if not count:
+        raise UnusableSampleError(f"{path} has no frames that can be read")
+    chosen = nearest_bucket(buckets, height, width, count)
+    if chosen is None:
+        raise UnusableSampleError(f"{path} has {count} frames that can be read, too few for buckets of its shape")
+    return chosen
+
+
+def _repeats(path: Path, num_frames: int, fps: float | None, source_fps: float) -> Iterator[int]:
+    """How often each frame of a source is taken, from its first to the last that is wanted."""
+    if fps is None or not source_fps:
+        yield from (1 for _ in range(num_frames))
+        return
+    if not 0 < source_fps <= _HIGHEST_FPS:
+        raise UnusableSampleError(f"{path} claims {source_fps:g} frames per second; encode it again")
+    taken, frame = 0, 0
+    while taken < num_frames:
+        before = taken
+        while taken < num_frames and round(taken * source_fps / fps) == frame:
+            taken += 1
+        frame += 1
+        yield taken - before
+
+
+def _gif_frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
+    with open_picture(path, ("GIF",)) as image:
+        duration = image.info.get("duration", 0)
+        repeats = _repeats(path, num_frames, fps, 1000 / duration if duration else 0.0)
+        # The counts come first: no frame is decoded after the last that is wanted.
+        for count, frame in zip(repeats, ImageSequence.Iterator(image)):
+            if count:
+                yield frame.convert("RGB"), count
+
+
+def _video_frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
+    reader = _ffmpeg().read_frames(str(path.absolute()), input_params=_FFMPEG_INPUT)
+    try:
+        facts = next(reader)
+        check_size(path, *facts["size"])
+        source_fps = float(facts.get("fps") or 0)
+        for count, data in zip(_repeats(path, num_frames, fps, source_fps), reader):
+            if count:
+                yield Image.frombytes("RGB", facts["size"], data), count
+    finally:
+        reader.close()
+
+
+def _ffmpeg():
+    try:
+        import imageio_ffmpeg
+
+        imageio_ffmpeg.get_ffmpeg_exe()
+    except (ImportError, RuntimeError) as error:
+        raise ValueError("video files need imageio and imageio-ffmpeg: pip install 'mhla-hf[video]'") from error
+    return imageio_ffmpeg
+
+
+def fit_frames(frames: np.ndarray, height: int, width: int) -> torch.Tensor:
+    """Crops the centre of frames to the shape of height x width, and scales them.
+
+    Args:
+        frames: uint8 `[F, H, W, 3]`.
+        height: Wanted height.
+        width: Wanted width.
+
+    Returns:
+        `[3, F, height, width]` in [-1, 1], fp32.
+    """
+    return to_tensor(np.stack([fit(Image.fromarray(frame), height, width) for frame in frames]))
+
+
+def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:
+    """Writes frames as mp4, or as GIF where imageio-ffmpeg is missing.
+
+    Args:
+        path: File to write; its suffix follows the format.
+        frames: uint8 `[F, H, W, 3]`.
+        fps: Frames per second.
+
+    Returns:
+        The path written.
+    """
+    try:
+        _ffmpeg()
+        import imageio.v2 as imageio
+    except (ValueError, ImportError):
+        path = path.with_suffix(".gif")
+        pictures = [Image.fromarray(frame) for frame in frames]
+        with atomic_file(path) as temporary:
+            pictures[0].save(
+                temporary, save_all=True, append_images=pictures[1:], duration=round(1000 / fps), loop=0, format="GIF"
+            )
+        return path
+    path = path.with_suffix(".mp4")
+    with atomic_file(path) as temporary:
+        imageio.mimwrite(temporary, list(frames), fps=fps, macro_block_size=1, quality=8)
+    return path

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MHLA layers of any model here, run with their original attention, recorded, and called again by themselves.
+
+A freshly converted model holds all weights of its original. With the outputs of its `mhla` modules replaced by what
+softmax attention gives, it *is* the original, so one model is student and teacher at once.
+
+Shapes: B batch, T tokens, D width of the model, H heads, V value width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...layers.mhla import MHLA
+from ...layers.original import original_attention
+
+
+Batch = Mapping[str, Any]
+"""Keyword arguments of a model's `forward`."""
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """An attention layer whose attention is MHLA.
+
+    Attributes:
+        name: Name of the attention module in the model.
+        attention: The module of the host model that has `mhla`.
+        mhla: The MHLA module.
+        projection_name: Name of the linear map that comes right after the heads; empty where there is none.
+        projection: That map, of `nn.Linear` or the `Conv1D` of transformers; `None` where there is none.
+    """
+
+    name: str
+    attention: nn.Module
+    mhla: MHLA
+    projection_name: str = ""
+    projection: nn.Module | None = None
+
+    @property
+    def projects_outside(self) -> bool:
+        """Whether the output projection is not part of the attention module, as in BERT."""
+        return self.projection is not None and not self.projection_name.startswith(f"{self.name}.")
+
+    def __call__(self, arguments: CallArguments, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Output of the layer `[B, T, D]` after its projection.
+
+        Args:
+            arguments: From [`record_calls`].
+            hidden_states: `[B, T, D]`.
+        """
+        args, kwargs = arguments.with_hidden_states(hidden_states)
+        output = first(self.attention(*args, **kwargs))
+        if self.projects_outside:
+            assert self.projection is not None
+            output = self.projection(output)
+        return output
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the attention module and the output projection, by their names in the model."""
+        found = {f"{self.name}.{name}": parameter for name, parameter in self.attention.named_parameters()}
+        if self.projects_outside:
+            assert self.projection is not None
+            for name, parameter in self.projection.named_parameters():
+                found[f"{self.projection_name}.{name}"] = parameter
+        return found
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """What an attention module is called with besides its hidden states.
+
+    Attributes:
+        args: Positional arguments; `None` in place of the hidden states.
+        kwargs: Keyword arguments; `None` in place of the hidden states.
+        place: Index or name of the hidden states' argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: int | str
+
+    def with_hidden_states(self, hidden_states: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with these hidden states."""
+        if isinstance(self.place, str):
+            return self.args, {**self.kwargs, self.place: hidden_states}
+        args = list(self.args)
+        args[self.place] = hidden_states
+        return tuple(args), dict(self.kwargs)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of an attention layer, without gradients.
+
+    Attributes:
+        arguments: What it was called with besides the hidden states.
+        hidden_states: `[B, T, D]`.
+        output: After the output projection `[B, T, D]`.
+        valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
+    """
+
+    arguments: CallArguments
+    hidden_states: torch.Tensor
+    output: torch.Tensor
+    valid: torch.Tensor | None
+
+
+def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
+    """The attention layers of a model that have an `mhla` submodule, in the order of its modules.
+
+    Their projections are not known yet: see [`find_projections`].
+
+    Raises:
+        ValueError: If there is none.
+    """
+    layers = [
+        AttentionLayer(name, module, module._modules["mhla"])
+        for name, module in model.named_modules()
+        # Diffusers models have a configuration entry of this name, which they warn about.
+        if isinstance(module._modules.get("mhla"), MHLA)
+    ]
+    if not layers:
+        raise ValueError(
+            f"This {type(model).__name__} has no MHLA layers: convert it first (mhla_hf.convert, mhla-hf convert)."
+        )
+    return layers
+
+
+@torch.no_grad()
+def find_projections(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch) -> list[AttentionLayer]:
+    """Finds the output projection of each layer: the linear map that is handed the heads just as they are.
+
+    Args:
+        model: The model.
+        layers: See [`mhla_layers`].
+        batch: A batch to run, on the model's device.
+
+    Returns:
+        The layers with their projections, where there are such.
+    """
+    found: dict[str, str] = {}
+    pending: list[tuple[str, torch.Tensor]] = []
+    with ExitStack() as hooks:
+
+        def attended(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+                pending[:] = [(name, output.detach())]
+
+            return hook
+
+        def projecting(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                if not pending or not args or not isinstance(args[0], torch.Tensor):
+                    return
+                layer, heads = pending.pop()
+                tokens = heads.flatten(2)
+                if args[0].shape == tokens.shape and torch.equal(args[0].to(tokens), tokens):
+                    found[layer] = name
+
+            return hook
+
+        for layer in layers:
+            hooks.callback(layer.mhla.register_forward_hook(attended(layer.name)).remove)
+        inside = tuple(f"{layer.name}.mhla." for layer in layers)
+        for name, module in model.named_modules():
+            if is_linear(module) and not name.startswith(inside):
+                hooks.callback(module.register_forward_pre_hook(projecting(name)).remove)
+        run(trunk_for(model, batch), batch)
+    modules = dict(model.named_modules())
+    return [
+        AttentionLayer(layer.name, layer.attention, layer.mhla, found[layer.name], modules[found[layer.name]])
+        if layer.name in found
+        else layer
+        for layer in layers
+    ]
+
+
+Observer = Callable[[AttentionLayer, tuple[Any, ...], dict[str, Any], torch.Tensor, torch.Tensor], None]
+"""Called with the layer, the arguments of its `mhla`, what that returned, and the heads of the original attention."""
+
+
+@contextmanager
+def original_heads(
+    model: nn.Module, layers: Iterable[AttentionLayer], observer: Observer | None = None
+) -> Iterator[None]:
+    """A context in which MHLA layers hand on the heads of the original attention.
+
+    While nothing but parameters of `mhla` modules was changed, the model then computes what its original does.
+
+    Args:
+        model: The model; its class says whether its original attention is softmax.
+        layers: All its MHLA layers.
+        observer: Called for every call of an `mhla` module; without one, MHLA is not computed at all.
+    """
+    linear = bool(getattr(model, "upstream_is_linear", False))
+
+    def replace(layer: AttentionLayer) -> Callable[..., torch.Tensor]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor):
+            heads = original_attention(layer.mhla, *args, **kwargs, linear=linear).to(output.device)
+            if observer is not None:
+                observer(layer, args, kwargs, output, heads)
+            return heads
+
+        return hook
+
+    with ExitStack() as stack:
+        for layer in layers:
+            if observer is None:
+                stack.enter_context(_only_original(layer.mhla, linear))
+            else:
+                stack.callback(layer.mhla.register_forward_hook(replace(layer), with_kwargs=True).remove)
+        yield
+
+
+@contextmanager
+def _only_original(mhla: MHLA, linear: bool) -> Iterator[None]:
+    """A context in which a module computes the original attention, and reads none of its parameters."""
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return original_attention(mhla, *args, **kwargs, linear=linear)
+
+    # Libraries that move weights replace the method of the instance.
+    before = mhla.__dict__.get("forward")
+    mhla.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del mhla.forward
+        if before is not None:
+            mhla.forward = before  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def record_calls(
+    model: nn.Module,
+    layers: Sequence[AttentionLayer],
+    batch: Batch,
+    *,
+    only: Collection[str] | None = None,
+    keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> dict[str, LayerCall]:
+    """Runs a batch with the original attention and keeps what went into each layer, and what came out.
+
+    Args:
+        model: The model.
+        layers: All its MHLA layers, with their projections.
+        batch: On the model's device.
+        only: Names of the layers to record; `None` for all.
+        keep: What is kept of hidden states and outputs, for example a copy elsewhere.
+
+    Returns:
+        A call for each layer, by name.
+    """
+    inputs: dict[str, tuple[CallArguments, torch.Tensor]] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    valid: dict[str, torch.Tensor | None] = {}
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments, hidden_states = _take_hidden_states(args, kwargs)
+            inputs[name] = arguments, keep(hidden_states)
+
+        return hook
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            outputs[name] = keep(first(output).detach())
+
+        return hook
+
+    def attending(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            sequence = kwargs.get("sequence")
+            valid[name] = None if sequence is None else sequence.valid
+
+        return hook
+
+    with original_heads(model, layers), ExitStack() as hooks:
+        for layer in layers:
+            if only is not None and layer.name not in only:
+                continue
+            # Ahead of hooks that add arguments, which they will do again when the layer is called by itself.
+            handle = layer.attention.register_forward_pre_hook(before(layer.name), with_kwargs=True, prepend=True)
+            hooks.callback(handle.remove)
+            last = layer.projection if layer.projects_outside else layer.attention
+            assert last is not None
+            hooks.callback(last.register_forward_hook(after(layer.name)).remove)
+            handle = layer.mhla.register_forward_pre_hook(attending(layer.name), with_kwargs=True)
+            hooks.callback(handle.remove)
+        run(trunk_for(model, batch), batch)
+    return {name: LayerCall(*inputs[name], outputs[name], valid[name]) for name in inputs}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which a model is in evaluation mode."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """A context for training without dropout; layers that recompute their activations go on doing so."""
+    with evaluating(model):
+        for module in model.modules():
+            # They look at their own mode.
+            module.training = bool(getattr(module, "gradient_checkpointing", False))
+        yield
+
+
+def on_device(value: Any, model: nn.Module) -> Any:
+    """Tensors in nested dicts and sequences, on the device of a model's first parameter."""
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    return _moved(value, device or torch.device("cpu"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(entry, device) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(entry, device) for entry in value)
+    return value
+
+
+def run(model: nn.Module, batch: Batch) -> Any:
+    """Output of a model for a batch, without a cache."""
+    options: dict[str, Any] = {}
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    if "use_cache" in parameters or getattr(getattr(model, "config", None), "use_cache", None):
+        options["use_cache"] = False
+    return model(**{**options, **batch})
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """A transformers model without its head, any other model as it is."""
+    return getattr(model, "base_model", model)
+
+
+def trunk_for(model: nn.Module, batch: Batch) -> nn.Module:
+    """The model without its head, if that takes all of a batch: attention does not need it, and it may be large."""
+    trunk = base_model(model)
+    taken = inspect.signature(inspect.unwrap(type(trunk).forward)).parameters
+    return trunk if set(batch) <= set(taken) else model
+
+
+def first(output: Any) -> torch.Tensor:
+    """The first entry of a module's output, where it is a tuple."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _take_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallArguments, torch.Tensor]:
+    """Splits the arguments of an attention module; masks become `None`, for MHLA layers do not read them."""
+    kwargs = {name: None if name in ("attention_mask", "past_key_values") else kwargs[name] for name in kwargs}
+    if "hidden_states" in kwargs:
+        hidden_states = kwargs["hidden_states"]
+        return CallArguments(args, {**kwargs, "hidden_states": None}, "hidden_states"), hidden_states.detach()
+    return CallArguments((None, *args[1:]), kwargs, 0), args[0].detach()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map: `nn.Linear`, or the `Conv1D` of transformers."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf train`, its script, and processes: killed and resumed."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from mhla_hf.cli.main import app
+from mhla_hf.training import launch
+from mhla_hf.training.metrics import read_metrics
+from tests import ROOT
+
+from .. import tiny
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wan")
+    tiny.wan_pipeline(num_layers=3).save_pretrained(directory)
+    return directory
+
+
+DIGITS = ["--data", "digits", "--num-samples", "3", "--height", "16", "--width", "16", "--num-frames", "5"]
+QUIET = ["--max-sequence-length", "32", "--no-progress", "--device", "cpu"]
+
+
+def invoke(*arguments):
+    return runner.invoke(app, ["train", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_cache_train_and_resume(wan, tmp_path):
+    cached = invoke("cache", "--model", wan, "--cache", tmp_path / "cache", *DIGITS, *QUIET)
+    assert cached.exit_code == 0, cached.output
+    arguments = [
+        "wan", "--model", wan, "--cache", tmp_path / "cache", *DIGITS, *QUIET, "--output", tmp_path / "run",
+        "--blocks", "1,1,1", "--layers", "2/3", "--gate", "--mixing-heads", "per_head", "--mixing-constraint",
+        "nonnegative", "--mixing-range", "2", "--grid", "2,1,1", "--transfer-steps", 1, "--checkpointing-steps", 1,
+    ]  # fmt: skip
+    first = invoke(*arguments, "--max-steps", 1)
+    assert first.exit_code == 0, first.output
+    assert "transfer: loss" in first.output and str(tmp_path / "run" / "pipeline") in first.output.replace("\n", "")
+    config = json.loads((tmp_path / "run" / "pipeline" / "transformer" / "config.json").read_text())
+    expected = {
+        "layers": [1, 2],
+        "output_gate": True,
+        "mixing_heads": "per_head",
+        "mixing_constraint": "nonnegative",
+        "mixing_range": 2.0,
+        "grid": [2, 1, 1],
+    }
+    assert {name: config["mhla"][name] for name in expected} == expected
+    refused = invoke(*arguments, "--max-steps", 2)
+    assert refused.exit_code == 1 and "already holds the run" in refused.output
+    # The options of the first run come from its file, except for those on the command line.
+    stored = tmp_path / "run" / "training_config.json"
+    resumed = invoke("wan", "--config", stored, "--max-steps", 2, "--resume", "latest")
+    assert resumed.exit_code == 0, resumed.output
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["stage"], row["step"]) for row in rows] == [("transfer", 1), ("finetune", 1), ("finetune", 2)]
+
+
+def test_a_folder_of_videos(wan, tmp_path):
+    import numpy as np
+
+    from mhla_hf.training.data.videos import write_video
+
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    write_video(videos / "grey.mp4", np.full((5, 16, 16, 3), 90, np.uint8))
+    (videos / "grey.txt").write_text("nothing happens")
+    result = invoke(
+        "wan", "--model", wan, "--output", tmp_path / "run", "--cache-only", "--data", videos,
+        "--height", 16, "--width", 16, "--num-frames", 5, *QUIET,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    manifest = json.loads((tmp_path / "run" / "cache" / "cache.json").read_text())
+    assert manifest["complete"] and manifest["samples"] == ["000000.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["wan", "--output", "x"], "model must be given"),
+        (["wan", "--model", "x"], "output must be given"),
+        (["wan", "--blocks", "1,2,2"], "model must be given"),
+        (["wan", "--train", "some"], "train must be one of mhla, lora, full"),
+        (["wan", "--mhla", "{}", "--gate"], "mhla cannot be combined with gate"),
+        (["cache", "--data", "digits"], "cache must be given"),
+        (["cache", "--cache", "x"], "data must be given"),
+        (
+            ["cache", "--cache", "x", "--data", "digits", "--width", "32", "--height", "64"],
+            "must be the same for data='digits'",
+        ),
+        (["cache", "--cache", "x", "--data", "digits"], "model must be given"),
+        (["dit", "--config", "{folder}/flow.json"], "flow_shift is not an option of dit models, only of wan, sana"),
+        (["wan", "--config", "{folder}/list.json"], "is not a JSON object but a list"),
+        (["wan", "--config", "{folder}/bad.json"], "is not valid JSON"),
+        (["wan", "--config", "{folder}/unknown.json"], "unknown options: stepz"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path):
+    texts = {"list": "[]", "bad": "{", "unknown": '{"stepz": 1}', "flow": '{"flow_shift": 3.0}'}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    result = invoke(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split()) and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["dit", "sana"])
+def test_models_of_another_command_are_refused_before_any_work(wan, tmp_path, command):
+    result = invoke(command, "--model", wan, "--blocks", "2,2", "--layers", "2/3", "--output", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "model is a WanTransformer3DModel: use `mhla-hf train wan`" in " ".join(result.output.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("family", ["wan", "sana", "dit"])
+def test_help_lists_the_options_of_the_family(family):
+    from mhla_hf.cli.conversion_options import OPTIONS
+    from mhla_hf.training.config import CacheConfig, TrainingConfig
+
+    text = invoke(family, "--help").output
+    fields = [field for cls in (TrainingConfig, CacheConfig) for field in dataclasses.fields(cls)]
+    has = {field.name: family in field.metadata.get("families", (family,)) for field in fields}
+    assert has["flow_shift"] == (family != "dit") and has["component"] == (family == "wan")
+    for name, listed in {**has, **dict.fromkeys(OPTIONS, True)}.items():
+        # Long names are cut in a narrow terminal.
+        assert (f"--{name.replace('_', '-')}"[:20].rstrip("s") in text) == listed, name
+
+
+def test_the_missing_process_is_started(monkeypatch, tmp_path):
+    """What `accelerate launch --cpu --num_processes 2` starts sees the environment of two processes."""
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        "import os\n"
+        "from mhla_hf.training.launch import join_launched_processes\n"
+        "join_launched_processes()\n"
+        "line = ' '.join(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'))\n"
+        f"open(r'{tmp_path}/rank' + os.environ['RANK'], 'w').write(line)\n"
+        "import time\n"
+        f"while not os.path.exists(r'{tmp_path}/rank1'): time.sleep(0.05)\n"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--main_process_port", "29611", str(probe)], env=environment, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert (tmp_path / "rank0").read_text() == "0 0 2 29611"
+    assert (tmp_path / "rank1").read_text() == "1 1 2 29611"
+
+
+def test_outside_a_launcher_nothing_is_started(monkeypatch):
+    for name in (*launch._LAUNCHER_MARKS, *launch._RANK_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    launch.join_launched_processes()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.slow
+def test_two_processes_killed_and_resumed_end_at_the_same_loss(wan, tmp_path):
+    cached = invoke("cache", "--model", wan, "--cache", tmp_path / "cache", *DIGITS, *QUIET)
+    assert cached.exit_code == 0, cached.output
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+        str(ROOT / "conversion" / "train_wan.py"), "--model", str(wan), "--cache", str(tmp_path / "cache"),
+        "--blocks", "1,1,1", "--transfer-steps", "10", "--max-steps", "30", "--batch-size", "2",
+        "--learning-rate", "1e-3", "--checkpointing-steps", "5", "--resume", "latest", "--no-progress",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def start(output):
+        return subprocess.Popen([*command, "--output", str(tmp_path / output)], env=environment)
+
+    assert start("whole").wait(timeout=600) == 0
+    for checkpoint in ("transfer-00000005", "finetune-00000010"):
+        process = start("cut")
+        deadline = time.monotonic() + 600
+        while not (tmp_path / "cut" / "checkpoints" / checkpoint).is_dir():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) < 40
+    assert start("cut").wait(timeout=600) == 0
+
+    whole, cut = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert [(row["stage"], row["step"]) for row in cut] == [(row["stage"], row["step"]) for row in whole]
+    for mine, theirs in zip(cut, whole, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    state = json.loads((tmp_path / "cut" / "checkpoints" / "finetune-00000030" / "state.json").read_text())
+    assert state["world_size"] == 2
+    weights = [
+        load_file(tmp_path / name / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors")
+        for name in ("whole", "cut")
+    ]
+    assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-6 for name in weights[0])

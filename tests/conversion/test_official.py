@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importing checkpoints in the authors' format: their stored outputs, every size and option, and exact refusals."""
+
+import json
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
+
+from mhla_hf import MHLAWanTransformer3DModel
+from mhla_hf.conversion import import_official
+from mhla_hf.conversion.official import widen_kernel
+from tests import GOLDEN, tiny
+
+
+WANS = ("wan_hybrid_gated", "wan_full_plain")
+
+# Written down from the authors' code, independently of the table in diffusers that the import uses.
+AUTHORS_NAMES = [
+    (r"^condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
+    (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
+    (r"^condition_embedder\.time_proj", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.norm1", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2", "img_emb.proj.4"),
+    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
+    (r"^scale_shift_table", "head.modulation"),
+    (r"^proj_out", "head.head"),
+    (r"\.scale_shift_table", ".modulation"),
+    (r"\.norm2\.", ".norm3."),
+    (r"\.ffn\.net\.0\.proj", ".ffn.0"),
+    (r"\.ffn\.net\.2", ".ffn.2"),
+    (r"\.attn1\.mhla\.mixing", ".self_attn.block_attn.conv.weight"),
+    (r"\.attn1\.mhla\.output_norm", ".self_attn.g_norm"),
+    (r"\.attn1\.mhla\.gate", ".self_attn.g"),
+    (r"\.attn1\.mhla\.lepe", ".self_attn.lepe"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.to_([qkv])\.", r".\1."),
+    (r"\.add_([kv])_proj\.", r".\1_img."),
+    (r"\.norm_added_k\.", ".norm_k_img."),
+]
+
+
+def authors_checkpoint(model):
+    """The weights of one of our models as the authors' code would save them."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.clone()
+        if name.endswith(".mixing"):
+            tensor = tensor[:, :, None, None]
+        for pattern, theirs in AUTHORS_NAMES:
+            name = re.sub(pattern, theirs, name)
+        weights[name] = tensor.contiguous()
+    return weights
+
+
+def official_model(image_to_video=False, **options):
+    """A tiny model with the options that the authors' Wan weights have, every parameter random."""
+    mhla = {"blocks": (3, 1, 2), "feature_map_eps": 1e-6, "normalizer": "none", "output_norm": True, **options}
+    overrides = {"mhla": mhla, "rope_max_seq_len": 1024}
+    model = tiny.wan_transformer(MHLAWanTransformer3DModel, image_to_video=image_to_video, **overrides)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for module in model.mhla_modules().values():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + 0.1)
+    return model
+
+
+def run(source, destination, **options):
+    return import_official(source, destination, progress=False, **options)
+
+
+def output_of(model, **inputs):
+    with torch.no_grad():
+        return model.eval()(**inputs, return_dict=False)[0]
+
+
+def assert_reproduces(folder, golden):
+    inputs = load_file(GOLDEN / golden / "io.safetensors")
+    expected = inputs.pop("output")
+    output = output_of(MHLAWanTransformer3DModel.from_pretrained(folder), **inputs)
+    assert (output - expected).norm() / expected.norm() < 1e-4
+    assert (output - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+# The authors' own modules
+
+
+@pytest.mark.parametrize("golden", WANS)
+def test_reproduces_the_authors_output(golden, tmp_path):
+    report = run(GOLDEN / golden / "model.safetensors", tmp_path / "out")
+    assert_reproduces(tmp_path / "out", golden)
+    theirs = json.loads((GOLDEN / golden / "config.json").read_text())
+    ours = json.loads((tmp_path / "out/config.json").read_text())
+    assert ours["_class_name"] == "MHLAWanTransformer3DModel"
+    assert report.components["transformer"].mhla_layers == theirs["linear_attn_idx"]
+    assert ours["mhla"]["output_gate"] == theirs["is_gated"]
+    assert ours["mhla"]["blocks"] == theirs["block_layout"]
+    assert (ours["num_layers"], ours["num_attention_heads"]) == (theirs["num_layers"], theirs["num_heads"])
+    assert ours["num_attention_heads"] * ours["attention_head_dim"] == theirs["dim"]
+    for ours_name, theirs_name in {"in_channels": "in_dim", "out_channels": "out_dim"}.items():
+        assert ours[ours_name] == theirs[theirs_name]
+    for name in ("patch_size", "ffn_dim", "freq_dim", "text_dim"):
+        assert ours[name] == theirs[name], name
+    assert not any(name.startswith("_use") for name in ours)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "model.diffusion_model.", "module._orig_mod."])
+@pytest.mark.parametrize("nested", [(), ("state_dict",), ("model",), ("state_dict", "model")], ids="/".join)
+def test_torch_files(prefix, nested, tmp_path):
+    weights = load_file(GOLDEN / "wan_hybrid_gated/model.safetensors")
+    content = OrderedDict((prefix + name, tensor) for name, tensor in weights.items())
+    for name in reversed(nested):
+        content = {name: content, "epoch": 3, "optimizer": {"lr": 1e-5}}
+    torch.save(content, tmp_path / "checkpoint.pt")
+    run(tmp_path / "checkpoint.pt", tmp_path / "out")
+    if nested == ("state_dict",):
+        assert_reproduces(tmp_path / "out", "wan_hybrid_gated")
+    written = load_file(tmp_path / "out/diffusion_pytorch_model.safetensors")
+    assert torch.equal(written["proj_out.weight"], weights["head.head.weight"])
+
+
+def test_torch_files_from_before_archives(tmp_path):
+    weights = load_file(GOLDEN / "wan_full_plain/model.safetensors")
+    torch.save(weights, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    run(tmp_path / "old.pth", tmp_path / "out")
+    assert_reproduces(tmp_path / "out", "wan_full_plain")
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_sharded_directories(with_index, tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    weights = load_file(GOLDEN / "wan_hybrid_gated/model.safetensors")
+    names = sorted(weights)
+    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: weights[name] for name in held}, folder / file)
+    if with_index:
+        weight_map = {name: file for file, held in parts.items() for name in held}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        save_file({"other": torch.zeros(1)}, folder / "not_in_the_index.safetensors")
+    report = run(folder, tmp_path / "out")
+    assert len(report.components["transformer"].weight_sets[0].files) == 2
+    assert_reproduces(tmp_path / "out", "wan_hybrid_gated")
+
+
+def test_directory_with_one_torch_file(tmp_path):
+    folder = tmp_path / "step_1000"
+    folder.mkdir()
+    torch.save(load_file(GOLDEN / "wan_full_plain/model.safetensors"), folder / "model.pt")
+    run(folder, tmp_path / "out")
+    torch.save({}, folder / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"not exactly one torch file \(model.pt, optimizer.pt\)"):
+        run(folder, tmp_path / "other")
+
+
+# Every size and option, there and back
+
+
+@pytest.mark.parametrize(
+    ("options", "image_to_video"),
+    [
+        ({}, False),
+        ({"output_gate": True, "lepe_kernel": 3, "layers": [1]}, False),
+        ({"lepe_kernel": 5, "normalizer": "query"}, False),
+        ({"normalizer": "block_query", "output_gate": True}, False),
+        ({"output_gate": True}, True),
+    ],
+    ids=["plain", "gate lepe hybrid", "lepe query", "block_query", "image to video"],
+)
+def test_every_option_survives(options, image_to_video, tmp_path):
+    model = official_model(image_to_video, **options)
+    save_file(authors_checkpoint(model), tmp_path / "authors.safetensors")
+    run(
+        tmp_path / "authors.safetensors",
+        tmp_path / "out",
+        blocks=(3, 1, 2),
+        normalizer=options.get("normalizer", "none"),
+    )
+    loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "out")
+    assert loaded.config.mhla == model.config.mhla
+    shown = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    assert {name: loaded.config[name] for name in shown} == {
+        name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()
+    }
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    inputs = tiny.wan_inputs(image_to_video=image_to_video)
+    torch.testing.assert_close(output_of(loaded, **inputs), output_of(model, **inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_position_embedding_of_first_and_last_frame(tmp_path):
+    model = tiny.wan_transformer(
+        MHLAWanTransformer3DModel,
+        image_to_video=True,
+        pos_embed_seq_len=10,
+        mhla={"blocks": (1, 2, 2), "output_norm": True, "normalizer": "none"},
+    )
+    save_file(authors_checkpoint(model), tmp_path / "authors.safetensors")
+    run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(1, 2, 2))
+    loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "out")
+    assert loaded.config.pos_embed_seq_len == 10
+    assert loaded.config.image_dim == tiny.IMAGE_DIM
+
+
+def test_heads_without_an_output_norm(tmp_path):
+    model = official_model(output_norm=False)
+    save_file(authors_checkpoint(model), tmp_path / "authors.safetensors")
+    with pytest.raises(ValueError, match=r"\(128\) does not divide the model's width 24; give num_heads"):
+        run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2))
+    with pytest.raises(ValueError, match="num_heads=5 does not fit width 24"):
+        run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2), num_heads=5)
+    run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2), num_heads=2)
+    assert MHLAWanTransformer3DModel.from_pretrained(tmp_path / "out").config.attention_head_dim == 12
+
+
+def test_heads_are_128_wide_without_an_output_norm(tmp_path):
+    mhla = {"blocks": (1, 1, 2), "normalizer": "none"}
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 128, "num_layers": 1}
+    model = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=mhla, **sizes)
+    save_file(authors_checkpoint(model), tmp_path / "authors.safetensors")
+    run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(1, 1, 2))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["num_attention_heads"], config["attention_head_dim"]) == (2, 128)
+
+
+def test_convolutions_within_frames(tmp_path):
+    """A 3x3 kernel over height and width is a 3x3x3 one whose other frames are zero."""
+    model = official_model(lepe_kernel=3)
+    weights = authors_checkpoint(model)
+    for name in [name for name in weights if name.endswith("lepe.weight")]:
+        flat = weights[name][:, :, 1].contiguous()
+        model.get_parameter(name.replace("self_attn.lepe", "attn1.mhla.lepe")).data = widen_kernel(
+            flat, (24, 1, 3, 3, 3)
+        )
+        weights[name] = flat
+    save_file(weights, tmp_path / "authors.safetensors")
+    run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2))
+    loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "out")
+    kernel = loaded.blocks[0].attn1.mhla.lepe.weight
+    assert torch.equal(kernel[:, :, 1], weights["blocks.0.self_attn.lepe.weight"])
+    assert kernel[:, :, [0, 2]].abs().max() == 0
+    inputs = tiny.wan_inputs()
+    torch.testing.assert_close(output_of(loaded, **inputs), output_of(model, **inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_dtype_and_shards(tmp_path):
+    report = run(GOLDEN / "wan_hybrid_gated/model.safetensors", tmp_path / "out", dtype="bf16", max_shard_size="200KB")
+    assert len(report.components["transformer"].weight_sets[0].files) > 1
+    model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
+    assert model.blocks[1].attn1.mhla.gate.weight.dtype == torch.bfloat16
+    assert model.blocks[1].attn1.mhla.mixing.dtype == torch.float32
+
+
+def test_grid_is_stored(tmp_path):
+    run(GOLDEN / "wan_full_plain/model.safetensors", tmp_path / "out", grid=(6, 5, 10))
+    assert json.loads((tmp_path / "out/config.json").read_text())["mhla"]["grid"] == [6, 5, 10]
+    assert_reproduces(tmp_path / "out", "wan_full_plain")
+
+
+# A whole pipeline
+
+
+def test_base_gives_the_other_components(tmp_path):
+    tiny.wan_pipeline().save_pretrained(tmp_path / "base")
+    model = official_model(output_gate=True)
+    save_file(authors_checkpoint(model), tmp_path / "authors.safetensors")
+    report = run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2), base=tmp_path / "base")
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
+    pipeline.set_progress_bar_config(disable=True)
+    assert type(pipeline.transformer) is MHLAWanTransformer3DModel
+    assert torch.equal(pipeline.transformer.proj_out.weight, model.proj_out.weight)
+    video = pipeline(
+        prompt="a three",
+        height=16,
+        width=32,
+        num_frames=9,
+        num_inference_steps=1,
+        max_sequence_length=16,
+        output_type="pt",
+    )
+    assert video.frames.isfinite().all()
+    assert report.source == {"location": "authors.safetensors", "base": {"location": "base"}}
+    assert sorted(report.copied_files)[-1] == "vae/diffusion_pytorch_model.safetensors"
+    assert [path.name for path in (tmp_path / "out/transformer").glob("*.safetensors")] == [
+        "diffusion_pytorch_model.safetensors"
+    ]
+
+
+def test_base_must_fit(tmp_path):
+    tiny.wan_pipeline().save_pretrained(tmp_path / "base")
+    checkpoint = GOLDEN / "wan_full_plain/model.safetensors"
+    with pytest.raises(ValueError, match="has a transformer with text_dim=32, the checkpoint has 16"):
+        run(checkpoint, tmp_path / "out", base=tmp_path / "base")
+    with pytest.raises(ValueError, match="is not a pipeline directory with a transformer"):
+        run(checkpoint, tmp_path / "out", base=tmp_path / "base/transformer")
+    assert not (tmp_path / "out").exists()
+
+
+# Refusals
+
+
+def refused(change, message, tmp_path, golden="wan_hybrid_gated", **options):
+    weights = load_file(GOLDEN / golden / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "changed.safetensors")
+    with pytest.raises(ValueError, match=message) as caught:
+        run(tmp_path / "changed.safetensors", tmp_path / "out", **options)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["changed.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blocks.2.self_attn.g.bias",
+        "blocks.1.self_attn.g_norm.weight",
+        "blocks.1.self_attn.q.weight",
+        "blocks.0.cross_attn.norm_k.weight",
+        "blocks.2.ffn.2.bias",
+        "blocks.0.norm3.bias",
+        "blocks.1.modulation",
+        "head.modulation",
+        "head.head.weight",
+        "text_embedding.0.weight",
+        "time_embedding.0.weight",
+        "blocks.0.ffn.0.weight",
+        "patch_embedding.weight",
+    ],
+)
+def test_names_what_is_missing(name, tmp_path):
+    refused(lambda weights: weights.pop(name), f"lacks {re.escape(name)}", tmp_path)
+
+
+def test_names_a_gate_without_biases(tmp_path):
+    def change(weights):
+        for index in (1, 2):
+            del weights[f"blocks.{index}.self_attn.g.bias"]
+
+    refused(change, "lacks blocks.1.self_attn.g.bias, blocks.2.self_attn.g.bias", tmp_path)
+
+
+def test_names_missing_layers(tmp_path):
+    def change(weights):
+        for name in [name for name in weights if name.startswith("blocks.1.")]:
+            del weights[name]
+
+    refused(change, r"lacks every tensor of blocks\.1\.", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blocks.0.self_attn.g.weight", "blocks.1.self_attn.block_attn.conv.bias", "blocks.1.self_attn.r.weight", "extra"],
+)
+def test_names_what_is_left_over(name, tmp_path):
+    refused(
+        lambda weights: weights.update({name: torch.zeros(2)}),
+        f"tensors that the model does not know: {re.escape(name)}",
+        tmp_path,
+    )
+
+
+def test_names_other_shapes(tmp_path):
+    refused(
+        lambda weights: weights.update({"blocks.1.self_attn.q.weight": torch.zeros(48, 47)}),
+        r"blocks.1.self_attn.q.weight \(48, 47\) instead of \(48, 48\)",
+        tmp_path,
+    )
+
+
+def test_mixing_matrices_must_agree(tmp_path):
+    name = "blocks.2.self_attn.block_attn.conv.weight"
+    refused(
+        lambda weights: weights.update({name: torch.zeros(150, 151, 1, 1)}),
+        r"blocks.2.self_attn.block_attn.conv.weight has shape \(150, 151, 1, 1\); expected \(M, M, 1, 1\)",
+        tmp_path,
+    )
+
+
+def test_output_norms_must_agree(tmp_path):
+    name = "blocks.2.self_attn.g_norm.weight"
+    refused(lambda weights: weights.update({name: torch.zeros(12)}), "have different widths", tmp_path)
+
+
+def test_odd_convolutions_are_refused(tmp_path):
+    def change(weights, shape=(48, 1, 2, 3, 3)):
+        weights["blocks.1.self_attn.lepe.weight"] = torch.zeros(shape)
+        weights["blocks.2.self_attn.lepe.weight"] = torch.zeros(48, 1, 3, 3, 3)
+
+    refused(change, "expected a depthwise convolution with odd kernel sizes", tmp_path)
+    (tmp_path / "changed.safetensors").unlink()
+    refused(lambda weights: change(weights, (48, 1, 5, 5, 5)), r"kernels of different sizes \(\[3, 5\]\)", tmp_path)
+
+
+def test_blocks_must_be_given_and_fit(tmp_path):
+    refused(
+        lambda weights: None, "blocks=3,5,9 must be three numbers whose product is 150", tmp_path, blocks=(3, 5, 9)
+    )
+    (tmp_path / "changed.safetensors").unlink()
+    save_file(authors_checkpoint(official_model()), tmp_path / "authors.safetensors")
+    with pytest.raises(ValueError, match="has 6 blocks: give blocks, three numbers whose product is 6"):
+        run(tmp_path / "authors.safetensors", tmp_path / "out")
+    with pytest.raises(ValueError, match="normalizer='paper' is not one of"):
+        run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2), normalizer="paper")
+
+
+def test_ordinary_wan_is_refused(tmp_path):
+    def change(weights):
+        for name in [name for name in weights if "block_attn" in name or ".g" in name]:
+            del weights[name]
+
+    refused(change, "so it is not MHLA; .* mhla-hf convert", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vace_blocks.0.before_proj.weight", "face_adapter.fuser_blocks.0.o.weight"])
+def test_other_wans_are_refused(name, tmp_path):
+    refused(lambda weights: weights.update({name: torch.zeros(2)}), "checkpoints cannot be imported", tmp_path)
+
+
+def test_patches_must_divide_the_head(tmp_path):
+    refused(lambda weights: weights.update({"head.head.weight": torch.zeros(63, 48)}), "has 63 rows", tmp_path)
+    (tmp_path / "changed.safetensors").unlink()
+    refused(lambda weights: weights.update({"head.head.weight": torch.zeros(64)}), "should have 2 axes", tmp_path)
+
+
+class Innocent:
+    """Something that a pickle would have to import."""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"state_dict": {"weight": torch.zeros(1)}, "hook": Innocent()}, "could run code when read"),
+        ({"state": {"weight": torch.zeros(1)}}, "holds no state dict, .* it holds keys state"),
+        (torch.zeros(3), "holds no state dict, .* it holds Tensor"),
+        ({"weight": torch.zeros(1), "step": 3}, "holds a int under 'step'"),
+        ({"weight": torch.zeros(1, dtype=torch.int8)}, "holds torch.int8 under 'weight'"),
+    ],
+    ids=["code", "unknown nesting", "no dict", "a number", "quantised"],
+)
+def test_refuses_torch_files(content, message, tmp_path):
+    torch.save(content, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "checkpoint.pt", tmp_path / "out")
+
+
+def test_refuses_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        run(tmp_path / "nothing.pt", tmp_path / "out")
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    with pytest.raises(ValueError, match="text.pt"):
+        run(tmp_path / "text.pt", tmp_path / "out")
+    whole = (GOLDEN / "wan_full_plain/model.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match="cut.safetensors is truncated"):
+        run(tmp_path / "cut.safetensors", tmp_path / "out")
+    torch.save(load_file(GOLDEN / "wan_full_plain/model.safetensors"), tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:5000])
+    with pytest.raises(ValueError, match="cut.pt"):
+        run(tmp_path / "cut.pt", tmp_path / "out")
+
+
+def test_refuses_broken_directories(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    weights = load_file(GOLDEN / "wan_full_plain/model.safetensors")
+    save_file(weights, folder / "a.safetensors")
+    save_file({"head.head.bias": weights["head.head.bias"]}, folder / "b.safetensors")
+    with pytest.raises(ValueError, match="holds head.head.bias twice"):
+        run(folder, tmp_path / "out")
+    (folder / "x.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no weight_map"):
+        run(folder, tmp_path / "out")
+    (folder / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(ValueError, match="gone.safetensors is missing"):
+        run(folder, tmp_path / "out")
+    (folder / "y.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="has several indices"):
+        run(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Original Wan weights in one file, loaded by `from_single_file` and converted by command; SANA's loaded."""
+
+import json
+import re
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from mhla_hf import (
+    MHLADiTTransformer2DModel,
+    MHLASanaTransformer2DModel,
+    MHLAWanTransformer3DModel,
+    convert,
+    convert_pretrained,
+)
+from mhla_hf.cli.main import app
+from tests import tiny, tiny_images
+from tests.conversion.single_file_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
+from tests.models.model_case import assert_same_parameters
+from tests.test_pipelines import generate
+
+
+MHLA = {"blocks": [1, 2, 2]}
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, ["convert", *map(str, arguments)], env={"COLUMNS": "500"})
+
+
+def sizes_of(model):
+    """What a configuration says about sizes."""
+    config = {name: model.config[name] for name in model.config if not name.startswith("_") and name != "mhla"}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
+
+
+@torch.no_grad()
+def output_of(model, channels=None):
+    return model(**tiny.wan_inputs(), return_dict=False)[0]
+
+
+# from_single_file
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_tell_the_configuration(kind, tmp_path):
+    softmax = write_original(tmp_path / "wan.safetensors", tiny.wan_transformer(**MODELS[kind]))
+    model = MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", mhla=MHLA)
+    assert type(model) is MHLAWanTransformer3DModel and not model.training
+    assert sizes_of(model) == sizes_of(softmax) and model.mhla_config.blocks == (1, 2, 2)
+    assert_same_parameters(model, softmax, only_common=True)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("prefix", [*PREFIXES, None])
+def test_names_and_prefixes(prefix, tmp_path):
+    """The names of Wan's authors, ComfyUI's, and those of diffusers, as the stock class takes them."""
+    if prefix is None:
+        softmax = tiny.wan_transformer(**SIZES)
+        save_file(softmax.state_dict(), tmp_path / "wan.safetensors")
+    else:
+        softmax = write_original(tmp_path / "wan.safetensors", prefix=prefix)
+    softmax.save_config(tmp_path / "config")
+    path, config = tmp_path / "wan.safetensors", str(tmp_path / "config")
+    model = MHLAWanTransformer3DModel.from_single_file(path, mhla=MHLA)
+    stock = softmax
+    if prefix != "diffusion_model.":
+        # The last prefix is ComfyUI's for adapters, and unknown to the stock class.
+        stock = WanTransformer3DModel.from_single_file(str(path), config=config)
+    assert_same_parameters(model, stock, only_common=True)
+    torch.testing.assert_close(output_of(model), output_of(convert(stock, MHLA)))
+
+
+def test_configuration_given(tmp_path):
+    """Heads of another width than usual, and the options of an MHLA directory."""
+    softmax = write_original(tmp_path / "wan.safetensors", tiny.wan_transformer())
+    with pytest.raises(ValueError, match="its width 24 is not a multiple of 128.* give config") as caught:
+        MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors")
+    assert "\n" not in str(caught.value)
+    softmax.save_config(tmp_path / "pipeline" / "transformer")
+    path, config = tmp_path / "wan.safetensors", tmp_path / "pipeline"
+    model = MHLAWanTransformer3DModel.from_single_file(path, config=config, subfolder="transformer", mhla=MHLA)
+    assert sizes_of(model) == sizes_of(softmax)
+    model.save_config(tmp_path / "mhla")
+    again = MHLAWanTransformer3DModel.from_single_file(path, config=tmp_path / "mhla", mhla={"output_gate": True})
+    assert again.mhla_config.blocks == (1, 2, 2) and again.mhla_config.output_gate
+
+
+def test_types_are_those_of_from_pretrained(tmp_path):
+    softmax = write_original(tmp_path / "wan.safetensors")
+    softmax.save_pretrained(tmp_path / "softmax")
+    model = MHLAWanTransformer3DModel.from_single_file(
+        tmp_path / "wan.safetensors", mhla=MHLA, torch_dtype=torch.bfloat16
+    )
+    expected = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "softmax", mhla=MHLA, torch_dtype=torch.bfloat16)
+    types = {name: parameter.dtype for name, parameter in expected.named_parameters()}
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == types
+    assert_same_parameters(model, expected)
+
+
+def test_no_second_copy_of_the_weights():
+    softmax = tiny.wan_transformer(**SIZES)
+    weights = original_weights(softmax)
+    model = MHLAWanTransformer3DModel.from_single_file(weights, mhla=MHLA)
+    stored = {tensor.data_ptr() for tensor in weights.values()}
+    assert {parameter.data_ptr() for name, parameter in model.named_parameters() if ".mhla." not in name} == stored
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [({"num_layers": 10**6}, "num_layers=1000000 is more than"), ({"num_layers": 3}, "layers up to 1"),
+     ({"rope_max_seq_len": 10**9}, "rope_max_seq_len=1000000000 is more than"), ({"ffn_dim": 96}, "shape|size")],
+)  # fmt: skip
+@pytest.mark.parametrize("way", ["from_single_file", "command"])
+def test_a_configuration_that_contradicts_the_weights(way, entries, message, tmp_path):
+    softmax = write_original(tmp_path / "wan.safetensors")
+    softmax.save_config(tmp_path / "config")
+    stored = json.loads((tmp_path / "config" / "config.json").read_text())
+    (tmp_path / "config" / "config.json").write_text(json.dumps({**stored, **entries}))
+    with pytest.raises(ValueError, match=message) as caught:
+        if way == "command":
+            convert_pretrained(
+                tmp_path / "wan.safetensors", tmp_path / "out", MHLA, config=tmp_path / "config", progress=False
+            )
+        else:
+            MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", config=tmp_path / "config")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def changed(path, change):
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+
+
+MISTAKES = {
+    "missing weight": (lambda weights: weights.pop("head.modulation"), "lacks .*(scale_shift_table|head.modulation)"),
+    "missing layer": (
+        lambda weights: [weights.pop(name) for name in list(weights) if name.startswith("blocks.0.")],
+        "lacks every tensor of blocks.0",
+    ),
+    "shape": (lambda weights: weights.update({"head.head.bias": torch.zeros(3)}), "shape"),
+    "other model": (lambda weights: [weights.pop(name) for name in list(weights) if "bias" not in name], "lacks"),
+    "mhla": (
+        lambda weights: weights.update({"blocks.0.self_attn.block_attn.conv.weight": torch.zeros(4, 4, 1, 1)}),
+        "holds MHLA weights already.*import-official",
+    ),
+    "vace": (lambda weights: weights.update({"vace_blocks.0.x.weight": torch.zeros(1)}), "Wan-VACE"),
+    "8 bits": (
+        lambda weights: weights.update({"head.head.weight": weights["head.head.weight"].to(torch.float8_e4m3fn)}),
+        "holds (torch.float8_e4m3fn|F8_E4M3) .*quantised",
+    ),
+    "empty": (lambda weights: weights.update({"text_embedding.0.bias": torch.zeros(0)}), "without elements|shape"),
+}
+
+
+@pytest.mark.parametrize("way", ["from_single_file", "command"])
+@pytest.mark.parametrize("case", MISTAKES)
+def test_damaged_weights_are_named_in_one_line(case, way, tmp_path):
+    change, message = MISTAKES[case]
+    write_original(tmp_path / "wan.safetensors")
+    changed(tmp_path / "wan.safetensors", change)
+    with pytest.raises(ValueError, match=message) as caught:
+        if way == "command":
+            convert_pretrained(tmp_path / "wan.safetensors", tmp_path / "mhla", MHLA, progress=False)
+        else:
+            MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", mhla=MHLA)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 500 and "wan.safetensors" in text
+    assert not (tmp_path / "mhla").exists()
+
+
+def test_files_that_are_none(tmp_path):
+    write_original(tmp_path / "wan.safetensors")
+    content = (tmp_path / "wan.safetensors").read_bytes()
+    for length in (0, 5, 100, len(content) - 1):
+        (tmp_path / "cut.safetensors").write_bytes(content[:length])
+        with pytest.raises(ValueError, match="cut.safetensors .*truncated"):
+            MHLAWanTransformer3DModel.from_single_file(tmp_path / "cut.safetensors")
+        with pytest.raises(ValueError, match="cut.safetensors .*truncated"):
+            convert_pretrained(tmp_path / "cut.safetensors", tmp_path / "mhla", MHLA, progress=False)
+    for load in (MHLAWanTransformer3DModel.from_single_file, lambda path: convert_pretrained(path, tmp_path / "mhla")):
+        with pytest.raises(ValueError, match="absent.safetensors is neither a file nor the address"):
+            load(tmp_path / "absent.safetensors")
+    with pytest.raises(ValueError, match="takes no quantization_config"):
+        MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", quantization_config=object())
+    for dtype in ("bfloat16", torch.int8):
+        with pytest.raises(ValueError, match="torch_dtype=.* must be torch.float32"):
+            MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", torch_dtype=dtype)
+    with pytest.raises(ValueError, match="cannot be downloaded"):
+        address = "https://huggingface.co/owner/name/blob/main/wan.safetensors"
+        MHLAWanTransformer3DModel.from_single_file(address, local_files_only=True)
+
+
+def test_models_that_diffusers_has_no_conversion_for(tmp_path):
+    write_original(tmp_path / "wan.safetensors")
+    with pytest.raises(ValueError, match="no conversion of original weights for DiTTransformer2DModel"):
+        MHLADiTTransformer2DModel.from_single_file(tmp_path / "wan.safetensors")
+
+
+# The command
+
+
+def test_command_writes_what_from_single_file_loads(tmp_path):
+    write_original(tmp_path / "wan.safetensors", prefix="model.diffusion_model.")
+    result = command(tmp_path / "wan.safetensors", tmp_path / "mhla", "--blocks", "1,2,2", "--gate")
+    assert result.exit_code == 0, result.output
+    model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+    expected = MHLAWanTransformer3DModel.from_single_file(
+        tmp_path / "wan.safetensors", mhla={**MHLA, "output_gate": True}
+    )
+    assert sizes_of(model) == sizes_of(expected) and model.mhla_config == expected.mhla_config
+    assert_same_parameters(model, expected)
+    record = json.loads((tmp_path / "mhla" / "conversion.json").read_text())
+    assert record["source"] == {"location": "wan.safetensors"}
+    (weights,) = record["components"]["transformer"]["weight_sets"]
+    assert list(weights["source_files"]) == ["wan.safetensors"]
+    assert "mhla-hf train wan" in result.output
+
+
+def test_other_models_in_the_file_are_left_out(tmp_path):
+    softmax = write_original(tmp_path / "wan.safetensors", prefix="model.diffusion_model.")
+    changed(tmp_path / "wan.safetensors", lambda weights: weights.update({"first_stage_model.conv1": torch.zeros(3)}))
+    convert_pretrained(tmp_path / "wan.safetensors", tmp_path / "mhla", MHLA, progress=False)
+    model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+    assert_same_parameters(model, softmax, only_common=True)
+
+
+def test_authors_shards_and_their_configuration(tmp_path):
+    weights = {name: tensor.contiguous() for name, tensor in original_weights(tiny.wan_transformer(**SIZES)).items()}
+    folder = tmp_path / "low_noise_model"
+    folder.mkdir()
+    names = sorted(weights)
+    for index, part in enumerate((names[:20], names[20:]), start=1):
+        save_file({name: weights[name] for name in part}, folder / f"model-{index:05d}-of-00002.safetensors")
+    weight_map = {name: f"model-{1 + (name in names[20:]):05d}-of-00002.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"_class_name": "WanModel", "dim": 128, "num_heads": 1}))
+    convert_pretrained(folder, tmp_path / "mhla", MHLA, layers="1/2", progress=False)
+    model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+    assert_same_parameters(model, tiny.wan_transformer(**SIZES), only_common=True)
+    assert model.mhla_layers == [1]
+
+
+@pytest.fixture(scope="module")
+def wan22(tmp_path_factory):
+    """Files of both experts (heads 12 wide, so that they need a configuration), and a pipeline they belong to."""
+    folder = tmp_path_factory.mktemp("wan22")
+    for seed, name in enumerate(("high", "low")):
+        write_original(folder / f"{name}.safetensors", tiny.wan_transformer(seed=10 + seed))
+    tiny.wan_pipeline(second_transformer=True).save_pretrained(folder / "base")
+    return folder
+
+
+def test_experts_go_into_a_pipeline_one_after_the_other(wan22, tmp_path):
+    options = ["--blocks", "2,1,2", "--quiet"]
+    first = command(wan22 / "high.safetensors", tmp_path / "one", "--base", wan22 / "base", *options)
+    assert first.exit_code == 0, first.output
+    second = command(
+        wan22 / "low.safetensors", tmp_path / "two", "--base", tmp_path / "one", "--component", "transformer_2",
+        "--blocks", "1,2,2", "--quiet",
+    )  # fmt: skip
+    assert second.exit_code == 0, second.output
+    one, two = (DiffusionPipeline.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    base = DiffusionPipeline.from_pretrained(wan22 / "base")
+    assert_same_parameters(one.transformer, tiny.wan_transformer(seed=10), only_common=True)
+    assert type(one.transformer_2) is WanTransformer3DModel
+    assert_same_parameters(one.transformer_2, base.transformer_2)
+    assert_same_parameters(two.transformer, one.transformer)
+    assert_same_parameters(two.transformer_2, tiny.wan_transformer(seed=11), only_common=True)
+    assert two.transformer.mhla_config.blocks == (2, 1, 2) and two.transformer_2.mhla_config.blocks == (1, 2, 2)
+    generate(two)
+    # An expert that is MHLA already gives way to the new one, with its options.
+    convert_pretrained(
+        wan22 / "low.safetensors", tmp_path / "anew", {"blocks": [1, 1, 2]}, base=tmp_path / "two", progress=False
+    )
+    anew = DiffusionPipeline.from_pretrained(tmp_path / "anew")
+    assert anew.transformer.mhla_config.blocks == (1, 1, 2)
+    assert_same_parameters(anew.transformer, tiny.wan_transformer(seed=11), only_common=True)
+    assert_same_parameters(anew.transformer_2, two.transformer_2)
+
+
+def test_configuration_of_a_directory_or_file(wan22, tmp_path):
+    for number, config in enumerate(
+        (wan22 / "base", wan22 / "base/transformer", wan22 / "base/transformer/config.json")
+    ):
+        result = command(wan22 / "high.safetensors", tmp_path / f"{number}", "--config", config, "--blocks", "1,2,2")
+        assert result.exit_code == 0, result.output
+        model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / f"{number}")
+        assert_same_parameters(model, tiny.wan_transformer(seed=10), only_common=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "message"),
+    [
+        ("high.safetensors", [], "high.safetensors: its width 24 is not a multiple of 128.*--config .*--base"),
+        ("high.safetensors", ["--base", "base/transformer"], "base .* is not a pipeline directory"),
+        ("high.safetensors", ["--base", "base", "--component", "vae"], "of base .*: transformer, transformer_2"),
+        ("high.safetensors", ["--config", "base/vae"], "config.json is of a AutoencoderKLWan"),
+        ("high.safetensors", ["--config", "absent"], "absent is missing"),
+        ("high.safetensors", ["--variant", "fp16"], "variant='fp16' has no effect: .* original weights"),
+        ("high.safetensors", ["--subfolder", "x"], "subfolder='x' has no effect: .* is a file"),
+        ("base", ["--base", "base"], "base=.* has no effect: .* configuration of its own"),
+        ("high.safetensors", ["--mhla", '{"transformer_2": {}}'], "names 'transformer_2'.*: transformer"),
+    ],
+)
+def test_options_that_do_not_fit(source, arguments, message, wan22, tmp_path):
+    arguments = [str(wan22 / word) if (wan22 / word).exists() else word for word in arguments]
+    result = command(wan22 / source, tmp_path / "out", *arguments)
+    text = " ".join(result.output.split())
+    assert result.exit_code == 1 and not (tmp_path / "out").exists()
+    assert re.search(message, text), text
+
+
+def test_a_base_of_other_sizes(wan22, tmp_path):
+    write_original(tmp_path / "wide.safetensors")
+    with pytest.raises(
+        ValueError, match="wide.safetensors has tensors of another shape: blocks.0.cross_attn"
+    ) as caught:
+        convert_pretrained(tmp_path / "wide.safetensors", tmp_path / "out", base=wan22 / "base", progress=False)
+    assert len(str(caught.value)) < 600
+
+
+# SANA, by the conversion of diffusers
+
+
+def sana_original(model):
+    """The weights of a tiny SANA under the names of its authors."""
+    stored = model.state_dict()
+    simple = {
+        "patch_embed.proj": "x_embedder.proj",
+        "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
+        "time_embed.emb.timestep_embedder.linear_2": "t_embedder.mlp.2",
+        "time_embed.linear": "t_block.1",
+        "caption_projection.linear_1": "y_embedder.y_proj.fc1",
+        "caption_projection.linear_2": "y_embedder.y_proj.fc2",
+        "caption_norm": "attention_y_norm",
+        "proj_out": "final_layer.linear",
+        "scale_shift_table": "final_layer.scale_shift_table",
+    }
+    inside = {
+        "scale_shift_table": "scale_shift_table",
+        "attn1.to_out.0": "attn.proj",
+        "attn2.to_q": "cross_attn.q_linear",
+        "attn2.to_out.0": "cross_attn.proj",
+        "ff.conv_inverted": "mlp.inverted_conv.conv",
+        "ff.conv_depth": "mlp.depth_conv.conv",
+        "ff.conv_point": "mlp.point_conv.conv",
+    }
+    for index in range(model.config.num_layers):
+        block = f"transformer_blocks.{index}."
+        simple |= {block + name: f"blocks.{index}.{original}" for name, original in inside.items()}
+    weights = {"pos_embed": torch.zeros(1), "y_embedder.y_embedding": torch.zeros(1)}
+    for name, original in simple.items():
+        weights |= {
+            original + key[len(name) :]: stored[key]
+            for key in stored
+            if key == name or key[len(name) :] in (".weight", ".bias") and key.startswith(name)
+        }
+    for index in range(model.config.num_layers):
+        block, original = f"transformer_blocks.{index}.", f"blocks.{index}."
+        joined = [stored[f"{block}attn1.to_{part}.weight"] for part in "qkv"]
+        weights[f"{original}attn.qkv.weight"] = torch.cat(joined)
+        for kind in ("weight", "bias"):
+            pair = [stored[f"{block}attn2.to_{part}.{kind}"] for part in "kv"]
+            weights[f"{original}cross_attn.kv_linear.{kind}"] = torch.cat(pair)
+    return {name: tensor.contiguous() for name, tensor in weights.items()}
+
+
+def test_sana(tmp_path):
+    softmax = tiny_images.sana_transformer()
+    softmax.save_config(tmp_path / "config")
+    save_file(sana_original(softmax), tmp_path / "sana.safetensors")
+    model = MHLASanaTransformer2DModel.from_single_file(
+        tmp_path / "sana.safetensors", config=str(tmp_path / "config"), mhla={"blocks": [2, 2]}
+    )
+    assert type(model) is MHLASanaTransformer2DModel
+    assert_same_parameters(model, softmax, only_common=True)
+    with pytest.raises(ValueError, match="SANA, .* MHLASanaTransformer2DModel.from_single_file"):
+        convert_pretrained(tmp_path / "sana.safetensors", tmp_path / "out", progress=False)
+    changed(tmp_path / "sana.safetensors", lambda weights: weights.pop("t_block.1.weight"))
+    with pytest.raises(ValueError, match="lacks weights of SanaTransformer2DModel, for example t_block.1.weight"):
+        MHLASanaTransformer2DModel.from_single_file(tmp_path / "sana.safetensors", config=str(tmp_path / "config"))

@@ -1,0 +1,677 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converting directories of transformers models: the same as loading them as MHLA, and what is refused."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import mhla_hf
+from mhla_hf import MHLAConfig
+from mhla_hf.cli.main import app
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.layers.mhla import MHLA
+from tests import ROOT
+
+from ..integrations.transformers.mhla_models import served_names
+from ..integrations.transformers.tiny_models import FAMILIES, TEXT, VISION, inputs, softmax_model
+
+
+TEXT_OPTIONS = {"block_size": [4]}
+IMAGE_OPTIONS = {"blocks": [2, 2]}
+
+
+def save(name, folder, *, max_shard_size="1GB", dtype=None, **sizes):
+    """A tiny softmax model on disk."""
+    softmax_model(name, **sizes).to(dtype or torch.float32).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def convert(source, destination, mhla=None, **options):
+    return convert_pretrained(source, destination, mhla, progress=False, **options)
+
+
+def options_of(name):
+    return IMAGE_OPTIONS if FAMILIES[name].kind == "vision" else TEXT_OPTIONS
+
+
+def weights_of(folder):
+    """Every tensor of a directory by its name in the files."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def assert_same_as_loading(source, converted, model_class, mhla, example, tmp_path):
+    """The converted directory is what `from_pretrained` with MHLA and `save_pretrained` make of the source."""
+    expected = model_class.from_pretrained(source, attn_implementation="mhla", mhla=mhla).eval()
+    expected.save_pretrained(tmp_path / "expected")
+    loaded, info = model_class.from_pretrained(converted, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    state = loaded.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(state[name], tensor) and state[name].dtype == tensor.dtype, name
+    assert (converted / "config.json").read_text() == (tmp_path / "expected/config.json").read_text()
+    files = weights_of(tmp_path / "expected")
+    assert {name: tensor.shape for name, tensor in weights_of(converted).items()} == {
+        name: tensor.shape for name, tensor in files.items()
+    }
+    with torch.no_grad():
+        # Equal weights at other addresses: BLAS may sum in another order.
+        torch.testing.assert_close(loaded.eval()(**example)[0], expected(**example)[0], rtol=1e-5, atol=1e-5)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory):
+    """A tiny Llama with all that stands beside a model; tests do not change it."""
+    folder = save("llama", tmp_path_factory.mktemp("softmax") / "llama")
+    words = {f"w{index}": index for index in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    (folder / "README.md").write_text("about this model\n")
+    return folder
+
+
+@pytest.fixture
+def damaged(llama_dir, tmp_path):
+    """A copy of the tiny Llama that a test may damage."""
+    return Path(shutil.copytree(llama_dir, tmp_path / "damaged"))
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    folder = save("llama", tmp_path / "damaged", max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+# The same as loading
+
+
+@pytest.mark.parametrize("name", served_names())
+def test_same_as_loading_with_mhla(name, tmp_path):
+    save(name, tmp_path / "softmax")
+    report = convert(tmp_path / "softmax", tmp_path / "mhla", options_of(name))
+    family = FAMILIES[name]
+    model = assert_same_as_loading(
+        tmp_path / "softmax", tmp_path / "mhla", family.model_class, options_of(name), inputs(name), tmp_path
+    )
+    part = report.components["model"]
+    assert part.target_class == type(model).__name__ == family.model
+    assert part.mhla == model.config.mhla
+    assert part.num_layers == 3
+    assert part.mhla_layers == [index for index in range(3) if index not in family.softmax_layers]
+    assert part.dropped == []
+    written = weights_of(tmp_path / "mhla")
+    new = {key for key in written if ".mhla." in key}
+    assert set(part.initialised) == new
+    assert part.weight_sets[0].copied_tensors == len(written) - len(new)
+
+
+def test_default_options_are_those_of_loading(tmp_path):
+    save("llama", tmp_path / "softmax")
+    convert(tmp_path / "softmax", tmp_path / "mhla")
+    assert_same_as_loading(
+        tmp_path / "softmax", tmp_path / "mhla", FAMILIES["llama"].model_class, {}, inputs("llama"), tmp_path
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"], ids=["one file", "shards"])
+def test_embeddings_stay_tied_or_not(tied, max_shard_size, tmp_path):
+    source = save("llama", tmp_path / "softmax", tie_word_embeddings=tied, max_shard_size=max_shard_size)
+    convert(source, tmp_path / "mhla", TEXT_OPTIONS)
+    model = assert_same_as_loading(
+        source, tmp_path / "mhla", FAMILIES["llama"].model_class, TEXT_OPTIONS, inputs("llama"), tmp_path
+    )
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert ("lm_head.weight" in weights_of(tmp_path / "mhla")) != tied
+
+
+def test_shards_stay_and_new_parameters_get_their_own(sharded, tmp_path):
+    before = sorted(sharded.glob("*.safetensors"))
+    report = convert(sharded, tmp_path / "mhla", TEXT_OPTIONS)
+    after = sorted((tmp_path / "mhla").glob("*.safetensors"))
+    assert [path.name for path in after] == report.components["model"].weight_sets[0].files
+    assert after[-1].name == f"model-{len(before) + 1:05d}-of-{len(before) + 1:05d}.safetensors"
+    for old, new in zip(before, after):
+        assert load_file(old).keys() == load_file(new).keys()
+    assert all(".mhla." in name for name in load_file(after[-1]))
+    index = json.loads((tmp_path / "mhla/model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: path.name for path in after for name in load_file(path)}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(tmp_path / "mhla").values())
+
+
+def test_max_shard_size(llama_dir, tmp_path):
+    report = convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS, max_shard_size="30KB")
+    names = report.components["model"].weight_sets[0].files
+    assert len(names) > 2
+    for name in names:
+        assert sum(tensor.nbytes for tensor in load_file(tmp_path / "mhla" / name).values()) <= 30_000
+    AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
+
+
+def test_variants_keep_their_names(tmp_path):
+    model = softmax_model("llama").half()
+    model.save_pretrained(tmp_path / "softmax", variant="fp16", max_shard_size="20KB")
+    convert(tmp_path / "softmax", tmp_path / "mhla", TEXT_OPTIONS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "mhla", variant="fp16")
+    assert loaded.dtype == torch.float16
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    with pytest.raises(ValueError, match=r"variant='bf16' is not in .* which has fp16"):
+        convert(tmp_path / "softmax", tmp_path / "none", variant="bf16")
+
+
+def test_new_parameters_follow_the_source(tmp_path):
+    source = save("llama", tmp_path / "softmax", dtype=torch.bfloat16)
+    convert(source, tmp_path / "mhla", {**TEXT_OPTIONS, "output_gate": True})
+    assert {tensor.dtype for tensor in weights_of(tmp_path / "mhla").values()} == {torch.bfloat16}
+    assert config_of(tmp_path / "mhla")["dtype"] == "bfloat16"
+
+
+def test_dtype_casts_weights_and_configuration(llama_dir, tmp_path):
+    convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS, dtype="bf16")
+    original = weights_of(llama_dir)
+    for name, tensor in weights_of(tmp_path / "mhla").items():
+        assert tensor.dtype == torch.bfloat16, name
+        if name in original:
+            assert torch.equal(tensor, original[name].bfloat16()), name
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "mhla").dtype == torch.bfloat16
+
+
+def test_conversion_in_place_gives_the_same(llama_dir, tmp_path):
+    options = {**TEXT_OPTIONS, "feature_map": "relu", "output_norm": True, "mixing_heads": "per_head"}
+    convert(llama_dir, tmp_path / "mhla", options)
+    model = AutoModelForCausalLM.from_pretrained(llama_dir)
+    assert mhla_hf.convert(model, options) is model
+    streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
+    assert streamed.config.mhla == model.config.mhla
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(streamed.state_dict()[name], tensor), name
+    with pytest.raises(ValueError, match="is MHLA already"):
+        mhla_hf.convert(model)
+
+
+def test_configurations_say_what_they_were_made_with(llama_dir, tmp_path):
+    options = MHLAConfig(block_size=4, causal=True, feature_map="elu")
+    convert(llama_dir, tmp_path / "mhla", options, layers="1,2")
+    mhla = config_of(tmp_path / "mhla")["mhla"]
+    assert (mhla["feature_map"], mhla["layers"]) == ("elu", [1, 2])
+    # What was left out is the model's default, as it is for a dict and for a model in memory.
+    model = mhla_hf.convert(AutoModelForCausalLM.from_pretrained(llama_dir), options.replace(layers=[1, 2]))
+    assert mhla == model.config.mhla and mhla["mixing_constraint"] == "nonnegative"
+
+
+# Which layers
+
+
+def test_some_layers(llama_dir, tmp_path):
+    report = convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS, layers="2/3").components["model"]
+    assert report.mhla_layers == [1, 2]
+    assert_same_as_loading(
+        llama_dir,
+        tmp_path / "mhla",
+        FAMILIES["llama"].model_class,
+        {**TEXT_OPTIONS, "layers": [1, 2]},
+        inputs("llama"),
+        tmp_path,
+    )
+
+
+def test_sliding_windows_stay_softmax(tmp_path):
+    source = save("gemma3", tmp_path / "softmax")
+    assert convert(source, tmp_path / "all", TEXT_OPTIONS, layers="all").components["model"].mhla_layers == [1, 2]
+    assert convert(source, tmp_path / "most", TEXT_OPTIONS, layers="3/3").components["model"].mhla_layers == [1, 2]
+    assert convert(source, tmp_path / "some", TEXT_OPTIONS, layers="1/2").components["model"].mhla_layers == [1]
+    with pytest.raises(ValueError, match="Layer 0 of .* cannot be MHLA: .*sliding"):
+        convert(source, tmp_path / "one", TEXT_OPTIONS, layers="0,1")
+    modernbert = save("modernbert", tmp_path / "modernbert")
+    with pytest.raises(ValueError, match="layers=1/2 selects sliding-window layers only"):
+        convert(modernbert, tmp_path / "none", TEXT_OPTIONS, layers="1/2")
+
+
+@pytest.fixture
+def clip_dir(tmp_path):
+    text = {**TEXT, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=VISION)).save_pretrained(tmp_path / "clip")
+    return tmp_path / "clip"
+
+
+@pytest.mark.parametrize(
+    ("mhla", "layers", "expected"),
+    [
+        (None, None, [0, 1, 2, 3, 4, 5]),
+        (None, "1/3", [2, 5]),
+        ({"vision_config": IMAGE_OPTIONS}, None, [3, 4, 5]),
+        ({"text_config": TEXT_OPTIONS}, "0,2", [0, 2]),
+    ],
+    ids=["both", "layers of both", "one", "layers of one"],
+)
+def test_models_of_two_towers(mhla, layers, expected, clip_dir, tmp_path):
+    report = convert(clip_dir, tmp_path / "mhla", mhla, layers=layers).components["model"]
+    assert report.mhla_layers == expected and report.num_layers == 6
+    assert set(report.mhla) == (set(mhla) if mhla else {"text_config", "vision_config"})
+    model = CLIPModel.from_pretrained(tmp_path / "mhla")
+    assert sum(isinstance(module, MHLA) for module in model.modules()) == len(expected)
+    in_memory = CLIPModel.from_pretrained(clip_dir)
+    mhla_hf.convert(in_memory, report.mhla)
+    state = model.state_dict()
+    for name, tensor in in_memory.state_dict().items():
+        assert torch.equal(state.pop(name), tensor), name
+    assert not state
+
+
+# Checkpoints whose names or tensors are not the model's own
+
+
+def edit_weights(folder, change):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    save_file(change(weights) or weights, path, metadata={"format": "pt"})
+
+
+def test_names_without_the_prefix_of_the_base_model(tmp_path):
+    source = save("gpt2", tmp_path / "softmax")
+    edit_weights(source, lambda weights: {key.removeprefix("transformer."): value for key, value in weights.items()})
+    convert(source, tmp_path / "mhla", TEXT_OPTIONS)
+    assert_same_as_loading(
+        source, tmp_path / "mhla", FAMILIES["gpt2"].model_class, TEXT_OPTIONS, inputs("gpt2"), tmp_path
+    )
+
+
+def test_old_names(tmp_path):
+    source = save("bert", tmp_path / "softmax")
+
+    def rename(weights):
+        old = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+        for new, name in old:
+            weights = {key.replace(new, name): value for key, value in weights.items()}
+        return weights
+
+    edit_weights(source, rename)
+    assert any(name.endswith(".gamma") for name in weights_of(source))
+    convert(source, tmp_path / "mhla", TEXT_OPTIONS)
+    assert_same_as_loading(
+        source, tmp_path / "mhla", FAMILIES["bert"].model_class, TEXT_OPTIONS, inputs("bert"), tmp_path
+    )
+
+
+def test_names_in_memory_become_those_on_disk(tmp_path):
+    model = softmax_model("vit")
+    model.save_pretrained(tmp_path / "softmax", save_original_format=False)
+    assert "layers.0.attention.q_proj.weight" in weights_of(tmp_path / "softmax")
+    convert(tmp_path / "softmax", tmp_path / "mhla", IMAGE_OPTIONS)
+    assert_same_as_loading(
+        tmp_path / "softmax", tmp_path / "mhla", type(model), IMAGE_OPTIONS, inputs("vit"), tmp_path
+    )
+
+
+def test_what_the_model_does_not_know_is_dropped(tmp_path):
+    source = save("bert", tmp_path / "softmax")
+    surplus = {
+        "bert.embeddings.position_ids": torch.arange(128)[None],
+        "cls.seq_relationship.weight": torch.zeros(2, 32),
+    }
+    edit_weights(source, lambda weights: weights.update(surplus))
+    report = convert(source, tmp_path / "mhla", TEXT_OPTIONS).components["model"]
+    assert report.dropped == sorted(surplus)
+    assert not surplus.keys() & weights_of(tmp_path / "mhla").keys()
+
+
+def test_poolers_may_be_missing(tmp_path):
+    config = FAMILIES["bert"].config()
+    transformers.BertModel(config).save_pretrained(tmp_path / "softmax")
+    edit_weights(tmp_path / "softmax", lambda weights: {k: v for k, v in weights.items() if "pooler" not in k})
+    convert(tmp_path / "softmax", tmp_path / "mhla", TEXT_OPTIONS)
+    assert not any("pooler" in name for name in weights_of(tmp_path / "mhla"))
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tied_tensors_that_are_stored_twice(equal, tmp_path):
+    source = save("llama", tmp_path / "softmax", tie_word_embeddings=True)
+
+    def repeat(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + (0.0 if equal else 1.0)
+
+    edit_weights(source, repeat)
+    report = convert(source, tmp_path / "mhla", TEXT_OPTIONS).components["model"]
+    assert report.dropped == (["lm_head.weight"] if equal else [])
+    model = assert_same_as_loading(
+        source, tmp_path / "mhla", FAMILIES["llama"].model_class, TEXT_OPTIONS, inputs("llama"), tmp_path
+    )
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == equal
+
+
+def test_tied_tensors_stored_under_the_other_name(tmp_path):
+    source = save("llama", tmp_path / "softmax", tie_word_embeddings=True)
+    edit_weights(source, lambda weights: weights.update({"lm_head.weight": weights.pop("model.embed_tokens.weight")}))
+    convert(source, tmp_path / "mhla", TEXT_OPTIONS)
+    assert_same_as_loading(
+        source, tmp_path / "mhla", FAMILIES["llama"].model_class, TEXT_OPTIONS, inputs("llama"), tmp_path
+    )
+
+
+def test_architectures_may_be_left_out(tmp_path):
+    transformers.BertModel(FAMILIES["bert"].config()).save_pretrained(tmp_path / "softmax")
+    edit_config(tmp_path / "softmax", architectures="drop")
+    convert(tmp_path / "softmax", tmp_path / "mhla", TEXT_OPTIONS)
+    assert config_of(tmp_path / "mhla")["architectures"] == ["BertModel"]
+
+
+# Everything else
+
+
+def test_everything_else_is_copied(llama_dir, tmp_path):
+    report = convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS)
+    assert {"README.md", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(
+        report.copied_files
+    )
+    for name in report.copied_files:
+        assert (tmp_path / "mhla" / name).read_bytes() == (llama_dir / name).read_bytes(), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "mhla")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
+    tokens = tokenizer("w3 w4 w5", return_tensors="pt")
+    assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape == (1, 7)
+
+
+def test_from_the_hub_cache(llama_dir, tmp_path):
+    """The layout of huggingface_hub's cache: snapshots of links to blobs named by their SHA-256."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "cache/models--someone--tiny-llama"
+    snapshot = repository / "snapshots" / commit
+    for folder in (repository / "blobs", repository / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    for path in llama_dir.iterdir():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, repository / "blobs" / digest)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / digest)
+    report = convert("someone/tiny-llama", tmp_path / "mhla", cache_dir=tmp_path / "cache", local_files_only=True)
+    assert report.source == {"location": "someone/tiny-llama", "revision": None, "commit": commit}
+    assert not any(path.is_symlink() for path in (tmp_path / "mhla").iterdir())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
+
+
+def test_sentence_transformers_directories(tmp_path):
+    source = tmp_path / "softmax"
+    transformers.BertModel(FAMILIES["bert"].config()).save_pretrained(source)
+    texts = {
+        "modules.json": "[]",
+        "1_Pooling/config.json": '{"word_embedding_dimension": 32}',
+        "config_sentence_transformers.json": "{}",
+        "vocab.txt": "[PAD]",
+    }
+    others = {"2_Dense/pytorch_model.bin": "dense", "2_Dense/model.safetensors": "dense"}
+    names = ("pytorch_model.bin", "onnx/model.onnx", "openvino/openvino_model.xml", "tf_model.h5")
+    old_weights = dict.fromkeys(names, "old weights")
+    for name, text in {**texts, **others, **old_weights}.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    save_file({"linear.weight": torch.ones(2, 2)}, source / "2_Dense/model.safetensors")
+    report = convert(source, tmp_path / "mhla", TEXT_OPTIONS)
+    assert set(report.copied_files) == {*texts, *others}
+    assert set(report.skipped_files) == set(old_weights)
+    written = {path.relative_to(tmp_path / "mhla").as_posix() for path in (tmp_path / "mhla").rglob("*.*")}
+    assert written == {*texts, *others, "config.json", "conversion.json", "model.safetensors"}
+
+
+def test_conversion_json(llama_dir, tmp_path):
+    convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS)
+    content = json.loads((tmp_path / "mhla/conversion.json").read_text())
+    assert content["source"] == {"location": "llama"}
+    assert str(tmp_path) not in json.dumps(content) and str(llama_dir) not in json.dumps(content)
+    assert content["versions"]["transformers"] == transformers.__version__
+    part = content["components"]["model"]
+    assert part["source_class"] == part["target_class"] == "LlamaForCausalLM"
+    (weights,) = part["weight_sets"]
+    assert list(weights["source_files"]) == weights["files"] == ["model.safetensors"]
+    values = part["initialised"]["model.layers.0.self_attn.mhla.mixing"]["values"]
+    assert values == f"mixing_init={part['mhla']['mixing_init']}"
+
+
+def run_program(program, *arguments):
+    """Runs a program in a fresh interpreter; returns the last line it prints."""
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of the process from /proc")
+def test_memory_stays_at_one_tensor(tmp_path):
+    """A model of 110 MB, the largest tensor of which has 4 MB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 1024}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=8, **sizes))
+    model.to_empty(device="cpu")
+    model.save_pretrained(tmp_path / "softmax", max_shard_size="40MB")
+    program = """
+        import sys, threading
+        from mhla_hf.conversion import convert_pretrained
+
+        def private_memory():
+            with open("/proc/self/status") as file:
+                return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+
+        def convert(name):
+            options = {"block_size": [64], "feature_map": "relu"}
+            convert_pretrained(sys.argv[1] + "/softmax", sys.argv[1] + "/" + name, options, progress=False)
+
+        def watch():
+            global peak
+            while not done.wait(0.002):
+                peak = max(peak, private_memory())
+
+        # Once before, for all that is imported and allocated in any case.
+        convert("first")
+        before, peak, done = private_memory(), 0.0, threading.Event()
+        thread = threading.Thread(target=watch)
+        thread.start()
+        convert("second")
+        done.set()
+        thread.join()
+        print(peak - before)
+    """
+    assert float(run_program(program, tmp_path)) < 30
+
+
+# Refusals: one line each, and nothing left behind
+
+
+def refused(source, tmp_path, message, mhla=None, **options):
+    with pytest.raises(ValueError, match=message) as caught:
+        convert(source, tmp_path / "mhla", mhla, **options)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "damaged") == []
+
+
+def edit_config(folder, **changes):
+    config = {**config_of(folder), **changes}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "drop"}))
+
+
+def test_refuses_an_mhla_directory(llama_dir, tmp_path):
+    convert(llama_dir, tmp_path / "damaged", TEXT_OPTIONS)
+    refused(tmp_path / "damaged", tmp_path, "is MHLA already; convert the model it was made from")
+    edit_config(tmp_path / "damaged", mhla="drop", attn_implementation="drop")
+    refused(tmp_path / "damaged", tmp_path, "has MHLA weights already")
+
+
+@pytest.mark.parametrize(
+    ("config_name", "model_name", "sizes", "message"),
+    [
+        ("T5Config", "T5Model", {"d_model": 32, "num_layers": 1}, "T5.* cannot use attn_implementation='mhla'"),
+        ("BloomConfig", "BloomModel", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "does not go through"),
+        (
+            "MistralConfig",
+            "MistralModel",
+            {"hidden_size": 32, "num_hidden_layers": 1, "sliding_window": 4},
+            "no layer can be MHLA",
+        ),
+    ],
+    ids=["t5", "bloom", "windows"],
+)
+def test_refuses_other_architectures_with_the_reason(config_name, model_name, sizes, message, tmp_path):
+    config = getattr(transformers, config_name)(**sizes)
+    (tmp_path / "damaged").mkdir()
+    config.architectures = [model_name]
+    config.save_pretrained(tmp_path / "damaged")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "damaged/model.safetensors")
+    refused(tmp_path / "damaged", tmp_path, message)
+
+
+def test_refuses_classes_that_transformers_does_not_have(damaged, tmp_path):
+    edit_config(damaged, architectures=["SomeoneElsesForCausalLM"])
+    refused(damaged, tmp_path, "is a SomeoneElsesForCausalLM, which transformers .* does not have")
+    edit_config(damaged, model_type="someone_elses", architectures="drop")
+    refused(damaged, tmp_path, "config.json cannot be read: .*someone_elses")
+    edit_config(damaged, model_type="drop")
+    refused(
+        damaged, tmp_path, r"does not say which diffusers class \(_class_name\) or which kind of transformers model"
+    )
+
+
+def test_refuses_quantised_configurations(damaged, tmp_path):
+    edit_config(damaged, quantization_config={"quant_method": "gptq"})
+    refused(damaged, tmp_path, r"is quantised \(gptq\) and cannot be converted")
+    edit_config(damaged, quantization_config="drop", text_config={"quantization_config": {"quant_method": "awq"}})
+    refused(damaged, tmp_path, r"is quantised \(awq\)")
+
+
+def test_refuses_quantised_tensors(damaged, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit_weights(damaged, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+    refused(damaged, tmp_path, "holds I8 tensors: quantised weights cannot be converted")
+
+
+def test_refuses_missing_shards(sharded, tmp_path):
+    next(sharded.glob("*-00002-*.safetensors")).unlink()
+    refused(sharded, tmp_path, "00002-of-.*safetensors is missing")
+
+
+def test_refuses_shards_without_an_index(sharded, tmp_path):
+    next(sharded.glob("*.index.json")).unlink()
+    refused(sharded, tmp_path, "is one of several shards, but no index")
+
+
+def test_refuses_truncated_files(damaged, tmp_path):
+    path = damaged / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(damaged, tmp_path, "is truncated or not a safetensors file")
+
+
+def test_refuses_pickles(damaged, tmp_path):
+    (damaged / "model.safetensors").unlink()
+    refused(damaged, tmp_path, r"has no model\*.safetensors; weights in other formats are not read")
+    torch.save({}, damaged / "pytorch_model.bin")
+    refused(damaged, tmp_path, "only as pytorch_model.bin; .* write it with save_pretrained first")
+
+
+def test_names_missing_tensors_and_other_shapes(damaged, tmp_path):
+    def change(weights):
+        del weights["model.layers.1.self_attn.q_proj.weight"]
+        weights["model.norm.weight"] = torch.zeros(3)
+
+    edit_weights(damaged, change)
+    refused(
+        damaged,
+        tmp_path,
+        r"lacks model.layers.1.self_attn.q_proj.weight; "
+        r"has tensors of another shape: model.norm.weight \(3,\) instead of \(32,\)",
+    )
+
+
+def test_refuses_wrong_options(llama_dir, tmp_path):
+    refused(llama_dir, tmp_path, "layers names 7, but the model has layers 0 to 2", layers="1,7")
+    refused(llama_dir, tmp_path, "blocks has no meaning for sequences", {"blocks": [2]})
+    refused(llama_dir, tmp_path, "has 2 axes, but a sequence has one", {"block_size": [4, 4]})
+    refused(llama_dir, tmp_path, "Unknown mhla option", {"block": 4})
+    refused(llama_dir, tmp_path, "dtype='int4' must be one of", dtype="int4")
+
+
+# Commands and the other public names
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_command(llama_dir, tmp_path):
+    output = run(
+        "convert", llama_dir, tmp_path / "mhla", "--block-size", "8", "--layers", "2/3", "--feature-map", "relu",
+        "--normalizer", "none", "--output-norm", "--gate", "--mixing-init", "local", "--mixing-heads", "per_head",
+        "--mixing-constraint", "none", "--rope", "before_feature_map", "--dtype", "bf16",
+    )  # fmt: skip
+    assert "2 of 3" in output and "of 8 tokens" in output and "fine-tune the model" in " ".join(output.split())
+    expected = {
+        "block_size": [8],
+        "layers": [1, 2],
+        "feature_map": "relu",
+        "normalizer": "none",
+        "output_norm": True,
+        "output_gate": True,
+        "mixing_init": "local",
+        "mixing_heads": "per_head",
+        "mixing_constraint": "none",
+        "rope": "before_feature_map",
+        "causal": True,
+    }
+    mhla = config_of(tmp_path / "mhla")["mhla"]
+    assert {name: mhla[name] for name in expected} == expected
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "mhla").dtype == torch.bfloat16
+
+
+def test_command_refuses_in_one_line(llama_dir, tmp_path):
+    output = run("convert", llama_dir, tmp_path / "mhla", "--blocks", "2", code=1)
+    assert "error: blocks has no meaning for sequences" in output
+    assert "one to three positive integers" in run("convert", llama_dir, tmp_path / "mhla", "--blocks", "x", code=1)
+    assert not (tmp_path / "mhla").exists()
+
+
+def test_command_for_two_towers(clip_dir, tmp_path):
+    output = run("convert", clip_dir, tmp_path / "mhla")
+    assert "6 of 6" in output and "tokens" in output and "×" in output
+
+
+def test_supported_models_lists_both_libraries():
+    listed = mhla_hf.supported_models()
+    assert listed["WanTransformer3DModel"].kind == "video"
+    assert listed["llama"].kind == "language model" and listed["bert"].kind == "encoder"
+    output = run("models")
+    for name in ("WanTransformer3DModel", "gemma3_text", "sliding-window layers stay softmax", "vit"):
+        assert name in output
+    entries = json.loads(run("models", "--json"))
+    assert [entry["name"] for entry in entries] == [family.name for family in listed.values()]
+
+
+def test_converting_in_place_leaves_the_other_library_alone():
+    program = """
+        import sys
+        import mhla_hf, mhla_hf.conversion
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+        mhla_hf.convert(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)))
+        print("diffusers" in sys.modules)
+    """
+    assert run_program(program) == "False"

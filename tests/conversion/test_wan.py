@@ -1,0 +1,676 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converting ordinary Wan directories: what comes out, what is refused, and that nothing half-done stays behind."""
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+
+import mhla_hf
+from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.conversion.options import format_bytes, parse_axes, parse_dtype, parse_layers, parse_size
+from mhla_hf.conversion.staging import check_space
+from mhla_hf.conversion.tensors import (
+    SafetensorsReader,
+    TensorEntry,
+    check_safetensors,
+    split_into_shards,
+    write_safetensors,
+)
+from mhla_hf.models.stored_config import to_stored
+from mhla_hf.utils.files import atomic_directory
+from mhla_hf.utils.source_files import list_files
+from tests import tiny
+
+
+BLOCKS = (1, 2, 2)
+EVERYTHING = {
+    "blocks": BLOCKS,
+    "feature_map": "hedgehog",
+    "mixing_heads": "per_head",
+    "output_norm": True,
+    "output_gate": True,
+    "lepe_kernel": 3,
+    "window": "cross",
+    "window_size": (1, 2, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def pipeline_dir(tmp_path_factory):
+    """A tiny softmax pipeline on disk; tests do not change it."""
+    folder = tmp_path_factory.mktemp("softmax") / "pipeline"
+    tiny.wan_pipeline().save_pretrained(folder)
+    (folder / "README.md").write_text("about this model\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def transformer_dir(pipeline_dir):
+    return pipeline_dir / "transformer"
+
+
+@pytest.fixture
+def copied_transformer(transformer_dir, tmp_path):
+    """A transformer directory that a test may damage."""
+    return Path(shutil.copytree(transformer_dir, tmp_path / "damaged"))
+
+
+def convert(source, destination, mhla=None, **options):
+    return convert_pretrained(source, destination, mhla or {"blocks": BLOCKS}, progress=False, **options)
+
+
+def output_of(model):
+    with torch.no_grad():
+        return model(**tiny.wan_inputs(), return_dict=False)[0]
+
+
+def assert_nothing_left(folder):
+    """Neither a destination nor a temporary directory."""
+    assert sorted(path.name for path in folder.iterdir() if path.name != "damaged") == []
+
+
+# What users type
+
+
+@pytest.mark.parametrize(("text", "value"), [("3,5,10", (3, 5, 10)), (" 7, 6,5", (7, 6, 5)), ("3x5x10", (3, 5, 10))])
+def test_parse_axes(text, value):
+    assert parse_axes(text, "blocks") == value
+    assert parse_axes(None, "blocks") is None
+
+
+@pytest.mark.parametrize("text", ["3,5", "3,5,0", "3,5,-1", "3,five,10", "", "3,5,10,2"])
+def test_parse_axes_names_the_option(text):
+    with pytest.raises(ValueError, match="^blocks="):
+        parse_axes(text, "blocks")
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_layers", "expected"),
+    [
+        ("all", 6, None),
+        (None, 6, None),
+        ("4,1", 6, [1, 4]),
+        ([2, 0], 6, [0, 2]),
+        ("2/3", 7, [1, 2, 4, 5]),
+        ("1/2", 5, [1, 3]),
+        ("1/4", 8, [3, 7]),
+        ("3/3", 4, None),
+    ],
+)
+def test_parse_layers(layers, num_layers, expected):
+    assert parse_layers(layers, num_layers) == expected
+
+
+def test_two_thirds_keeps_every_third_layer_softmax():
+    mhla = parse_layers("2/3", 30)
+    assert [index for index in range(30) if index not in mhla] == list(range(0, 30, 3))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("1,9", "layers names 9, but the model has layers 0 to 5"),
+        ("1,1", "layers names 1 twice"),
+        ([-1], "layers names -1"),
+        ("3/2", "must be a fraction above 0"),
+        ("0/2", "must be a fraction above 0"),
+        ("1/7", "selects none of the model's 6 layers"),
+        ("some", "must be all, layer indices"),
+        ([], "layers is empty"),
+    ],
+)
+def test_parse_layers_refuses(layers, message):
+    with pytest.raises(ValueError, match=message):
+        parse_layers(layers, 6)
+
+
+def test_parse_dtype_and_size():
+    assert parse_dtype("bf16") is torch.bfloat16
+    assert parse_dtype(torch.float16) is torch.float16
+    assert parse_dtype(None) is None
+    assert [parse_size(size) for size in ("5GB", "1.5 kb", "2MiB", 7, None)] == [5 * 10**9, 1500, 2 * 2**20, 7, None]
+    for wrong in ("int8", torch.int8):
+        with pytest.raises(ValueError, match="^dtype="):
+            parse_dtype(wrong)
+    for wrong in ("5 parsecs", "0GB", "-1", "GB"):
+        with pytest.raises(ValueError, match="^max_shard_size="):
+            parse_size(wrong)
+    assert [format_bytes(count) for count in (12, 1500, 28.4e9)] == ["12 B", "1.5 kB", "28.4 GB"]
+
+
+# Safetensors one tensor at a time
+
+
+def test_writer_agrees_with_the_library(tmp_path):
+    tensors = {
+        "half": torch.randn(3, 5).half(),
+        "scalar": torch.tensor(2.0),
+        "double": torch.randn(2, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "brain": torch.randn(7).bfloat16(),
+        "strided": torch.randn(4, 6).T,
+    }
+    entries = [TensorEntry(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]
+    seen = []
+    write_safetensors(tmp_path / "w.safetensors", entries, seen.append)
+    loaded = load_file(tmp_path / "w.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+    assert sum(seen) == sum(entry.nbytes for entry in entries)
+    reader = SafetensorsReader(tmp_path / "w.safetensors")
+    assert reader.shapes["strided"] == (6, 4)
+    assert torch.equal(reader.load("half"), tensors["half"])
+
+
+def test_files_larger_than_the_memory(tmp_path):
+    size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    spans = {"first": [0, 8], "large": [8, size], "last": [size, size + 8], "none": [size + 8, size + 8]}
+    shapes = {"first": [2], "large": [size // 4 - 2], "last": [2, 1], "none": [0, 3]}
+    header = {name: {"dtype": "F32", "shape": shapes[name], "data_offsets": spans[name]} for name in spans}
+    encoded = json.dumps(header).encode()
+    path = tmp_path / "w.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + size)
+        file.seek(0, os.SEEK_END)
+        file.write(struct.pack("<2f", 3.0, 4.0))
+    check_safetensors(path)
+    reader = SafetensorsReader(path)
+    assert reader.shapes == {name: tuple(shape) for name, shape in shapes.items()}
+    assert reader.load("first").tolist() == [0.0, 0.0]
+    assert reader.load("last").tolist() == [[3.0], [4.0]]
+    assert reader.load("none").shape == (0, 3)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match="w.safetensors is truncated: last reaches past its end"):
+        reader.load("last")
+
+
+def test_writer_casts_and_checks(tmp_path):
+    cast = TensorEntry("weight", (2,), torch.float16, lambda: torch.ones(2))
+    write_safetensors(tmp_path / "w.safetensors", [cast])
+    assert load_file(tmp_path / "w.safetensors")["weight"].dtype == torch.float16
+    with pytest.raises(ValueError, match="weight occurs twice"):
+        write_safetensors(tmp_path / "w.safetensors", [cast, cast])
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\)"):
+        write_safetensors(
+            tmp_path / "w.safetensors", [TensorEntry("weight", (2,), torch.float32, lambda: torch.ones(3))]
+        )
+
+
+def test_shards_hold_at_most_the_size_given():
+    entries = [TensorEntry(str(size), (size,), torch.float32, lambda: None) for size in (10, 20, 5, 100, 1)]
+    shards = split_into_shards([entries[:2], [], entries[2:]], 4 * 30)
+    assert [[entry.name for entry in shard] for shard in shards] == [["10", "20"], ["5"], ["100"], ["1"]]
+    assert split_into_shards([entries[:2], [], entries[2:]], None) == [entries[:2], entries[2:]]
+
+
+# A whole pipeline
+
+
+def test_pipeline_generates_after_conversion(pipeline_dir, tmp_path):
+    report = convert(pipeline_dir, tmp_path / "mhla", EVERYTHING)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+    pipeline.set_progress_bar_config(disable=True)
+    assert type(pipeline.transformer) is MHLAWanTransformer3DModel
+    assert pipeline.transformer.mhla_layers == [0, 1]
+    video = pipeline(
+        prompt="a three moves left",
+        height=16,
+        width=32,
+        num_frames=5,
+        num_inference_steps=2,
+        max_sequence_length=16,
+        output_type="pt",
+    ).frames
+    assert video.shape == (1, 5, 3, 16, 32)
+    assert video.isfinite().all()
+    assert report.components["transformer"].mhla_layers == [0, 1]
+    assert list(tmp_path.iterdir()) == [tmp_path / "mhla"]
+
+
+def test_everything_else_is_copied(pipeline_dir, tmp_path):
+    convert(pipeline_dir, tmp_path / "mhla")
+    changed = {"conversion.json", "model_index.json"}
+    for path in list_files(pipeline_dir):
+        if path.parts[0] != "transformer" and path.name not in changed:
+            assert (tmp_path / "mhla" / path).read_bytes() == (pipeline_dir / path).read_bytes(), path
+    before = json.loads((pipeline_dir / "model_index.json").read_text())
+    after = json.loads((tmp_path / "mhla/model_index.json").read_text())
+    assert after.pop("transformer") == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert before.pop("transformer") == ["diffusers", "WanTransformer3DModel"]
+    assert before == after
+    old = json.loads((pipeline_dir / "transformer/config.json").read_text())
+    new = json.loads((tmp_path / "mhla/transformer/config.json").read_text())
+    expected = {**old, "_class_name": "MHLAWanTransformer3DModel", "mhla": MHLAConfig(blocks=BLOCKS).to_dict()}
+    assert new == to_stored(expected)
+
+
+@pytest.mark.parametrize(
+    "mhla", [EVERYTHING, {"block_size": (1, 1, 2), "grid": (3, 2, 4)}, {}], ids=["all", "size", "default"]
+)
+def test_same_as_converting_in_memory(transformer_dir, tmp_path, mhla):
+    convert(transformer_dir, tmp_path / "mhla", mhla or MHLAConfig())
+    streamed = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+    in_memory = mhla_hf.convert(WanTransformer3DModel.from_pretrained(transformer_dir), mhla)
+    expected = in_memory.state_dict()
+    assert streamed.state_dict().keys() == expected.keys()
+    for name, tensor in streamed.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert streamed.config.mhla == in_memory.config.mhla
+    # Equal weights at other addresses: BLAS may sum in another order.
+    torch.testing.assert_close(output_of(streamed.eval()), output_of(in_memory.eval()), rtol=1e-5, atol=1e-5)
+
+
+def test_hybrid_keeps_the_other_layers(transformer_dir, tmp_path):
+    report = convert(transformer_dir, tmp_path / "mhla", layers="1/2").components["transformer"]
+    model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+    assert model.mhla_layers == report.mhla_layers == [1]
+    assert list(report.initialised) == ["blocks.1.attn1.mhla.mixing"]
+    assert report.initialised["blocks.1.attn1.mhla.mixing"]["values"] == "mixing_init=linear"
+    assert report.initialised_parameters == 16
+
+
+def test_subfolder_converts_the_transformer_alone(pipeline_dir, tmp_path):
+    convert(pipeline_dir, tmp_path / "mhla", subfolder="transformer")
+    assert sorted(path.name for path in (tmp_path / "mhla").iterdir()) == [
+        "config.json",
+        "conversion.json",
+        "diffusion_pytorch_model.safetensors",
+    ]
+    with pytest.raises(ValueError, match="subfolder='unet' is not in"):
+        convert(pipeline_dir, tmp_path / "other", subfolder="unet")
+
+
+def test_both_transformers_of_wan_2_2(tmp_path):
+    tiny.wan_pipeline(second_transformer=True).save_pretrained(tmp_path / "softmax")
+    report = convert(tmp_path / "softmax", tmp_path / "mhla")
+    assert sorted(report.components) == ["transformer", "transformer_2"]
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
+    first, second = pipeline.transformer, pipeline.transformer_2
+    assert type(first) is type(second) is MHLAWanTransformer3DModel
+    assert not torch.equal(first.proj_out.weight, second.proj_out.weight)
+
+
+def test_image_to_video(tmp_path):
+    softmax = tiny.wan_transformer(image_to_video=True)
+    softmax.save_pretrained(tmp_path / "softmax")
+    convert(tmp_path / "softmax", tmp_path / "mhla")
+    model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+    with torch.no_grad():
+        assert model(**tiny.wan_inputs(image_to_video=True), return_dict=False)[0].isfinite().all()
+    assert torch.equal(model.blocks[0].attn2.add_k_proj.weight, softmax.blocks[0].attn2.add_k_proj.weight)
+
+
+# Files: shards, variants, types
+
+
+@pytest.fixture
+def sharded_dir(tmp_path):
+    tiny.wan_transformer().save_pretrained(tmp_path / "damaged", max_shard_size="40KB")
+    assert len(list((tmp_path / "damaged").glob("*.safetensors"))) > 2
+    return tmp_path / "damaged"
+
+
+def test_shards_stay_and_new_parameters_get_their_own(sharded_dir, tmp_path):
+    before = sorted(sharded_dir.glob("*.safetensors"))
+    report = convert(sharded_dir, tmp_path / "mhla")
+    after = sorted((tmp_path / "mhla").glob("*.safetensors"))
+    assert [path.name for path in after] == report.components["transformer"].weight_sets[0].files
+    assert len(after) == len(before) + 1
+    for old, new in zip(before, after):
+        assert load_file(old).keys() == load_file(new).keys()
+    assert all(".mhla." in name for name in load_file(after[-1]))
+    index = json.loads((tmp_path / "mhla/diffusion_pytorch_model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.bytes_written
+    torch.testing.assert_close(
+        output_of(MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla").eval()),
+        output_of(mhla_hf.convert(WanTransformer3DModel.from_pretrained(sharded_dir).eval(), {"blocks": BLOCKS})),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_max_shard_size(transformer_dir, tmp_path):
+    report = convert(transformer_dir, tmp_path / "mhla", max_shard_size="60KB")
+    names = report.components["transformer"].weight_sets[0].files
+    assert len(names) > 1
+    for name in names:
+        assert sum(tensor.nbytes for tensor in load_file(tmp_path / "mhla" / name).values()) <= 60_000
+    MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+
+
+@pytest.mark.parametrize("max_shard_size", ["10GB", "40KB"], ids=["one file", "shards"])
+def test_variants_keep_their_names(tmp_path, max_shard_size):
+    model = tiny.wan_transformer().half()
+    model.save_pretrained(tmp_path / "softmax", variant="fp16", max_shard_size=max_shard_size)
+    convert(tmp_path / "softmax", tmp_path / "mhla")
+    with pytest.raises(OSError):
+        MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+    loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla", variant="fp16", torch_dtype=torch.float16)
+    assert torch.equal(loaded.proj_out.weight, model.proj_out.weight)
+
+
+def test_one_variant_of_several(tmp_path):
+    tiny.wan_transformer().save_pretrained(tmp_path / "softmax")
+    tiny.wan_transformer().half().save_pretrained(tmp_path / "softmax", variant="fp16")
+    both = convert(tmp_path / "softmax", tmp_path / "both").components["transformer"]
+    assert {weights.variant: weights.files for weights in both.weight_sets} == {
+        "fp16": ["diffusion_pytorch_model.fp16.safetensors"],
+        None: ["diffusion_pytorch_model.safetensors"],
+    }
+    # Each variant has counts of its own.
+    for weights in both.weight_sets:
+        written = load_file(tmp_path / "both" / weights.files[0])
+        counts = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in written.values())
+        new = Counter(str(written[name].dtype).removeprefix("torch.") for name in both.initialised)
+        assert weights.dtypes == counts and weights.initialised_dtypes == new
+        assert weights.copied_tensors + len(both.initialised) == len(written)
+        assert weights.copied_parameters + both.initialised_parameters == sum(t.numel() for t in written.values())
+        assert list(weights.source_files) == weights.files
+    assert both.weight_sets[0].dtypes != both.weight_sets[1].dtypes
+    one = convert(tmp_path / "softmax", tmp_path / "one", variant="fp16").components["transformer"]
+    assert [weights.variant for weights in one.weight_sets] == ["fp16"]
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) == 1
+    with pytest.raises(ValueError, match=r"variant='bf16' is not in .* which has \(none\), fp16"):
+        convert(tmp_path / "softmax", tmp_path / "none", variant="bf16")
+
+
+def test_dtype_leaves_fp32_modules_alone(transformer_dir, tmp_path):
+    report = convert(transformer_dir, tmp_path / "mhla", {"blocks": BLOCKS, "output_gate": True}, dtype="bf16")
+    weights = load_file(tmp_path / "mhla/diffusion_pytorch_model.safetensors")
+    original = load_file(transformer_dir / "diffusion_pytorch_model.safetensors")
+    kept = set(MHLAWanTransformer3DModel._keep_in_fp32_modules)
+    for name, tensor in weights.items():
+        assert tensor.dtype == (torch.float32 if kept & set(name.split(".")) else torch.bfloat16), name
+        if name in original:
+            assert torch.equal(tensor, original[name].to(tensor.dtype)), name
+    assert weights["scale_shift_table"].dtype == torch.float32
+    assert weights["blocks.0.attn1.mhla.gate.weight"].dtype == torch.bfloat16
+    counts = report.components["transformer"].weight_sets[0].dtypes
+    assert counts["bfloat16"] + counts["float32"] == len(weights)
+
+
+def test_new_parameters_follow_the_source(tmp_path):
+    tiny.wan_transformer().bfloat16().save_pretrained(tmp_path / "softmax")
+    convert(tmp_path / "softmax", tmp_path / "mhla", {"blocks": BLOCKS, "output_gate": True})
+    weights = load_file(tmp_path / "mhla/diffusion_pytorch_model.safetensors")
+    assert weights["blocks.0.attn1.to_q.weight"].dtype == torch.bfloat16
+    assert weights["blocks.0.attn1.mhla.gate.weight"].dtype == torch.bfloat16
+    assert weights["blocks.0.attn1.mhla.mixing"].dtype == torch.float32
+
+
+# conversion.json
+
+
+def test_conversion_json(pipeline_dir, tmp_path):
+    convert(pipeline_dir, tmp_path / "mhla", EVERYTHING)
+    content = json.loads((tmp_path / "mhla/conversion.json").read_text())
+    assert content["schema_version"] == 2
+    # Nothing of this machine's folders.
+    assert content["source"] == {"location": pipeline_dir.name}
+    assert str(tmp_path) not in json.dumps(content) and str(pipeline_dir) not in json.dumps(content)
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["mhla-hf"] == mhla_hf.__version__
+    part = content["components"]["transformer"]
+    file = pipeline_dir / "transformer/diffusion_pytorch_model.safetensors"
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    (weights,) = part["weight_sets"]
+    assert weights["variant"] is None and weights["files"] == [file.name]
+    assert weights["source_files"] == {file.name: {"bytes": file.stat().st_size, "sha256": digest}}
+    assert part["mhla"] == MHLAConfig.from_dict(EVERYTHING).to_dict()
+    written = load_file(tmp_path / "mhla/transformer/diffusion_pytorch_model.safetensors")
+    assert weights["copied_tensors"] + len(part["initialised"]) == len(written)
+    values = {name.partition(".mhla.")[2]: entry["values"] for name, entry in part["initialised"].items()}
+    assert values["mixing"] == "mixing_init=linear"
+    assert values["output_norm.weight"] == "constant 1"
+    assert values["lepe.weight"] == "constant 0"
+    assert values["feature_map_query.weight"] == "identity"
+    assert "vae/config.json" in content["copied_files"]
+
+
+def test_from_the_hub_cache(transformer_dir, tmp_path):
+    """The layout of huggingface_hub's cache: snapshots of links to blobs named by their SHA-256."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "cache/models--someone--tiny-wan"
+    snapshot = repository / "snapshots" / commit / "transformer"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    snapshot.mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    shutil.copy(transformer_dir / "config.json", snapshot)
+    weights = transformer_dir / "diffusion_pytorch_model.safetensors"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    shutil.copy(weights, repository / "blobs" / digest)
+    (snapshot / weights.name).symlink_to(Path("../../../blobs") / digest)
+    report = convert(
+        "someone/tiny-wan",
+        tmp_path / "mhla",
+        subfolder="transformer",
+        cache_dir=tmp_path / "cache",
+        local_files_only=True,
+    )
+    assert report.source["commit"] == commit
+    assert report.components["transformer"].weight_sets[0].source_files[weights.name]["sha256"] == digest
+    assert not (tmp_path / "mhla" / weights.name).is_symlink()
+    MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+
+
+# Refusals: one line each, and nothing left behind
+
+
+def refused(source, tmp_path, message, mhla=None, **options):
+    with pytest.raises(ValueError, match=message) as caught:
+        convert(source, tmp_path / "mhla", mhla, **options)
+    assert "\n" not in str(caught.value)
+    assert_nothing_left(tmp_path)
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value != "drop"}))
+
+
+def edit_weights(folder, change):
+    path = folder / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+
+
+def test_refuses_an_mhla_directory(transformer_dir, tmp_path):
+    convert(transformer_dir, tmp_path / "damaged")
+    refused(tmp_path / "damaged", tmp_path, "is a MHLAWanTransformer3DModel already")
+
+
+def test_refuses_other_architectures(copied_transformer, tmp_path):
+    edit_config(copied_transformer, _class_name="FluxTransformer2DModel")
+    refused(copied_transformer, tmp_path, "is a FluxTransformer2DModel, .* Supported: .*WanTransformer3DModel")
+
+
+def test_refuses_pipelines_without_a_supported_model(pipeline_dir, tmp_path):
+    folder = Path(shutil.copytree(pipeline_dir, tmp_path / "damaged"))
+    index = json.loads((folder / "model_index.json").read_text())
+    del index["transformer"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    refused(folder, tmp_path, "has no model that can be converted; it has .*AutoencoderKLWan")
+
+
+def test_refuses_an_index_that_disagrees(pipeline_dir, tmp_path):
+    folder = Path(shutil.copytree(pipeline_dir, tmp_path / "damaged"))
+    edit_config(folder / "transformer", _class_name="FluxTransformer2DModel")
+    refused(folder, tmp_path, "model_index.json calls transformer a WanTransformer3DModel")
+
+
+def test_refuses_quantised_configurations(copied_transformer, tmp_path):
+    edit_config(copied_transformer, quantization_config={"quant_method": "bitsandbytes"})
+    refused(copied_transformer, tmp_path, r"quantised \(bitsandbytes\)")
+
+
+def test_refuses_quantised_tensors(copied_transformer, tmp_path):
+    edit_weights(
+        copied_transformer, lambda weights: weights.update({"proj_out.weight": torch.zeros(64, 24, dtype=torch.int8)})
+    )
+    refused(copied_transformer, tmp_path, "holds I8 tensors: quantised weights")
+
+
+def test_refuses_a_config_without_class(copied_transformer, tmp_path):
+    edit_config(copied_transformer, _class_name="drop")
+    refused(copied_transformer, tmp_path, "does not say which diffusers class")
+
+
+def test_refuses_broken_json(copied_transformer, tmp_path):
+    (copied_transformer / "config.json").write_text("{")
+    refused(copied_transformer, tmp_path, "is not valid JSON")
+    (copied_transformer / "config.json").write_text("[]")
+    refused(copied_transformer, tmp_path, "is not a JSON object")
+
+
+def test_refuses_directories_without_a_model(copied_transformer, tmp_path):
+    (copied_transformer / "config.json").unlink()
+    refused(copied_transformer, tmp_path, "has neither model_index.json .* nor config.json")
+
+
+def test_refuses_a_pipeline_without_its_transformer(pipeline_dir, tmp_path):
+    folder = Path(shutil.copytree(pipeline_dir, tmp_path / "damaged"))
+    shutil.rmtree(folder / "transformer")
+    refused(folder, tmp_path, "transformer/config.json is missing")
+
+
+def test_refuses_missing_shards(sharded_dir, tmp_path):
+    next(sharded_dir.glob("*-00002-*.safetensors")).unlink()
+    refused(sharded_dir, tmp_path, "00002-of-.*safetensors is missing")
+
+
+def test_refuses_shards_without_an_index(sharded_dir, tmp_path):
+    next(sharded_dir.glob("*.index.json")).unlink()
+    refused(sharded_dir, tmp_path, "is one of several shards, but no index")
+
+
+def test_refuses_an_empty_index(sharded_dir, tmp_path):
+    next(sharded_dir.glob("*.index.json")).write_text("{}")
+    refused(sharded_dir, tmp_path, "has no weight_map")
+
+
+def test_refuses_a_tensor_in_two_shards(sharded_dir, tmp_path):
+    first, second = sorted(sharded_dir.glob("*.safetensors"))[:2]
+    save_file({**load_file(second), **load_file(first)}, second)
+    refused(sharded_dir, tmp_path, "is both in .*00001-of-.* and in .*00002-of-")
+
+
+def test_refuses_truncated_files(copied_transformer, tmp_path):
+    path = copied_transformer / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(copied_transformer, tmp_path, "is truncated or not a safetensors file")
+
+
+def test_refuses_pickles(copied_transformer, tmp_path):
+    (copied_transformer / "diffusion_pytorch_model.safetensors").unlink()
+    refused(copied_transformer, tmp_path, "has no diffusion_pytorch_model")
+    torch.save({}, copied_transformer / "diffusion_pytorch_model.bin")
+    refused(copied_transformer, tmp_path, "only as diffusion_pytorch_model.bin")
+
+
+def test_names_missing_and_unknown_tensors(copied_transformer, tmp_path):
+    def change(weights):
+        weights["blocks.1.attn1.to_z.weight"] = weights.pop("blocks.1.attn1.to_q.weight")
+        weights["proj_out.bias"] = torch.zeros(3)
+
+    edit_weights(copied_transformer, change)
+    refused(
+        copied_transformer,
+        tmp_path,
+        r"lacks blocks.1.attn1.to_q.weight; has tensors that the model does not know: blocks.1.attn1.to_z.weight; "
+        r"has tensors of another shape: proj_out.bias \(3,\) instead of \(64,\)",
+    )
+
+
+def test_long_lists_of_names_are_cut(copied_transformer, tmp_path):
+    edit_weights(copied_transformer, lambda weights: [weights.pop(name) for name in list(weights) if "attn2" in name])
+    refused(copied_transformer, tmp_path, r"lacks .* and \d+ more\.$")
+
+
+def test_refuses_wrong_options(transformer_dir, tmp_path):
+    refused(transformer_dir, tmp_path, "layers names 7, but the model has layers 0 to 1", layers="1,7")
+    refused(transformer_dir, tmp_path, r"layers names \[5\], but the model has", {"blocks": BLOCKS, "layers": [5]})
+    refused(transformer_dir, tmp_path, "dtype='int4' must be one of", dtype="int4")
+    refused(transformer_dir, tmp_path, "max_shard_size='big'", max_shard_size="big")
+    refused(transformer_dir, tmp_path, "for 2 axes, but this model's token grid has 3", {"blocks": (2, 2)})
+    refused(transformer_dir, tmp_path, "Unknown mhla option", {"block": BLOCKS})
+
+
+def test_refuses_what_is_no_source(transformer_dir, tmp_path):
+    refused(tmp_path / "nowhere", tmp_path, "is neither a directory nor a Hub id")
+    refused(transformer_dir / "config.json", tmp_path, "is a file; .* import-official")
+    refused("someone/nothing", tmp_path, "nor a Hub repository that can be read", local_files_only=True)
+
+
+# The destination
+
+
+def test_destination_is_kept_unless_told(transformer_dir, tmp_path):
+    folder = tmp_path / "mhla"
+    folder.mkdir()
+    convert(transformer_dir, folder)
+    (folder / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty; .*--overwrite"):
+        convert(transformer_dir, folder)
+    assert (folder / "mine.txt").read_text() == "mine"
+    convert(transformer_dir, folder, {"blocks": (1, 1, 1)}, overwrite=True)
+    assert not (folder / "mine.txt").exists()
+    assert MHLAWanTransformer3DModel.from_pretrained(folder).mhla_config.blocks == (1, 1, 1)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_failing_overwrite_keeps_the_old(transformer_dir, copied_transformer, tmp_path):
+    convert(transformer_dir, tmp_path / "mhla")
+    edit_weights(copied_transformer, lambda weights: weights.pop("proj_out.bias"))
+    with pytest.raises(ValueError, match=r"lacks proj_out.bias"):
+        convert(copied_transformer, tmp_path / "mhla", overwrite=True)
+    MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+
+
+def test_destination_may_not_touch_the_source(pipeline_dir, tmp_path):
+    for destination in (pipeline_dir, pipeline_dir / "mhla", pipeline_dir.parent):
+        with pytest.raises(ValueError, match="overlaps the source"):
+            convert(pipeline_dir, destination, overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file; give a directory"):
+        convert(pipeline_dir, tmp_path / "file")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_interrupted_writing_leaves_nothing(tmp_path, error):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/kept.txt").write_text("kept")
+    for name in ("new", "old"):
+        with pytest.raises(error), atomic_directory(tmp_path / name) as staging:
+            (staging / "half.bin").write_text("half")
+            raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old/kept.txt").read_text() == "kept"
+
+
+def test_disk_space_is_checked_first(tmp_path):
+    check_space(tmp_path / "deep/er", 1)
+    with pytest.raises(ValueError, match=r"needs 1000000000.0 GB, but .* has .* free"):
+        check_space(tmp_path / "deep/er", 10**18)
+
+
+def test_progress_goes_to_standard_error(transformer_dir, tmp_path, capfd):
+    convert_pretrained(transformer_dir, tmp_path / "mhla", {"blocks": BLOCKS})
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "done" in captured.err

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of MHLA layers as other code looks at them: keys and values, formats, refusals, and compiled decoding."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+
+import pytest
+import torch
+import torch._dynamo.testing
+from transformers import CompileConfig, DynamicCache, QuantizedCache, StaticCache
+
+from mhla_hf import MHLACache
+from mhla_hf.integrations.transformers.cache import MHLACacheLayer
+
+from .mhla_models import mhla_model
+from .tiny_models import FIRST_ORDINARY_TOKEN, VOCABULARY, softmax_model
+
+
+# The only quantised cache that needs no other package.
+needs_fp8 = pytest.mark.skipif(
+    "fp8" not in inspect.getsource(QuantizedCache), reason="this version of transformers has no fp8 cache"
+)
+
+
+def tokens(batch: int = 2, length: int = 11, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (batch, length), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return mhla_model("llama")
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return softmax_model("llama")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [11, 64, 90])
+def test_keys_and_values_are_those_of_the_last_tokens(model, stock, length):
+    ids = tokens(length=length)
+    ours, theirs = DynamicCache(config=model.config), DynamicCache(config=stock.config)
+    for part in (ids[:, :5], ids[:, 5:]):
+        model(part, past_key_values=ours)
+        stock(part, past_key_values=theirs)
+    kept = min(length, 64)
+    # The first layer's input is the same whatever its attention.
+    torch.testing.assert_close(ours.layers[0].keys, theirs.layers[0].keys[:, :, -kept:])
+    torch.testing.assert_close(ours.layers[0].values, theirs.layers[0].values[:, :, -kept:])
+    assert all(layer.keys.shape == layer.values.shape == (2, 2, kept, 8) for layer in ours.layers)
+    assert ours.batch_size == 2 and ours.is_initialized and ours.get_seq_length() == length
+
+
+@torch.no_grad()
+def test_a_static_cache_has_its_columns_from_the_start(model, stock):
+    ids = tokens()
+    ours, theirs = (StaticCache(config=model.config, max_cache_len=20) for _ in range(2))
+    for part in (ids[:, :10], ids[:, 10:]):
+        model(part, past_key_values=ours)
+        stock(part, past_key_values=theirs)
+    assert ours.layers[0].keys.shape == theirs.layers[0].keys.shape == (2, 2, 20, 8)
+    torch.testing.assert_close(ours.layers[0].keys, theirs.layers[0].keys)
+    torch.testing.assert_close(ours.layers[0].values, theirs.layers[0].values)
+    assert ours.is_compileable and ours.get_max_length() == 20
+
+
+@torch.no_grad()
+def test_they_follow_what_is_done_to_the_cache(model):
+    ids = tokens(length=80)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    layer = cache.layers[1]
+    keys, values = layer.keys, layer.values
+    cache.crop(-10)
+    assert torch.equal(layer.keys, keys[:, :, :-10]) and torch.equal(layer.values, values[:, :, :-10])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(layer.keys, keys.flip(0)[:, :, :-10])
+    cache.batch_repeat_interleave(3)
+    assert layer.keys.shape == (6, 2, 54, 8) and cache.batch_size == 6
+    cache.batch_select_indices(torch.tensor([0, 5]))
+    twin = copy.deepcopy(cache)
+    assert torch.equal(twin.layers[1].keys, keys.flip(0)[:, :, :-10])
+    model(ids[:, :3], past_key_values=cache)
+    assert layer.keys.shape[2] == 57 and twin.layers[1].keys.shape[2] == 54
+    cache.reset()
+    assert layer.keys is None and layer.values is None and not hasattr(layer, "batch_size")
+
+
+@torch.no_grad()
+def test_a_text_in_two_parts_leaves_the_same_cache(model):
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    whole = model.generate(tokens(), max_new_tokens=6, **options)
+    half = model.generate(tokens(), max_new_tokens=3, **options)
+    rest = model.generate(half.sequences, past_key_values=half.past_key_values, max_new_tokens=3, **options)
+    assert torch.equal(rest.sequences, whole.sequences)
+    for first, second in zip(whole.past_key_values.layers, rest.past_key_values.layers):
+        assert first.keys.shape == (2, 2, 16, 8)
+        torch.testing.assert_close(first.keys, second.keys)
+        torch.testing.assert_close(first.values, second.values)
+
+
+@torch.no_grad()
+def test_what_would_be_wrong_is_refused(model):
+    cache = MHLACache(config=model.config)
+    model(tokens(), past_key_values=cache)
+    layer = cache.layers[0]
+    assert isinstance(layer, MHLACacheLayer)
+    with pytest.raises(ValueError, match="its keys and values cannot be set. Use reorder_cache, batch_repeat"):
+        layer.keys = layer.keys.flip(0)
+    with pytest.raises(ValueError, match="its keys and values cannot be set"):
+        layer.values = layer.values.flip(0)
+    gathered = DynamicCache(list(cache))
+    with pytest.raises(ValueError, match="MHLA needs an empty cache"):
+        model(tokens(length=1), past_key_values=gathered)
+    with pytest.raises(ValueError, match="cache has a batch of 2, but the input has 3"):
+        model(tokens(batch=3, length=1), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"cache_config": {"backend": "fp8"}}, marks=needs_fp8)], ids=["default", "fp8"]
+)
+def test_quantised_caches_are_refused_with_the_way_out(model, stock, options):
+    options = {"max_new_tokens": 2, "cache_implementation": "quantized", **options}
+    with pytest.raises(ValueError, match="Leave out cache_implementation='quantized' and cache_config; model.to"):
+        model.generate(tokens(), **options)
+    # Softmax models, and those that were switched back to it, keep theirs.
+    softmax = copy.deepcopy(model)
+    softmax.set_attn_implementation("sdpa")
+    for other in (stock, softmax):
+        try:
+            assert other.generate(tokens(), **options).shape == (2, 13)
+        except ImportError as error:
+            assert "quanto" in str(error)
+
+
+@needs_fp8
+@torch.no_grad()
+def test_a_quantised_cache_made_for_softmax_is_refused(model, stock):
+    cache = QuantizedCache("fp8", config=stock.config)
+    with pytest.raises(ValueError, match="Leave out cache_implementation='quantized'"):
+        model(tokens(), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "static",
+        *(
+            pytest.param(name, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="offloads from a GPU"))
+            for name in ("offloaded", "offloaded_static")
+        ),
+    ],
+)
+def test_other_caches_generate_the_same(model, implementation):
+    device = "cpu" if implementation == "static" else "cuda"
+    model, ids = copy.deepcopy(model).to(device), tokens().to(device)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    output = model.generate(ids, max_new_tokens=5, do_sample=False, cache_implementation=implementation)
+    assert torch.equal(output, expected)
+
+
+def compilations(model, lengths, padded, caplog, **options):
+    """How often decoding is compiled in full graphs while texts of these lengths are generated one after another."""
+    torch._dynamo.reset()
+    torch._logging.set_logs(recompiles=True)
+    guards = logging.getLogger("torch._dynamo.guards")
+    guards.addHandler(caplog.handler)
+    caplog.clear()
+    compiled = CompileConfig(fullgraph=True, dynamic=None, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    try:
+        for length in lengths:
+            mask = torch.ones(2, length, dtype=torch.long)
+            mask[0, : 3 if padded else 0] = 0
+            given = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+            expected = model.generate(tokens(length=length), **given)
+            options.update(cache_implementation="static", compile_config=compiled)
+            assert torch.equal(model.generate(tokens(length=length), **given, **options), expected)
+    finally:
+        guards.removeHandler(caplog.handler)
+        torch._logging.set_logs()
+        torch._dynamo.reset()
+    assert hasattr(model, "_compiled_call")
+    messages = {record.getMessage() for record in caplog.records}
+    return 1 + sum("Recompiling" in message for message in messages)
+
+
+def test_compiled_generation_serves_all_lengths_by_two_graphs(caplog):
+    model = mhla_model("llama", sizes={"num_hidden_layers": 1})
+    assert compilations(model, (11, 17, 9), True, caplog, output_attentions=True) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("lengths", [(11, 11), (11, 17, 23, 9, 40)], ids=["same", "longer"])
+def test_generation_is_compiled_as_often_as_with_softmax(padded, lengths, caplog):
+    stock = compilations(softmax_model("llama", num_hidden_layers=2), lengths, padded, caplog)
+    ours = compilations(mhla_model("llama", sizes={"num_hidden_layers": 2}), lengths, padded, caplog)
+    assert ours == stock == (1 if lengths[0] == lengths[-1] else 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("padded", "allowed"), [(False, 2), pytest.param(True, 3, marks=pytest.mark.slow)])
+def test_a_growing_cache_is_not_compiled_anew_for_every_block(padded, allowed):
+    model = mhla_model("llama", sizes={"num_hidden_layers": 1})
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+
+    def decode(step):
+        cache, mask = DynamicCache(config=model.config), torch.ones(2, 11, dtype=torch.long)
+        mask[0, :3] = 0
+        logits = [model(tokens(), attention_mask=mask if padded else None, past_key_values=cache).logits[:, -1:]]
+        # Ten blocks of four tokens, of which the prompt fills three.
+        for _ in range(28):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            given = {"attention_mask": mask if padded else None, "past_key_values": cache}
+            logits.append(step(logits[-1].argmax(-1), **given).logits)
+        return torch.cat(logits, dim=1)
+
+    output = decode(torch.compile(model, fullgraph=True, backend=counter))
+    torch.testing.assert_close(output, decode(model))
+    # One that finds room and one that makes room; another for masks of any length.
+    assert counter.frame_count <= allowed
+    torch._dynamo.reset()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of models says what the sweep finds; a sample in every run, the whole of it among the slow tests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+import mhla_hf
+from mhla_hf.cli.main import app
+from mhla_hf.integrations.transformers import families
+
+from .family_sweep import MAPPINGS, entries, names
+
+
+STORED = json.loads(families.DATA.read_text(encoding="utf-8"))
+SAMPLE = {
+    "language model": ("cohere2", "exaone4", "jamba", "mamba", "ministral", "qwen3_moe", "diffllama", "gemma4_text"),
+    "encoder": ("bert", "deberta"),
+    "multi-modal": ("internvl", "paligemma", "qwen2_vl"),
+    "vision": ("vit", "internvl_vision"),
+}  # fmt: skip
+EVERY = [(kind, name) for kind in MAPPINGS for name in names(kind)]
+
+
+def recorded(kind, name):
+    """The entry of a model, and the one of its text part if that has one."""
+    part = f"text part of {name}"
+    own = (kind, name)
+    return [one for one in STORED["models"] if (one["kind"], one["name"]) == own or one["note"] == part]
+
+
+def check(kind, name):
+    found = entries(kind, name)
+    stored = recorded(kind, name)
+    # What could not be built may need a package that is here and was not there.
+    if transformers.__version__ == STORED["transformers"] and stored[0]["status"] != "not checked":
+        assert found == stored, "run: python -m tests.integrations.transformers.family_sweep"
+    assert found[0]["status"] in ("works", "refused", "not checked")
+    if found[0]["status"] != "works":
+        assert found[0]["note"] and "\n" not in found[0]["note"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in SAMPLE for name in SAMPLE[kind]])
+def test_a_sample_of_the_list(kind, name):
+    if name not in names(kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    check(kind, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_the_whole_list(kind, name):
+    check(kind, name)
+
+
+@pytest.mark.skipif(transformers.__version__ != STORED["transformers"], reason="made with another transformers")
+def test_the_list_is_complete():
+    assert {(one["kind"], one["name"]) for one in STORED["models"]} >= set(EVERY)
+    languages = [one for one in STORED["models"] if one["kind"] == "language model" and one["status"] == "works"]
+    assert len(languages) > 90
+
+
+def test_the_command_lists_what_works_and_what_is_refused():
+    listed = mhla_hf.supported_models()
+    assert listed["mixtral"].kind == "language model" and listed["internvl"].kind == "multi-modal"
+    refused = CliRunner().invoke(app, ["models", "--refused", "--json"])
+    assert refused.exit_code == 0
+    reasons = {one["name"]: one["note"] for one in json.loads(refused.output)}
+    assert reasons["mamba"] == "it has no self-attention" and "mixtral" not in reasons
+    table = CliRunner().invoke(app, ["models", "--refused"]).output
+    assert "attention sinks" in table

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches to recover on: text, pictures and latents."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import mhla_hf
+from mhla_hf.training.data.batch_sources import Latents
+from mhla_hf.training.data.opening import picture_batches, text_batches
+from mhla_hf.training.data.texts import TextCorpus
+from tests.integrations.transformers.mhla_models import default_options
+from tests.integrations.transformers.tiny_models import softmax_model
+from tests.training.cases import CASES
+
+from ...recovery.sources import model_directory, text_folder
+
+
+def converted(name: str):
+    sizes = {} if name.startswith("vit") else {"vocab_size": 128}
+    return mhla_hf.convert(softmax_model(name, **sizes), default_options(name)).eval()
+
+
+def equal(first, second) -> bool:
+    tensors = [name for name in first if isinstance(first[name], torch.Tensor)]
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in tensors)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """One source of every kind."""
+    root = tmp_path_factory.mktemp("sources")
+    texts = str(text_folder(root / "texts"))
+    made = {}
+    for name in ("llama", "bert"):
+        directory = model_directory(name, root / name)
+        length = {"llama": 32, "bert": 128}[name]
+        made[name] = text_batches(converted(name), directory, texts, samples=64, length=length, held_out=5)
+    made["vit"] = picture_batches(converted("vit"), model_directory("vit", root / "vit"), "digits", samples=20)
+    case = CASES["wan"]
+    made["wan"] = Latents(case.dataset(12), case.objective, case.student(case.make_teacher()), held_out=3)
+    return made
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "wan"])
+def test_batches_are_a_pure_function(sources, name):
+    source = sources[name]
+    first = source.batch("match", 3, 4)
+    source.batch("match", 40, 4)
+    assert equal(source.batch("match", 3, 4), first)
+    assert not equal(source.batch("distill", 3, 4), first)
+    assert len(source) > 3 * len(source.held_out(1)) > 0
+    assert all(equal(*pair) for pair in zip(source.held_out(2), source.held_out(2), strict=True))
+    json.dumps(source.describe())
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "wan"])
+def test_the_model_takes_them(sources, name):
+    model = {"wan": lambda: CASES["wan"].student(CASES["wan"].make_teacher())}.get(name, lambda: converted(name))()
+    with torch.no_grad():
+        output = model(**sources[name].batch("match", 0, 2))[0]
+    assert len(output) == 2 and torch.isfinite(output).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "wan"])
+def test_two_processes_see_what_one_sees(sources, name):
+    source = sources[name]
+    for step in (0, 7):
+        whole = source.batch("match", step, 4)
+        parts = [source.batch("match", step, 2, rank, 2) for rank in range(2)]
+        key = next(iter(whole))
+        for rank, part in enumerate(parts):
+            # Each is as wide as its own texts.
+            width = part[key].shape[-1]
+            assert torch.equal(part[key], whole[key][2 * rank : 2 * rank + 2][..., :width])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+def test_every_sample_once_in_an_epoch_and_none_of_the_held_out(sources, name):
+    source = sources[name]
+    key = "pixel_values" if name == "vit" else "input_ids"
+
+    def rows(batch):
+        return [tuple(row[row != 0].flatten().tolist()) for row in batch[key]]
+
+    held_out = {row for batch in source.held_out(4) for row in rows(batch)}
+    # A batch of 1 shows the plain order; passages come in groups of batches.
+    steps = len(source) if name != "bert" else 32
+    seen = [row for step in range(steps) for row in rows(source.batch("match", step, 1))]
+    assert len(set(seen)) == min(steps, len(source)) and not held_out & set(seen)
+
+
+def test_passages_have_like_lengths(sources):
+    source = sources["bert"]
+    padding = [1 - source.batch("match", step, 4)["attention_mask"].float().mean().item() for step in range(32)]
+    assert sum(padding) / len(padding) < 0.05
+    lengths = [source.batch("match", step, 4)["input_ids"].shape[1] for step in range(32)]
+    assert lengths != sorted(lengths)
+
+
+def test_tokens_are_kept_and_damaged_ones_made_again(tmp_path, caplog):
+    directory = model_directory("llama", tmp_path / "model")
+    texts, cache = text_folder(tmp_path / "texts"), tmp_path / "cache"
+    options = {"samples": 30, "held_out": 4, "length": 16, "cache": cache}
+    model = converted("llama")
+    first = text_batches(model, directory, str(texts), **options)
+    (kept,) = cache.iterdir()
+    written = kept.stat().st_mtime_ns
+    assert equal(text_batches(model, directory, str(texts), **options).batch("x", 0, 2), first.batch("x", 0, 2))
+    assert kept.stat().st_mtime_ns == written
+    kept.write_bytes(kept.read_bytes()[:-100])
+    again = text_batches(model, directory, str(texts), **options)
+    assert "is damaged" in caplog.text and equal(again.batch("x", 0, 2), first.batch("x", 0, 2))
+    assert len(load_file(kept)["tokens"]) == 34 * 16
+    # Other texts are another file.
+    (texts / "more.txt").write_text("and one more text that is new", encoding="utf-8")
+    assert text_batches(model, directory, str(texts), **options).fingerprint != first.fingerprint
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path, caplog):
+    folder = text_folder(tmp_path / "texts")
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "binary.md").write_bytes(b"some text\0and zeros")
+    (folder / "latin.rst").write_bytes("für".encode("latin-1") * 9)
+    (folder / "broken.py").write_text("def (")
+    (tmp_path / "secret.txt").write_text("a secret of somebody else, which is not in the folder")
+    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (folder / "__init__.py").write_text("")
+    corpus = TextCorpus(str(folder))
+    texts = list(corpus.passages())
+    corpus.report_skipped()
+    assert len(texts) == 48 and not any("secret" in text for text in texts)
+    for reason in ("empty.txt is empty", "binary.md is binary", "latin.rst is not UTF-8 text (byte 1)",
+                   "broken.py is not valid Python", "link.txt is a link out of"):  # fmt: skip
+        assert reason in caplog.text
+    assert "__init__" not in caplog.text and len(corpus.skipped) == 5
+
+
+def test_passages_of_python_files_are_their_docstrings(tmp_path):
+    source = (
+        '"""What the module is for, in one line.\n\n    >>> code(1) and some more of it\n"""\nvalue = "text " * 9\n'
+    )
+    (tmp_path / "module.py").write_text(source)
+    assert list(TextCorpus(str(tmp_path)).passages()) == ["What the module is for, in one line."]
+    assert list(TextCorpus(str(tmp_path)).documents()) == [source]
+
+
+def test_jsonl(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"body": "one  two"}\n\n{"body": ""}\n{"body": "three"}\n')
+    corpus = TextCorpus(str(path), "body")
+    assert list(corpus.passages()) == ["one two", "three"]
+    assert corpus.skipped == [f"record 2 of {path} has no text in 'body'"]
+    with pytest.raises(ValueError, match=r"record 1 of .* has no field 'text', but body: name the one with the text"):
+        list(TextCorpus(str(path)).documents())
+    path.write_text('{"text": "one"}\n[1]\n')
+    with pytest.raises(ValueError, match="line 2 of .* is not a JSON object"):
+        list(TextCorpus(str(path)).documents())
+
+
+def test_data_set_of_the_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        if "nothing" in args[0]:
+            raise ValueError("no such thing\nand much more")
+        return iter([{"text": "first"}, {"text": "second"}])
+
+    stub = types.ModuleType("datasets")
+    stub.load_dataset = load_dataset
+    stub.__spec__ = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    assert list(TextCorpus("owner/name:config").documents()) == ["first", "second"]
+    assert asked == [(("owner/name", "config"), {"split": "train", "streaming": True})]
+    with pytest.raises(ValueError, match="the data set owner/nothing cannot be read: no such thing and much more"):
+        list(TextCorpus("owner/nothing").documents())
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ("nowhere", "'nowhere' is neither a folder, a .jsonl file, nor the id of a data set"),
+        ("texts/nowhere.jsonl", "is neither a folder"),
+        ("owner/name", "owner/name is no folder here, and data sets of the Hub need: pip install datasets"),
+    ],
+)
+def test_data_that_are_not_there(monkeypatch, data, message):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message.replace("'", "'?")):
+        TextCorpus(data)
+
+
+def test_mistakes_name_what_to_do(tmp_path):
+    llama, vit = converted("llama"), converted("vit")
+    directory = model_directory("llama", tmp_path / "llama")
+    texts = str(text_folder(tmp_path / "texts", files=1, paragraphs=1))
+    with pytest.raises(ValueError, match="1 rows of 64 tokens .* at least 2 are needed: give more text, or shorter"):
+        text_batches(llama, directory, texts, samples=8, length=64)
+    with pytest.raises(ValueError, match="max_length must be from 2 to 128"):
+        text_batches(llama, directory, texts, samples=8, length=500)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match="has no text files"):
+        text_batches(llama, directory, str(tmp_path / "nothing"), samples=8)
+    with pytest.raises(ValueError, match="has no tokenizer that can be loaded"):
+        text_batches(llama, tmp_path / "nothing", texts, samples=8)
+    with pytest.raises(ValueError, match="has no image processor that can be loaded"):
+        picture_batches(vit, tmp_path / "nothing", "digits", samples=8)
+    (tmp_path / "texts" / "capitals.txt").write_text("CAPITALS COME LATE IN THE VOCABULARY", encoding="utf-8")
+    small = mhla_hf.convert(softmax_model("llama"), default_options("llama"))
+    with pytest.raises(ValueError, match="makes token .*, but the model has 64"):
+        text_batches(small, directory, texts, samples=8, length=8)
+
+
+def test_folder_of_pictures(tmp_path, caplog):
+    folder = tmp_path / "pictures"
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(4):
+            value = np.full((20, 24, 3), 30 * number + (5 if name == "cat" else 0), np.uint8)
+            Image.fromarray(value).save(folder / name / f"{number}.png")
+    (folder / "broken.png").write_bytes(b"not a picture")
+    source = picture_batches(converted("vit"), model_directory("vit", tmp_path / "vit"), str(folder), samples=6)
+    assert (len(source), source.describe()["held_out"], source.describe()["left_out"]) == (7, 1, 1)
+    assert source.batch("match", 0, 3)["pixel_values"].shape == (3, 3, 16, 16)
+    assert "broken.png cannot be read as a picture" in caplog.text

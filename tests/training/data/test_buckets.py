@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos and pictures of several sizes and lengths: buckets, the order of batches, caches, and training on them."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from mhla_hf.cli.main import app
+from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig, evaluate
+from mhla_hf.training.data.buckets import Bucket, nearest_bucket, parse_buckets
+from mhla_hf.training.data.data_order import DataOrder
+from mhla_hf.training.data.samples import UnusableSampleError
+from mhla_hf.training.data.videos import captioned_videos, write_video
+from mhla_hf.training.families.sizes import PipelineSizes
+
+from ... import tiny_images
+from ..cases import CASES
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+VIDEO_SIZES = PipelineSizes("wan", 8, 4, (2, 2), 0, 0)
+PICTURE_SIZES = PipelineSizes("sana", 32, 1, (1, 1), 512, 0)
+
+
+class TestSizes:
+    def test_texts(self):
+        assert parse_buckets("480,832; 832,480 ;") == (Bucket(480, 832), Bucket(832, 480))
+        assert parse_buckets("480,832,81;480,832", 49) == (Bucket(480, 832, 81), Bucket(480, 832, 49))
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("480x832", "buckets must be like '480,832;832,480'.* got '480x832'"),
+            ("480,832;;1", "got ''"),
+            ("0,8", "got '0,8'"),
+            ("8,8;8,8", "buckets has 8,8 twice"),
+            (";".join(f"{number},8" for number in range(1, 102)), "at most 100, got 101"),
+        ],
+    )
+    def test_mistakes_are_named(self, text, message):
+        with pytest.raises(ValueError, match=message):
+            CacheConfig(data="x", buckets=text)
+
+    @pytest.mark.parametrize(
+        ("size", "expected"),
+        [
+            ((1080, 1920, 100), (480, 832, 81)),
+            ((1080, 1920, 80), (480, 832, 17)),
+            ((1920, 1080, 100), (832, 480, 81)),
+            ((500, 500, 30), (256, 256, 17)),
+            ((500, 520, 17), (256, 256, 17)),
+            ((600, 600, 17), (512, 512, 17)),
+            ((100, 100, 17), (256, 256, 17)),
+            ((1080, 1920, 16), None),
+            ((1920, 1080, 80), None),
+        ],
+    )
+    def test_the_nearest(self, size, expected):
+        buckets = [(480, 832, 81), (832, 480, 81), (480, 832, 17), (256, 256, 17), (512, 512, 17)]
+        found = nearest_bucket([Bucket(*bucket) for bucket in buckets], *size)
+        assert found == (None if expected is None else Bucket(*expected))
+
+    def test_options_are_completed(self):
+        config = VIDEO_SIZES.complete(CacheConfig(data="x", buckets="480,832;832,480,17", num_frames=49))
+        assert config.buckets == "480,832,49;832,480,17"
+        assert (config.height, config.width, config.num_frames) == (480, 832, 49)
+        assert VIDEO_SIZES.complete(config) == config
+        assert VIDEO_SIZES.buckets(config) == (Bucket(480, 832, 49), Bucket(832, 480, 17))
+        assert PICTURE_SIZES.complete(CacheConfig(data="x", buckets="512,256")).width == 256
+
+    @pytest.mark.parametrize(
+        ("sizes", "options", "message"),
+        [
+            (
+                VIDEO_SIZES,
+                {"buckets": "480,832;832,488"},
+                "width must be a multiple of 16 .*got 488 in bucket 832,488,81",
+            ),
+            (VIDEO_SIZES, {"buckets": "480,832,82"}, "num_frames must be a multiple of 4 plus 1, got 82 in bucket"),
+            (VIDEO_SIZES, {"buckets": "480,832", "height": 496}, "height cannot be given beside buckets"),
+            (VIDEO_SIZES, {"buckets": "999984,16"}, "height must be .* got 999984"),
+            (PICTURE_SIZES, {"buckets": "512,512,5"}, "buckets of sana models have height and width only"),
+        ],
+    )
+    def test_what_does_not_fit_a_pipeline(self, sizes, options, message):
+        with pytest.raises(ValueError, match=message):
+            sizes.complete(CacheConfig(data="x", **options))
+
+    def test_digits_have_one_size(self):
+        with pytest.raises(ValueError, match="buckets are for data in files"):
+            CacheConfig(data="digits", buckets="64,64")
+
+
+BUCKETS = [0, 1, 0, 0, 2, 0, 1, 0, 1, 0, 0]
+
+
+def order(batch_size=3, **changes):
+    options = {"dataset_size": len(BUCKETS), "batch_size": batch_size, "seed": 0, "stage": "finetune"}
+    return DataOrder(**{**options, "buckets": BUCKETS, **changes})
+
+
+def batch(order, step, micro_step=0):
+    return [order.dataset_index(number) for number in order.sample_numbers(step, micro_step)]
+
+
+class TestOrder:
+    def test_a_batch_holds_one_bucket_and_every_sample_has_its_share(self):
+        seen = Counter()
+        for step in range(110):
+            indices = batch(order(), step)
+            assert len({BUCKETS[index] for index in indices}) == 1
+            seen.update(indices)
+        # 110 batches of 3 are 30 epochs of 11 samples, up to the last batch of each bucket.
+        assert sorted(seen) == list(range(11)) and all(28 <= count <= 32 for count in seen.values())
+        # The turns of the buckets are mixed: in the long run none comes twice in a row all the time.
+        turns = [BUCKETS[batch(order(), step)[0]] for step in range(110)]
+        assert turns != sorted(turns) and turns[:55] != turns[55:]
+
+    @pytest.mark.parametrize("step", [0, 7, 1000, 10**9])
+    def test_it_depends_on_nothing_but_seed_and_step(self, step):
+        walked = order()
+        for earlier in range(min(step, 20)):
+            batch(walked, earlier)
+        assert batch(walked, step) == batch(order(), step)
+        assert [batch(order(), step + more) for more in range(9)] != [
+            batch(order(seed=1), step + more) for more in range(9)
+        ]
+
+    @pytest.mark.parametrize("accumulation_steps", [1, 2])
+    def test_two_processes_see_what_one_with_the_doubled_batch_sees(self, accumulation_steps):
+        shared = {"accumulation_steps": accumulation_steps}
+        for step in range(12):
+            for micro_step in range(accumulation_steps):
+                ranks = [batch(order(2, world_size=2, rank=rank, **shared), step, micro_step) for rank in range(2)]
+                assert ranks[0] + ranks[1] == batch(order(4, **shared), step, micro_step)
+
+    @pytest.mark.parametrize("buckets", [None, [4] * 11])
+    def test_one_bucket_is_as_none(self, buckets):
+        plain = DataOrder(dataset_size=11, batch_size=3, seed=0, stage="finetune")
+        assert [batch(order(buckets=buckets), step) for step in range(9)] == [batch(plain, step) for step in range(9)]
+
+    def test_batches_larger_than_a_bucket(self):
+        for step in range(20):
+            assert len({BUCKETS[index] for index in batch(order(5), step)}) == 1
+
+
+class Sizes(list):
+    """Samples of two sizes."""
+
+    buckets = (0, 1, 0, 1, 0)
+
+
+def of_two_sizes(family):
+    case = CASES[family]
+    data = Sizes(case.dataset())
+    for index, bucket in enumerate(data.buckets):
+        if bucket:
+            latents = data[index]["latents"]
+            data[index] = {**data[index], "latents": torch.cat([latents, latents], -2)[..., ::2]}
+    return case, data
+
+
+class TestTraining:
+    @pytest.mark.parametrize("family", ["wan", "sana", "dit"])
+    def test_a_model_trains_on_several_grids(self, family):
+        case, data = of_two_sizes(family)
+        assert len({tuple(sample["latents"].shape) for sample in data}) == 2
+        teacher = case.make_teacher()
+        student = case.student(teacher)
+        config = TrainingConfig(
+            transfer_steps=4, max_steps=12, batch_size=2, learning_rate=3e-3, progress=False, device="cpu"
+        )
+        before = evaluate(student, data, batch_size=2, draws_per_sample=2)
+        result = DiffusionTrainer(config, student, data, teacher=teacher, null_condition=case.null_condition).run()
+        assert len(result.losses["finetune"]) == 12
+        assert evaluate(result.model, data, batch_size=2, draws_per_sample=2).loss < before.loss
+
+    def test_samples_of_every_bucket_have_to_fit(self):
+        case, data = of_two_sizes("dit")
+        data[1] = {**data[1], "latents": data[1]["latents"][:, :-1]}
+        config = TrainingConfig(progress=False, device="cpu", condition_dropout=0.0)
+        with pytest.raises(ValueError, match=r"latents of \[15, 4\], not multiples of the model's patches"):
+            DiffusionTrainer(config, case.student(case.make_teacher()), data)
+
+    def test_draws_of_an_evaluation_are_the_same_in_any_batch(self):
+        case, data = of_two_sizes("sana")
+        model = case.make_teacher()
+        results = [evaluate(model, data, batch_size=size, draws_per_sample=2) for size in (1, 4)]
+        assert results[0].levels == results[1].levels
+        assert results[0].losses == pytest.approx(results[1].losses, rel=1e-4)
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["train", *map(str, arguments)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+class TestCaches:
+    def test_pictures(self, tmp_path):
+        source, pictures = tmp_path / "source", tmp_path / "pictures"
+        tiny_images.sana_pipeline(num_layers=1).save_pretrained(source)
+        pictures.mkdir()
+        shapes = [(64, 128), (128, 64), (70, 120), (64, 64), (120, 70), (60, 130)]
+        for number, (height, width) in enumerate(shapes):
+            Image.fromarray(np.full((height, width, 3), 40 * number, np.uint8)).save(pictures / f"{number}.png")
+            (pictures / f"{number}.txt").write_text("a wall")
+        options = [
+            "--model", source, "--data", pictures, "--cache", tmp_path / "cache", "--buckets", "64,64;64,128;128,64",
+            "--max-sequence-length", 8, "--no-progress", "--device", "cpu",
+        ]  # fmt: skip
+        run("cache", *options)
+        manifest = json.loads((tmp_path / "cache" / "cache.json").read_text())
+        assert manifest["settings"]["buckets"] == "64,64;64,128;128,64"
+        assert (manifest["settings"]["height"], manifest["settings"]["width"]) == (64, 64)
+        dataset = LatentDataset(tmp_path / "cache")
+        named = [dataset[index]["latents"].shape[1:] for index in range(6)]
+        assert [(round(height / width, 1)) for height, width in named] == [0.5, 2, 0.5, 1, 2, 0.5]
+        groups = Counter(dataset.buckets)
+        assert sorted(groups.values()) == [1, 2, 3] and len(set(zip(dataset.buckets, named))) == 3
+        output = run(
+            "sana", *options, "--output", tmp_path / "run", "--mhla", '{"blocks": [2, 2]}', "--max-steps", 4,
+            "--batch-size", 2,
+        )  # fmt: skip
+        assert "finetune: loss" in output
+        # Another choice of buckets is another cache.
+        changed = [*options[:7], "64,64", *options[8:]]
+        result = CliRunner().invoke(app, ["train", "cache", *map(str, changed)], env={"COLUMNS": "400"})
+        assert result.exit_code == 1 and "was made with buckets '64,64;64,128;128,64'" in " ".join(
+            result.output.split()
+        )
+
+    def test_videos(self, tmp_path):
+        for name, (frames, height, width) in {
+            "a": (9, 16, 32),
+            "b": (5, 32, 16),
+            "c": (7, 16, 32),
+            "d": (3, 16, 32),
+        }.items():
+            write_video(tmp_path / f"{name}.mp4", np.full((frames, height, width, 3), 90, np.uint8))
+            (tmp_path / f"{name}.txt").write_text("grey")
+        buckets = parse_buckets("16,32,9;16,32,5;32,16,5")
+        samples = captioned_videos(tmp_path, num_frames=9, height=16, width=32, buckets=buckets)
+        assert [tuple(sample.load().shape) for sample in samples[:3]] == [
+            (3, 9, 16, 32),
+            (3, 5, 32, 16),
+            (3, 5, 16, 32),
+        ]
+        with pytest.raises(UnusableSampleError, match=r"d\.mp4 has 3 frames that can be read, too few for buckets"):
+            samples[3].load()
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"buckets": [0]}, "'buckets' must have an entry for each of the 2 samples"),
+            ({"buckets": [0, 2]}, "'buckets' must be integers from 0 to 1"),
+            ({"buckets": [0, True]}, "'buckets' must be integers from 0 to 1"),
+            ({"latent_shapes": [[1], ["x"]]}, "'latent_shapes' must be lists of positive integers"),
+            ({"latent_shapes": None}, "'latent_shapes' must be"),
+            ({"buckets": [1, 0]}, "has latents of shape"),
+        ],
+    )
+    def test_damaged_manifests(self, changes, message, tmp_path):
+        from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
+        from mhla_hf.utils.files import write_json
+
+        (tmp_path / "samples").mkdir()
+        shapes, names = [[4, 2, 2], [4, 2, 4]], ["000000.safetensors", "000001.safetensors"]
+        for name, shape in zip(names, shapes):
+            write_tensors(tmp_path / "samples" / name, {"latents": torch.ones(shape)}, torch.float32)
+        write_tensors(tmp_path / NULL_CONDITION, {"class_label": torch.tensor(1)}, torch.float32)
+        manifest = {
+            "format_version": FORMAT_VERSION, "settings": {}, "complete": True, "samples": names,
+            "latent_shape": shapes[0], "latent_shapes": shapes, "buckets": [0, 1],
+        }  # fmt: skip
+        write_json(tmp_path / MANIFEST, manifest)
+        assert LatentDataset(tmp_path)[1]["latents"].shape == (4, 2, 4)
+        write_json(tmp_path / MANIFEST, {**manifest, **changes})
+        with pytest.raises(ValueError, match=message):
+            LatentDataset(tmp_path)[1]

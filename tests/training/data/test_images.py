@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures for training: folders, captions and classes, encoding, the cache, and validation pictures."""
+
+import copy
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from mhla_hf.training import LatentDataset, TrainingConfig
+from mhla_hf.training.config import CacheConfig
+from mhla_hf.training.data.cache_step import find_samples, make_cache
+from mhla_hf.training.data.class_labels import find_label, folder_labels, pipeline_labels
+from mhla_hf.training.data.digits import DIGIT_WORDS, digit_pictures, load_scans
+from mhla_hf.training.data.encoding import DiTEncoder, SanaEncoder, load_encoders, sana_instruction
+from mhla_hf.training.data.images import captioned_pictures, class_pictures, fit_picture, picture_grid, read_picture
+from mhla_hf.training.data.samples import UnusableSampleError
+from mhla_hf.training.families.sizes import PipelineSizes
+from mhla_hf.training.families.validation import make_validator
+
+from ... import tiny_images
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Pipeline directories by family; DiT's knows three of its classes by name."""
+    found = {family: tmp_path_factory.mktemp(family) for family in ("sana", "dit")}
+    tiny_images.sana_pipeline().save_pretrained(found["sana"])
+    tiny_images.dit_pipeline().save_pretrained(found["dit"])
+    index = found["dit"] / "model_index.json"
+    names = {"7": "goldfish, Carassius auratus", "20": "tabby cat", "30": "magpie"}
+    index.write_text(json.dumps({**json.loads(index.read_text()), "id2label": names}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pipelines(directories):
+    return {family: DiffusionPipeline.from_pretrained(directory) for family, directory in directories.items()}
+
+
+def save_picture(path, colour=(200, 100, 50), size=(24, 16), **options):
+    """A plain picture; `size` is (width, height)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path, **options)
+    return path
+
+
+class TestReading:
+    def test_pictures_are_turned_as_their_exif_data_say(self, tmp_path):
+        pixels = np.zeros((4, 8, 3), np.uint8)
+        pixels[:, :4] = 255
+        exif = Image.Exif()
+        exif[0x0112] = 6  # To be shown turned by 90 degrees, clockwise.
+        Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+        picture = read_picture(tmp_path / "turned.png")
+        assert picture.shape == (8, 4, 3)
+        assert picture[:4].min() == 255 and picture[4:].max() == 0
+
+    @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
+    def test_every_mode_becomes_rgb(self, mode, tmp_path):
+        path = tmp_path / ("picture.tif" if mode == "CMYK" else "picture.png")
+        Image.new("RGB", (6, 5), (255, 255, 255)).convert(mode).save(path)
+        picture = read_picture(path)
+        assert picture.shape == (5, 6, 3) and picture.dtype == np.uint8 and picture.min() == 255
+
+    def test_sixteen_bits_become_eight(self, tmp_path):
+        grey = np.array([[0, 0x0100, 0x80FF, 0xFFFF]], np.uint16)
+        Image.fromarray(grey).save(tmp_path / "grey.png")
+        assert read_picture(tmp_path / "grey.png")[0, :, 2].tolist() == [0, 1, 128, 255]
+
+    def test_pictures_are_scaled_to_cover_and_cropped(self):
+        pixels = np.zeros((16, 48, 3), np.uint8)
+        pixels[:, 16:32] = 255
+        assert torch.equal(fit_picture(pixels, 16, 16), torch.ones(3, 16, 16))
+        assert fit_picture(pixels, 32, 8).shape == (3, 32, 8)
+
+    @pytest.mark.parametrize("content", [b"this is no picture", b"", None], ids=["text", "empty", "truncated"])
+    def test_unreadable_files_are_named(self, content, tmp_path):
+        path = tmp_path / "broken.png"
+        if content is None:
+            rng = np.random.default_rng(0)
+            Image.fromarray(rng.integers(0, 255, (64, 64, 3), np.uint8)).save(path)
+            content = path.read_bytes()[:2000]
+        path.write_bytes(content)
+        with pytest.raises(UnusableSampleError, match=r"broken\.png cannot be read as a picture"):
+            read_picture(path)
+
+    def test_a_grid_has_all_pictures(self):
+        pictures = np.stack([np.full((2, 3, 3), 10 * number, np.uint8) for number in range(1, 6)])
+        grid = picture_grid(pictures)
+        assert grid.shape == (4, 9, 3)
+        assert grid[::2, ::3, 0].tolist() == [[10, 20, 30], [40, 50, 0]]
+        assert np.array_equal(picture_grid(pictures[:1]), pictures[0])
+
+
+class TestCaptionedFolders:
+    def test_captions_beside_the_pictures(self, tmp_path):
+        for name in ("b.jpg", "inner/a.png"):
+            save_picture(tmp_path / name)
+        (tmp_path / "b.txt").write_text(" a brown wall\n")
+        with pytest.raises(UnusableSampleError, match=r"a\.png has no caption"):
+            captioned_pictures(tmp_path, height=8, width=8)[1].load()
+        (tmp_path / "inner" / "a.txt").write_text("again")
+        samples = captioned_pictures(tmp_path, height=8, width=16)
+        assert [sample.condition for sample in samples] == ["a brown wall", "again"]
+        picture = samples[1].load()
+        assert picture.shape == (3, 8, 16) and picture.dtype == torch.float32
+        expected = torch.tensor([200, 100, 50]) / 127.5 - 1
+        assert torch.allclose(picture, expected[:, None, None].expand_as(picture), atol=1e-5)
+
+    def test_captions_in_a_metadata_file(self, tmp_path):
+        save_picture(tmp_path / "a.png")
+        (tmp_path / "metadata.csv").write_text("image,prompt\na.png,a wall\n")
+        assert [sample.condition for sample in captioned_pictures(tmp_path, height=8, width=8)] == ["a wall"]
+
+    def test_bad_folders_are_named(self, tmp_path):
+        with pytest.raises(ValueError, match="existing folder"):
+            captioned_pictures(tmp_path / "none", height=8, width=8)
+        with pytest.raises(ValueError, match="has no pictures"):
+            captioned_pictures(tmp_path, height=8, width=8)
+
+
+class TestClassFolders:
+    def samples(self, folder, known=None, num_classes=1000):
+        return class_pictures(folder, height=8, width=8, known_labels=known or {}, num_classes=num_classes)
+
+    def test_classes_alternate(self, tmp_path):
+        for name in ("dog/2.png", "dog/1.png", "cat/x/1.png", "cat/2.webp", "cat/3.png", ".hidden/1.png"):
+            save_picture(tmp_path / name)
+        (tmp_path / "cat" / "notes.txt").write_text("no picture")
+        samples = self.samples(tmp_path)
+        assert [(sample.key.split(":")[0], sample.condition, sample.class_name) for sample in samples] == [
+            ("cat/2.webp", 0, "cat"),
+            ("dog/1.png", 1, "dog"),
+            ("cat/3.png", 0, "cat"),
+            ("dog/2.png", 1, "dog"),
+            ("cat/x/1.png", 0, "cat"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("names", "stored", "expected"),
+        [
+            (["b", "a", "c"], None, [0, 1, 2]),
+            (["10", "2", "7"], None, [10, 2, 7]),
+            (["magpie", "tabby_cat"], None, [30, 20]),
+            (["goldfish"], None, [7]),
+            (["magpie", "other"], {"magpie": 1, "other": 2, "absent": 3}, [1, 2]),
+        ],
+        ids=["sorted", "numbers", "known to the pipeline", "synonym", "classes.json"],
+    )
+    def test_numbers_of_classes(self, names, stored, expected, directories, tmp_path, caplog):
+        if stored is not None:
+            (tmp_path / "classes.json").write_text(json.dumps(stored))
+        labels = folder_labels(tmp_path, names, pipeline_labels(directories["dit"]), 1000)
+        assert [labels[name] for name in sorted(names)] == expected
+        assert ("they are numbered 0 to 2 in the order of the names" in caplog.text) == ("c" in names)
+
+    def test_classes_as_many_as_the_models_need_no_warning(self, tmp_path, caplog):
+        assert folder_labels(tmp_path, ["b", "a"], {}, 2) == {"a": 0, "b": 1}
+        assert not caplog.text
+
+    @pytest.mark.parametrize(
+        ("names", "stored", "message"),
+        [
+            (["a", "b", "c", "d"], None, "'d' of .* has number 3, but the model has 3 classes"),
+            (["5"], None, "'5' of .* has number 5, but the model has 3 classes"),
+            (["01", "1"], None, "'01' and '1' of .* both have number 1"),
+            (["first", "a"], None, "knows 1 of the 2 classes of .*, but not a; rename"),
+            (["a", "b"], '{"a": 0}', "has no number for b"),
+            (["a"], '{"a": "0"}', "must be a JSON object"),
+            (["a"], "{", "not valid JSON"),
+            (["a"], '{"a": -1}', "has number -1"),
+        ],
+    )
+    def test_bad_classes_are_named(self, names, stored, message, tmp_path):
+        if stored is not None:
+            (tmp_path / "classes.json").write_text(stored)
+        with pytest.raises(ValueError, match=message):
+            folder_labels(tmp_path, names, {"first": 0}, 3)
+
+    def test_bad_folders_are_named(self, tmp_path):
+        with pytest.raises(ValueError, match="existing folder"):
+            self.samples(tmp_path / "none")
+        save_picture(tmp_path / "a.png")
+        with pytest.raises(ValueError, match="one folder of pictures per class"):
+            self.samples(tmp_path)
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ValueError, match="empty has no pictures"):
+            self.samples(tmp_path)
+
+    def test_classes_by_name_or_number(self):
+        known = {"cat": 3, "7": 1}
+        assert [find_label(name, known, 10) for name in ("cat", "7", "9")] == [3, 1, 9]
+        for name in ("dog", "10", "-1"):
+            with pytest.raises(ValueError, match=rf"by number \(0 to 9\) or by name \(cat, 7\), got '{name}'"):
+                find_label(name, known, 10)
+
+
+class TestDigits:
+    def test_pictures_are_the_scans(self):
+        scans, digits = load_scans("train", 24)
+        for captions in (True, False):
+            samples = digit_pictures(20, 24, captions=captions)
+            assert len(samples) == 20
+            for number in (0, 7, 19):
+                picture = samples[number].load()
+                assert picture.shape == (3, 24, 24)
+                assert torch.allclose(picture[1] / 2 + 0.5, torch.from_numpy(scans[number]), atol=1e-6)
+                word = DIGIT_WORDS[digits[number]]
+                expected = f"the digit {word}" if captions else digits[number]
+                assert samples[number].condition == expected
+                assert samples[number].class_name == (None if captions else word)
+
+    def test_there_are_no_more_than_the_scans(self):
+        held_out = digit_pictures(5000, 8, captions=True, split="held_out")
+        assert len(held_out) == 299 and len({sample.key for sample in held_out}) == 299
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("family", "options", "expected"),
+        [
+            ("sana", {}, (512, 512, 300)),
+            ("sana", {"data": "digits"}, (64, 64, 300)),
+            ("sana", {"height": 64, "max_sequence_length": 20}, (64, 64, 20)),
+            ("sana", {"height": 64, "width": 96}, (64, 96, 300)),
+            ("dit", {}, (16, 16, None)),
+            ("dit", {"data": "digits"}, (16, 16, None)),
+        ],
+    )
+    def test_defaults_are_the_models_own(self, family, options, expected, directories):
+        config = PipelineSizes.of_pipeline(directories[family]).complete(CacheConfig(**options))
+        assert (config.height, config.width, config.max_sequence_length) == expected
+        assert config.num_frames is None
+
+    @pytest.mark.parametrize(
+        ("family", "options", "message"),
+        [
+            ("sana", {"height": 48}, "height must be a multiple of 32"),
+            ("sana", {"height": 64, "width": 80}, "width must be a multiple of 32"),
+            ("dit", {"height": 16, "width": 18}, "width must be a multiple of 4"),
+            ("dit", {"num_frames": 5}, "num_frames is not an option of dit models"),
+            ("sana", {"fps": 8.0}, "fps is not an option of sana models"),
+            ("dit", {"max_sequence_length": 8}, "max_sequence_length is not an option of dit models"),
+        ],
+    )
+    def test_bad_sizes_are_named(self, family, options, message, directories):
+        with pytest.raises(ValueError, match=message):
+            PipelineSizes.of_pipeline(directories[family]).complete(CacheConfig(**options))
+
+
+def transformer_inputs(pipeline, **call):
+    """What the transformer is given when the pipeline is called."""
+    seen = []
+    hook = pipeline.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    try:
+        pipeline(num_inference_steps=1, output_type="latent" if "prompt" in call else "np", **call)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+class TestEncoding:
+    picture = torch.rand(3, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+    def test_latents_are_what_the_pipelines_decode(self, pipelines):
+        for family, encoder_class, shape in (("sana", SanaEncoder, (4, 2, 3)), ("dit", DiTEncoder, (4, 32, 48))):
+            vae = pipelines[family].vae
+            latents = encoder_class(pipelines[family], CacheConfig()).latents(self.picture)
+            assert latents.shape == shape and latents.dtype == torch.float32 and not latents.requires_grad
+            with torch.no_grad():
+                encoded = vae.encode(self.picture[None])
+            expected = encoded.latent if family == "sana" else encoded.latent_dist.mean
+            assert torch.allclose(latents / vae.config.scaling_factor, expected[0], atol=1e-6)
+
+    def test_text_is_what_the_pipeline_gives_the_transformer(self, pipelines):
+        """With the pipeline's own instruction before the prompt, and without before the empty one."""
+        pipeline = pipelines["sana"]
+        assert sana_instruction(pipeline)[-1] == "User Prompt: "
+        inputs = transformer_inputs(pipeline, prompt="a three", max_sequence_length=24, height=512, width=512)
+        encoder = SanaEncoder(pipeline, CacheConfig(max_sequence_length=24))
+        for row, own in enumerate((encoder.null_condition(), encoder.condition("a three"))):
+            mask = inputs["encoder_attention_mask"][row]
+            length = len(own["prompt_attention_mask"])
+            assert torch.equal(own["prompt_attention_mask"], mask[:length])
+            assert not mask[length:].any() or length == 24
+            assert torch.allclose(own["prompt_embeds"], inputs["encoder_hidden_states"][row, :length], atol=1e-6)
+        other = encoder.condition("a four")
+        assert not torch.equal(other["prompt_embeds"], encoder.condition("a three")["prompt_embeds"])
+
+    def test_classes_are_what_the_pipeline_gives_the_transformer(self, pipelines):
+        labels = transformer_inputs(pipelines["dit"], class_labels=[20])["class_labels"]
+        encoder = DiTEncoder(pipelines["dit"], CacheConfig(), num_classes=1000)
+        assert labels.tolist() == [encoder.condition(20)["class_label"], encoder.null_condition()["class_label"]]
+
+    def test_only_encoders_are_loaded(self, directories):
+        for directory in directories.values():
+            pipeline = load_encoders(directory)
+            assert pipeline.transformer is None and pipeline.vae is not None
+            assert not any(parameter.requires_grad for parameter in pipeline.vae.parameters())
+
+
+def options(directory, tmp_path, **changes):
+    values = {"model": str(directory), "output": str(tmp_path / "run"), "device": "cpu", "progress": False}
+    return TrainingConfig(**{**values, **changes})
+
+
+class TestCache:
+    def test_captioned_pictures(self, directories, pipelines, tmp_path, caplog):
+        data = tmp_path / "data"
+        colours = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+        for name, colour in colours.items():
+            save_picture(data / f"{name}.png", colour, size=(80, 64))
+            (data / f"{name}.txt").write_text(f"a {name} wall")
+        (data / "green.png").write_bytes(b"damaged")
+        config = options(directories["sana"], tmp_path)
+        cache_config = CacheConfig(data=str(data), height=64, max_sequence_length=16)
+        with caplog.at_level(logging.WARNING):
+            directory = make_cache(config, cache_config, Accelerator(cpu=True))
+        lines = [record.getMessage() for record in caplog.records if record.name.endswith("cache_building")]
+        assert [line.split(" cannot")[0].split(";")[0] for line in lines] == [
+            f"cache: left out: {data / 'green.png'}",
+            "cache: 1 of 3 samples were left out",
+        ]
+        dataset = LatentDataset(directory)
+        assert len(dataset) == 2 and dataset.latent_shape == (4, 2, 2)
+        assert [entry.split(":")[0] for entry in dataset.manifest["skipped"]] == ["green.png"]
+        sample = dataset[1]
+        encoder = SanaEncoder(pipelines["sana"], CacheConfig(max_sequence_length=16))
+        own = encoder.condition("a red wall")
+        length = len(own["prompt_attention_mask"])
+        assert sample["prompt_embeds"].shape == (16, tiny_images.CAPTION_DIM)
+        assert sample["prompt_attention_mask"].tolist() == [1] * length + [0] * (16 - length)
+        assert torch.allclose(sample["prompt_embeds"][:length], own["prompt_embeds"], atol=1e-6)
+        picture = torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 64, 64)
+        assert torch.allclose(sample["latents"], encoder.latents(picture), atol=1e-5)
+        assert set(dataset.null_condition) == {"prompt_embeds", "prompt_attention_mask"}
+        assert dataset.null_condition["prompt_attention_mask"].dtype == torch.int64
+
+        # The damaged file is repaired: it alone is encoded.
+        times = {path.name: path.stat().st_mtime_ns for path in (directory / "samples").iterdir()}
+        save_picture(data / "green.png", colours["green"])
+        make_cache(config, cache_config, Accelerator(cpu=True))
+        repaired = LatentDataset(directory)
+        assert len(repaired) == 3 and repaired.manifest["skipped"] == []
+        assert {
+            path.name: path.stat().st_mtime_ns for path in (directory / "samples").iterdir()
+        }.items() >= times.items()
+        with pytest.raises(ValueError, match="height 64 not 96"):
+            make_cache(config, cache_config.replace(height=96, width=64), Accelerator(cpu=True))
+
+    def test_classes_of_pictures(self, directories, tmp_path):
+        for name in ("magpie/1.png", "magpie/2.png", "tabby_cat/1.png"):
+            save_picture(tmp_path / "data" / name)
+        config = options(directories["dit"], tmp_path)
+        directory = make_cache(config, CacheConfig(data=str(tmp_path / "data")), Accelerator(cpu=True))
+        dataset = LatentDataset(directory)
+        assert [int(dataset[index]["class_label"]) for index in range(3)] == [20, 30, 30]
+        assert dataset[0]["class_label"].shape == () and dataset[0]["class_label"].dtype == torch.int64
+        assert dataset[0]["latents"].shape == (4, 8, 8)
+        assert int(dataset.null_condition["class_label"]) == 1000
+        assert dataset.manifest["classes"] == {"magpie": 30, "tabby_cat": 20}
+        assert "text_encoder" not in dataset.settings and dataset.settings["num_classes"] == 1000
+
+    def test_sizes_that_the_pipeline_does_not_make_are_warned_of(self, directories, tmp_path, caplog):
+        cache_config = CacheConfig(data="digits", num_samples=1, height=24)
+        make_cache(options(directories["dit"], tmp_path), cache_config, Accelerator(cpu=True))
+        assert "makes pictures of 16x16 only" in caplog.text
+
+    def test_an_interrupted_cache_goes_on(self, directories, tmp_path, monkeypatch):
+        config = options(directories["dit"], tmp_path)
+        cache_config = CacheConfig(data="digits", num_samples=6, cache_dtype="bfloat16")
+        encode, encoded = DiTEncoder.latents, []
+
+        def interrupted(self, media):
+            if len(encoded) == 4:
+                raise KeyboardInterrupt
+            encoded.append(media)
+            return encode(self, media)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DiTEncoder, "latents", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                make_cache(config, cache_config, Accelerator(cpu=True))
+        with pytest.raises(ValueError, match="unfinished"):
+            LatentDataset(tmp_path / "run" / "cache")
+        samples = tmp_path / "run" / "cache" / "samples"
+        times = {path.name: path.stat().st_mtime_ns for path in samples.iterdir()}
+        assert len(times) == 4
+        dataset = LatentDataset(make_cache(config, cache_config, Accelerator(cpu=True)))
+        assert {path.name: path.stat().st_mtime_ns for path in samples.iterdir()}.items() > times.items()
+        _, digits = load_scans("train")
+        assert [int(dataset[index]["class_label"]) for index in range(6)] == digits[:6].tolist()
+        assert dataset[0]["latents"].dtype == torch.bfloat16 and dataset.manifest["classes"]["zero"] == 0
+
+    def test_unusable_data_are_refused(self, directories, tmp_path):
+        config = options(directories["dit"], tmp_path)
+        (tmp_path / "data" / "a").mkdir(parents=True)
+        (tmp_path / "data" / "a" / "1.png").write_bytes(b"damaged")
+        with pytest.raises(ValueError, match="none of the 1 samples could be used"):
+            make_cache(config, CacheConfig(data=str(tmp_path / "data")), Accelerator(cpu=True))
+        for changes, message in (({"model": None}, "model must be given"), ({"output": None}, "cache must be given")):
+            with pytest.raises(ValueError, match=message):
+                make_cache(config.replace(**changes), CacheConfig(data="digits"), Accelerator(cpu=True))
+        with pytest.raises(ValueError, match="data must be given"):
+            make_cache(config, CacheConfig(), Accelerator(cpu=True))
+
+    def test_the_first_samples_have_all_classes(self, directories, tmp_path):
+        for name in ("a/1.png", "a/2.png", "a/3.png", "b/1.png"):
+            save_picture(tmp_path / name)
+        sizes = PipelineSizes.of_pipeline(directories["dit"])
+        config = sizes.complete(CacheConfig(data=str(tmp_path), num_samples=2))
+        assert [sample.condition for sample in find_samples(directories["dit"], sizes, config)] == [0, 1]
+
+
+class TestValidation:
+    def validator(self, family, directories, tmp_path, cache=None, **changes):
+        config = options(
+            directories[family], tmp_path, **{"validation_inference_steps": 2, "validation_guidance": 3.0, **changes}
+        )
+        cache_config = CacheConfig(data="digits", num_samples=6, **(cache or {}))
+        dataset = LatentDataset(make_cache(config, cache_config, Accelerator(cpu=True)))
+        return make_validator(directories[family], config, dataset, Accelerator(cpu=True))
+
+    def test_pictures_are_those_of_the_pipeline(self, directories, pipelines, tmp_path):
+        """The same as from the whole pipeline with this seed; and the model is left as it was."""
+        calls = {
+            "sana": {
+                "prompt": "the digit four",
+                "negative_prompt": "a cat",
+                "max_sequence_length": 16,
+                "height": 64,
+                "width": 64,
+                "use_resolution_binning": False,
+            },
+            "dit": {"class_labels": [4]},
+        }
+        specific = {
+            "sana": {"validation_prompts": ("the digit four", "a"), "validation_negative_prompt": "a cat"},
+            "dit": {"validation_prompts": ("four", "goldfish", "30")},
+        }
+        for family, call in calls.items():
+            folder = tmp_path / family
+            cache = {"max_sequence_length": 16} if family == "sana" else None
+            validator = self.validator(family, directories, folder, cache, **specific[family])
+            transformer = copy.deepcopy(pipelines[family].transformer).train()
+            paths, pictures = validator.write(transformer, folder, 5)
+            assert transformer.training
+            assert [path.name for path in paths] == ["step-00000005.png"]
+            side = 64 if family == "sana" else 16
+            assert pictures.shape == (len(specific[family]["validation_prompts"]), side, side, 3)
+            expected = pipelines[family](
+                **call,
+                num_inference_steps=2,
+                guidance_scale=3.0,
+                generator=torch.Generator().manual_seed(0),
+                output_type="np",
+            ).images[0]
+            assert np.abs(pictures[0] - expected * 255).max() <= 1
+            assert pictures[0].std() > 0 and not np.array_equal(pictures[0], pictures[1])
+            assert np.array_equal(read_picture(paths[0]), picture_grid(pictures))
+
+    def test_trackers_are_given_the_grid(self, directories, pipelines, tmp_path):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        validator = self.validator("dit", directories, tmp_path, validation_prompts=("four", "six"), transfer_steps=3)
+        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+        accelerator.init_trackers("logs")
+        validator.write_and_log(pipelines["dit"].transformer, tmp_path / "validation", 4, accelerator, 7)
+        accelerator.end_training()
+        events = EventAccumulator(str(tmp_path / "logs")).Reload()
+        assert [event.step for event in events.Images("validation")] == [7]
+        assert (events.Images("validation")[0].height, events.Images("validation")[0].width) == (16, 32)
+        assert (tmp_path / "validation" / "step-00000004.png").is_file()
+
+    @pytest.mark.parametrize(
+        ("changes", "cache", "message"),
+        [
+            ({"validation_prompts": "elephant"}, {}, "must be classes, by number .*got 'elephant'"),
+            ({"validation_prompts": "4"}, {"height": 24}, "makes pictures of 16x16 only, and the cache has 24x24"),
+        ],
+    )
+    def test_what_cannot_be_made_is_refused(self, changes, cache, message, directories, tmp_path):
+        with pytest.raises(ValueError, match=message):
+            self.validator("dit", directories, tmp_path, cache, **changes)
+
+    def test_guidance_needs_the_label_of_the_pipeline(self, tmp_path):
+        tiny_images.dit_pipeline(num_embeds_ada_norm=10).save_pretrained(tmp_path / "ten")
+        with pytest.raises(ValueError, match="validation_guidance must be at most 1"):
+            self.validator("dit", {"dit": tmp_path / "ten"}, tmp_path, validation_prompts="4")
+        validator = self.validator(
+            "dit", {"dit": tmp_path / "ten"}, tmp_path, validation_prompts="4", validation_guidance=1.0
+        )
+        assert validator.generate(tiny_images.dit_transformer(num_embeds_ada_norm=10)).shape == (1, 16, 16, 3)

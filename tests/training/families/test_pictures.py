@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SANA and DiT from a command to a pipeline: complete tiny pipelines, trained on digits."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from mhla_hf import convert
+from mhla_hf.cli.main import app
+from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, evaluate, objective_for
+from mhla_hf.training.loading import load_student, load_teacher
+from mhla_hf.training.metrics import read_metrics
+
+from ... import tiny_images
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
+runner = CliRunner()
+
+PIPELINES = {"sana": tiny_images.sana_pipeline, "dit": tiny_images.dit_pipeline}
+SIZES = {"sana": 128, "dit": 16}
+EVERY_FAMILY = pytest.mark.parametrize("family", list(PIPELINES))
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A complete ordinary pipeline of each family, with a cache of digits."""
+    directories = {}
+    for family, make in PIPELINES.items():
+        directories[family] = tmp_path_factory.mktemp(family)
+        make(num_layers=3).save_pretrained(directories[family] / "source")
+        size = SIZES[family]
+        cached = invoke(
+            "cache", "--model", directories[family] / "source", "--cache", directories[family] / "cache", "--data",
+            "digits", "--num-samples", 24, "--height", size, "--width", size, "--no-progress", "--device", "cpu",
+        )  # fmt: skip
+        assert cached.exit_code == 0, cached.output
+    return directories
+
+
+def invoke(*arguments):
+    return runner.invoke(app, ["train", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def train(family, sources, output, *arguments):
+    """Runs the family's command on its digits; returns what it printed."""
+    directory = sources[family]
+    result = invoke(
+        family, "--model", directory / "source", "--cache", directory / "cache", "--output", output,
+        "--batch-size", 4, "--no-progress", "--device", "cpu", *arguments,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def generate(directory, family, **options):
+    """Two pictures from a pipeline directory, float `[2, H, W, 3]`."""
+    pipeline = DiffusionPipeline.from_pretrained(directory)
+    pipeline.set_progress_bar_config(disable=True)
+    what = {"class_labels": [3, 7]} if family == "dit" else {"prompt": ["the digit three", "the digit seven"]}
+    if family == "sana":
+        size = {"height": SIZES[family], "width": SIZES[family]}
+        what |= {**size, "use_resolution_binning": False, "complex_human_instruction": None}
+    generator = torch.Generator().manual_seed(0)
+    pictures = pipeline(**what, num_inference_steps=2, generator=generator, output_type="np", **options).images
+    return pipeline, np.asarray(pictures)
+
+
+@EVERY_FAMILY
+def test_a_trained_pipeline_is_whole_and_better(family, sources, tmp_path):
+    # An output norm takes SANA away from its own attention, so that there is something to match.
+    printed = train(
+        family, sources, tmp_path, "--blocks", "2,2", "--layers", "2/3", "--output-norm", "--transfer-steps", 30,
+        "--max-steps", 60, "--learning-rate", 3e-3, "--warmup-steps", 5, "--lr-schedule", "cosine",
+    )  # fmt: skip
+    assert "transfer: loss" in printed and "finetune: loss" in printed
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    matching = [row["loss"] for row in rows if row["stage"] == "transfer"]
+    assert sum(matching[-5:]) < 0.9 * sum(matching[:5])
+
+    pipeline, pictures = generate(tmp_path / "pipeline", family)
+    assert type(pipeline.transformer).__name__.startswith("MHLA") and pipeline.transformer.mhla_layers == [1, 2]
+    assert pictures.shape == (2, SIZES[family], SIZES[family], 3) and np.isfinite(pictures).all()
+    record = json.loads((tmp_path / "pipeline" / "training.json").read_text())
+    assert record["objective"].keys() >= ({"scheduler"} if family == "dit" else {"flow_shift", "logit_mean"})
+    assert record["source"]["location"] == str((sources[family] / "source").resolve())
+
+    digits = LatentDataset(sources[family] / "cache")
+    start = load_student(sources[family] / "source", mhla="none")
+    objective = objective_for(start, sources[family] / "source")
+    before, after = (
+        evaluate(model, digits, draws_per_sample=4, objective=objective) for model in (start, pipeline.transformer)
+    )
+    difference, error = after.difference(before)
+    assert difference < -5 * error
+
+
+@EVERY_FAMILY
+def test_a_resumed_command_ends_where_an_uninterrupted_one_does(family, sources, tmp_path):
+    train(
+        family, sources, tmp_path / "whole", "--blocks", "2,2", "--gate", "--transfer-steps", 2, "--max-steps", 4,
+        "--checkpointing-steps", 1, "--gradient-checkpointing", "--condition-dropout", 0.5,
+    )  # fmt: skip
+    whole = load_file(tmp_path / "whole" / "pipeline" / WEIGHTS)
+    for stage, step in (("transfer", 1), ("finetune", 2)):
+        # What a crash right after this step leaves behind.
+        cut = tmp_path / f"cut-{stage}"
+        shutil.copytree(tmp_path / "whole", cut)
+        shutil.rmtree(cut / "pipeline")
+        last = f"{stage}-{step:08d}"
+        for checkpoint in (cut / "checkpoints").iterdir():
+            if (checkpoint.name.startswith("finetune"), checkpoint.name) > (stage == "finetune", last):
+                shutil.rmtree(checkpoint)
+        resumed = invoke(family, "--config", cut / "training_config.json", "--output", cut, "--resume", "latest")
+        assert resumed.exit_code == 0, resumed.output
+        ends = load_file(cut / "pipeline" / WEIGHTS)
+        assert ends.keys() == whole.keys() and all(torch.equal(ends[name], whole[name]) for name in whole)
+        losses = [
+            [row["loss"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (tmp_path / "whole", cut)
+        ]
+        assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+@EVERY_FAMILY
+def test_the_pipeline_draws_what_was_learned(family, monkeypatch):
+    """Trained on two pictures, the family's own pipeline and sampler draw each of them for its caption or class."""
+    pipeline = PIPELINES[family](num_attention_heads=4, **({"cross_attention_dim": 48} if family == "sana" else {}))
+    convert(pipeline, {"blocks": (2, 2)})
+    conditions, null_condition, arguments = _conditions(pipeline, family)
+    generator = torch.Generator().manual_seed(0)
+    side = 4 if family == "sana" else 8
+    # Of one colour each, which is learned soon, in the range that the sampler of the tiny DiT clips to.
+    pictures = (torch.rand(2, 4, 1, 1, generator=generator) * 2 - 1).expand(2, 4, side, side)
+    dataset = [{"latents": latents, **condition} for latents, condition in zip(pictures, conditions, strict=True)]
+    config = TrainingConfig(
+        max_steps=300, batch_size=16, learning_rate=5e-3, lr_schedule="cosine", warmup_steps=20, weight_decay=0.0,
+        adam_beta2=0.99, progress=False, device="cpu",
+    )  # fmt: skip
+    DiffusionTrainer(config, pipeline.transformer, dataset, null_condition=null_condition).run()
+    drawn, decode = [], pipeline.vae.decode
+    monkeypatch.setattr(
+        pipeline.vae, "decode", lambda latents, **more: (drawn.append(latents), decode(latents, **more))[1]
+    )
+    generator = torch.Generator().manual_seed(1)
+    pipeline(**arguments, num_inference_steps=20, guidance_scale=1.0, generator=generator, output_type="pt")
+    latents = drawn[0] * pipeline.vae.config.scaling_factor
+    assert (latents - pictures).square().mean() < 0.2 * (latents - pictures.flip(0)).square().mean()
+
+
+def _conditions(pipeline, family):
+    """Two conditions, the empty one, and the pipeline's arguments for the two."""
+    if family == "dit":
+        conditions = [{"class_label": torch.tensor(label)} for label in (3, 7)]
+        return conditions, {"class_label": torch.tensor(1000)}, {"class_labels": [3, 7]}
+    arguments = {"complex_human_instruction": None, "max_sequence_length": 8}
+    embeddings, mask, *_ = pipeline.encode_prompt(
+        ["a three", "b", ""], do_classifier_free_guidance=False, clean_caption=False, **arguments
+    )
+    names = ("prompt_embeds", "prompt_attention_mask")
+    *conditions, null_condition = [dict(zip(names, pair, strict=True)) for pair in zip(embeddings, mask, strict=True)]
+    arguments |= {"prompt": ["a three", "b"], "height": 128, "width": 128, "use_resolution_binning": False}
+    return conditions, null_condition, arguments
+
+
+@EVERY_FAMILY
+def test_lora_loads_into_a_converted_pipeline(family, sources, tmp_path):
+    """With the scale that it was trained with, which is not the default one."""
+    train(
+        family, sources, tmp_path, "--blocks", "2,2", "--train", "lora", "--lora-rank", 2, "--lora-alpha", 8,
+        "--max-steps", 3, "--learning-rate", 1e-2,
+    )  # fmt: skip
+    trained = DiffusionPipeline.from_pretrained(tmp_path / "pipeline").transformer
+    fresh = convert(DiffusionPipeline.from_pretrained(sources[family] / "source"), {"blocks": (2, 2)})
+    fresh.transformer.load_state_dict(load_file(tmp_path / "lora" / "mhla.safetensors"), strict=False)
+    if family == "dit":
+        fresh.transformer.load_lora_adapter(tmp_path / "lora", weight_name="pytorch_lora_weights.safetensors")
+    else:
+        fresh.load_lora_weights(tmp_path / "lora")
+    inputs = {"sana": tiny_images.sana_inputs, "dit": tiny_images.dit_inputs}[family]()
+    with torch.no_grad():
+        expected = trained(**inputs).sample
+        assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)
+        fresh.transformer.unload_lora()
+        assert not torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)
+
+
+@EVERY_FAMILY
+def test_ordinary_pipelines_train_as_they_are(family, sources, tmp_path):
+    train(family, sources, tmp_path, "--mhla", "none", "--max-steps", 2)
+    pipeline, _ = generate(tmp_path / "pipeline", family)
+    assert not type(pipeline.transformer).__name__.startswith("MHLA")
+    refused = invoke(
+        family, "--model", sources[family] / "source", "--cache", sources[family] / "cache", "--output",
+        tmp_path / "other", "--max-steps", 1, "--device", "cpu",
+    )  # fmt: skip
+    assert refused.exit_code == 1 and "say how to convert it" in " ".join(refused.output.split())
+
+
+def test_a_converted_sana_starts_where_sana_is(sources, tmp_path):
+    """The command's options leave SANA's own defaults in place: the first loss is the ordinary model's."""
+    losses = []
+    for name, options in (("stock", ["--mhla", "none"]), ("mhla", ["--blocks", "2,2"])):
+        train("sana", sources, tmp_path / name, *options, "--max-steps", 1)
+        losses.append(read_metrics(tmp_path / name / "metrics.jsonl")[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_dits_of_older_days_train(sources, tmp_path):
+    directory = tmp_path / "old"
+    shutil.copytree(sources["dit"] / "source", directory)
+    config, index = directory / "transformer" / "config.json", directory / "model_index.json"
+    for path in (config, index):
+        path.write_text(path.read_text().replace("DiTTransformer2DModel", "Transformer2DModel"))
+    student, teacher = load_student(directory, mhla={"blocks": (2, 2)}), load_teacher(directory, "transformer", None)
+    assert (type(student).__name__, type(teacher).__name__) == ("MHLADiTTransformer2DModel", "DiTTransformer2DModel")
+    result = invoke(
+        "dit", "--model", directory, "--cache", sources["dit"] / "cache", "--output", tmp_path / "run", "--blocks",
+        "2,2", "--max-steps", 1, "--transfer-steps", 1, "--no-progress", "--device", "cpu",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    generate(tmp_path / "run" / "pipeline", "dit")
+
+
+def test_the_wrong_command_is_named(sources, tmp_path):
+    result = invoke("dit", "--model", sources["sana"] / "source", "--output", tmp_path / "run", "--data", "digits")
+    assert result.exit_code == 1
+    assert "model is a SanaTransformer2DModel: use `mhla-hf train sana`" in " ".join(result.output.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "scheduler", "message"),
+    [
+        ("dit", [], {}, "say how to convert it"),
+        ("dit", ["--blocks", "9,9"], {}, "more blocks than this model's token grid"),
+        ("dit", ["--mhla", "none", "--train", "lora"], {}, "takes no adapters"),
+        ("dit", ["--blocks", "2,2"], {"prediction_type": "v_prediction"}, "must be 'epsilon'"),
+        ("sana", ["--blocks", "2,2"], {"prediction_type": "epsilon"}, "must be 'flow_prediction'"),
+        ("sana", ["--blocks", "2,2", "--transfer-steps", "1", "--teacher", "nowhere"], {}, "teacher"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_data_are_encoded(
+    family, arguments, scheduler, message, sources, tmp_path
+):
+    directory = tmp_path / "source"
+    shutil.copytree(sources[family] / "source", directory)
+    config = directory / "scheduler" / "scheduler_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **scheduler}))
+    output = tmp_path / "run"
+    result = invoke(
+        family, "--model", directory, "--output", output, "--data", "digits", "--device", "cpu", *arguments
+    )
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+    assert not output.exists()
+
+
+def test_sana_sprint_is_refused_before_data_are_encoded(tmp_path):
+    tiny_images.sana_pipeline(sprint=True).save_pretrained(tmp_path / "sprint")
+    for command in (["cache", "--cache", tmp_path / "cache"], ["sana", "--output", tmp_path / "run"]):
+        result = invoke(*command, "--model", tmp_path / "sprint", "--data", "digits", "--device", "cpu")
+        assert result.exit_code == 1
+        assert "this is a SANA-Sprint model" in " ".join(result.output.split())
+    assert {path.name for path in tmp_path.iterdir()} == {"sprint"}

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matching of layers: what is compared, what learns, and what is left as it was, in every family."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import accelerate
+import pytest
+import torch
+from peft import LoraConfig
+
+import mhla_hf
+from mhla_hf.training.matching.activations import DiskCache, pack, unpack
+from mhla_hf.training.matching.cache_choice import choose_cache, total_size
+from mhla_hf.training.matching.layer_training import LayerTraining, MatchingOptions
+from mhla_hf.training.matching.layers import find_projections, mhla_layers, record_calls
+from mhla_hf.training.matching.matching import match_layers, matching_losses
+from mhla_hf.training.matching.teacher import SharedTeacher
+from tests.integrations.transformers.mhla_models import default_options
+from tests.integrations.transformers.tiny_models import inputs, softmax_model
+
+from ...layers.test_original import DIFFUSERS, NAMES, models
+
+
+SMALL_BLOCKS = {"llama": {"block_size": 4}, "bert": {"block_size": 4}, "vit": {"blocks": (2, 2)}}
+PROJECTIONS = {
+    "llama": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "bert": {"query", "key", "value", "dense"},
+    "vit": {"q_proj", "k_proj", "v_proj", "o_proj"},
+}
+
+
+def pair(name, **options):
+    """A student with small blocks, and its teacher."""
+    teacher = softmax_model(name)
+    return mhla_hf.convert(copy.deepcopy(teacher), {**SMALL_BLOCKS[name], **options}), teacher
+
+
+def batches(name, count=3, padding=None):
+    return [inputs(name, batch=4, length=20, padding=padding, seed=seed) for seed in range(count)]
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_learns(name):
+    softmax, _, batch = models(name)
+    options = DIFFUSERS[name]().options if name in DIFFUSERS else default_options(name)
+    # Features after which the sums that MHLA divides by are never near zero.
+    model = mhla_hf.convert(softmax, {**options, "feature_map": "hedgehog", "rope": "before_feature_map"})
+    before = matching_losses(model, batch)
+    report = match_layers(
+        model, [batch], steps=3, warmup_steps=0, learning_rate=1e-3, mhla_learning_rate=1e-3, cache_dtype="float32"
+    )
+    assert report.cache == "memory" and report.cache_bytes > 0
+    assert list(report.losses) == [layer.name for layer in mhla_layers(model)]
+    for name, losses in report.losses.items():
+        assert losses[0] == pytest.approx(before[name], rel=1e-4) and losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("name", SMALL_BLOCKS)
+def test_the_student_is_its_own_teacher(name):
+    student, teacher = pair(name)
+    batch = batches(name)[0]
+    alone = matching_losses(student, batch)
+    assert matching_losses(student, batch, teacher=teacher) == pytest.approx(alone, rel=1e-5)
+    assert student.config._attn_implementation == "mhla"
+    # After calibration and training it is not; the original values say what it was.
+    changed = {}
+    for layer in find_projections(student, mhla_layers(student), batch):
+        changed[f"{layer.projection_name}.weight"] = layer.projection.weight.detach().clone()
+        torch.nn.init.normal_(layer.projection.weight)
+    by_values = matching_losses(student, batch, original_parameters=changed)
+    assert by_values == pytest.approx(matching_losses(student, batch, teacher=teacher), rel=1e-5)
+    assert all(by_values[name] > 2 * alone[name] for name in alone)
+    assert all(not torch.equal(student.get_parameter(name), value) for name, value in changed.items())
+
+
+@pytest.mark.parametrize("name", SMALL_BLOCKS)
+def test_a_layer_is_compared_on_the_hidden_states_of_the_teacher(name):
+    student, teacher = pair(name)
+    batch = batches(name)[0]
+    seen = {}
+
+    def keep(model, which):
+        layer = find_projections(student, mhla_layers(student), batch)[1]
+        module = model.get_submodule(layer.name)
+        names = [(layer.name, "input")]
+        names.append((layer.projection_name if layer.projects_outside else layer.name, "output"))
+        handles = []
+        for name, what in names:
+
+            def hook(module, args, kwargs, output, what=what):
+                given = args[0] if args else kwargs["hidden_states"]
+                seen[which, what] = given if what == "input" else output[0] if isinstance(output, tuple) else output
+
+            handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+        return module, handles
+
+    with torch.no_grad():
+        _, handles = keep(teacher, "teacher")
+        teacher(**batch)
+        for handle in handles:
+            handle.remove()
+        # The student's layer gets the teacher's hidden states.
+        module, handles = keep(student, "student")
+        given = seen["teacher", "input"]
+
+        def substitute(module, args, kwargs):
+            if "hidden_states" in kwargs:
+                return args, {**kwargs, "hidden_states": given}
+            return (given, *args[1:]), kwargs
+
+        handles.append(module.register_forward_pre_hook(substitute, with_kwargs=True, prepend=True))
+        student(**batch)
+        for handle in handles:
+            handle.remove()
+    target = seen["teacher", "output"]
+    expected = (seen["student", "output"] - target).square().mean() / target.var(unbiased=False)
+    losses = matching_losses(student, batch)
+    assert len(losses) == 3
+    assert list(losses.values())[1] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("train", ["full", "mhla"])
+@pytest.mark.parametrize("name", SMALL_BLOCKS)
+def test_only_what_is_asked_for_learns(name, train):
+    student, _ = pair(name)
+    student.train()
+    frozen = next(student.parameters()).requires_grad_(False)
+    before, seen = weights(student), []
+    report = match_layers(
+        student, batches(name), steps=30, train=train, mhla_learning_rate=0.05, learning_rate=1e-2,
+        progress=lambda *step: seen.append(step),
+    )  # fmt: skip
+    assert [step for _, step, _ in seen] == list(range(1, 31)) * 3
+    assert [loss for _, _, loss in seen] == [loss for losses in report.losses.values() for loss in losses]
+    losses = report.mean_losses()
+    assert sum(losses[-3:]) < 0.97 * sum(losses[:3])
+    changed = {key for key, value in student.state_dict().items() if not torch.equal(value, before[key])}
+    assert any(key.endswith(".mhla.mixing") for key in changed)
+    others = {key.split(".")[-2] for key in changed if ".mhla." not in key}
+    assert others == (PROJECTIONS[name] if train == "full" else set())
+    assert student.training and not frozen.requires_grad
+    assert all(parameter.requires_grad for parameter in student.parameters() if parameter is not frozen)
+    assert all(parameter.grad is None for parameter in student.parameters())
+
+
+def test_padding_does_not_count():
+    student, teacher = pair("bert")
+    batch = inputs("bert", batch=2, length=20, padding="right")
+    changed = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7)}
+    expected = matching_losses(student, batch, teacher=teacher)
+    assert matching_losses(student, changed, teacher=teacher) == pytest.approx(expected, rel=1e-5)
+    results = []
+    for entry in (batch, changed):
+        student, _ = pair("bert")
+        match_layers(student, [entry], steps=2)
+        results.append(student.get_submodule("bert.encoder.layer.2.attention.self.query").weight)
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_weights():
+    results = []
+    for seed in (0, 0, 1):
+        student, _ = pair("bert")
+        match_layers(student, batches("bert", count=5), steps=3, seed=seed)
+        results.append(weights(student))
+    assert equal(results[0], results[1])
+    assert not equal(results[0], results[2])
+
+
+def test_layers_that_stay_softmax_are_left_alone():
+    student, _ = pair("llama", layers=[0, 2])
+    before = weights(student)
+    assert len(matching_losses(student, batches("llama")[0])) == 2
+    report = match_layers(student, batches("llama"), steps=1)
+    assert [name.split(".")[2] for name in report.losses] == ["0", "2"]
+    assert all(
+        torch.equal(value, before[name]) for name, value in student.state_dict().items() if ".1.self_attn." in name
+    )
+
+
+@pytest.mark.parametrize("name", ["wan", "dit", "bert", "llama"])
+def test_records_in_memory_on_disk_and_made_on_line_are_one(name, tmp_path):
+    _, model, batch = models(name)
+    half = {key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    results = []
+    for cache in ("memory", "disk", "none"):
+        student = copy.deepcopy(model)
+        # Text batches differ in their lengths, and records are of one batch each.
+        report = match_layers(
+            student, [batch, half], steps=4, batch_size=2, cache=cache, output=tmp_path / cache, save_every=3
+        )
+        assert report.cache == cache
+        results.append((report.losses, weights(student)))
+        assert not (tmp_path / cache / "activations").exists()
+    for losses, values in results[1:]:
+        assert losses == results[0][0] and equal(values, results[0][1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_on_disk_are_what_was_recorded(name, tmp_path):
+    _, model, batch = models(name)
+    layers = find_projections(model, mhla_layers(model), batch)
+    calls = record_calls(model, layers, batch)
+    record = pack(calls)
+    # Rotary tables and masks are there once, whatever the number of layers.
+    one = pack({layers[0].name: calls[layers[0].name]})
+    assert sum(key.startswith("shared.") for key in record.tensors) <= len(one.tensors) - 2 + len(layers)
+    json.dumps(record.structure)
+    cache = DiskCache(tmp_path / "cache", "this")
+    assert cache.missing([0, 1]) == [0, 1]
+    cache.put(1, record)
+    assert DiskCache(tmp_path / "cache", "this").missing([0, 1]) == [0]
+    with torch.no_grad():
+        for layer in layers:
+            call, stored = calls[layer.name], cache.call(1, layer.name)
+            assert torch.equal(stored.hidden_states, call.hidden_states) and torch.equal(stored.output, call.output)
+            assert torch.equal(
+                layer(stored.arguments, stored.hidden_states), layer(call.arguments, call.hidden_states)
+            )
+            assert (stored.valid is None) == (call.valid is None)
+    with pytest.raises(ValueError, match="activations of another model, data or type"):
+        DiskCache(tmp_path / "cache", "other")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(ValueError, match="is no cache of activations"):
+        DiskCache(tmp_path / "mine", "this")
+    path = tmp_path / "cache" / "record-00000001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cache.missing([1]) == [1]
+    with pytest.raises(ValueError, match=r"record-00000001.safetensors cannot be read"):
+        cache.call(1, layers[0].name)
+
+
+def test_what_cannot_be_kept_is_named():
+    _, model, batch = models("bert")
+    layers = find_projections(model, mhla_layers(model), batch)
+    calls = record_calls(model, layers, batch)
+    name = layers[0].name
+    calls[name].arguments.kwargs["strange"] = object()
+    with pytest.raises(ValueError, match=f"{name} is called with a object, which cannot be kept"):
+        pack(calls)
+    del calls[name].arguments.kwargs["strange"]
+    record = pack(calls)
+    assert unpack(record.structure, name, record.tensors.__getitem__).arguments == calls[name].arguments
+
+
+class TestWhereRecordsGo:
+    def test_the_size_is_stated_before(self):
+        student, _ = pair("bert")
+        data = [inputs("bert", batch=4, length=length) for length in (20, 10, 5)]
+        report = match_layers(student, data, steps=3)
+        tokens, width, layers = 4 * 35, student.config.hidden_size, 3
+        assert report.cache_bytes >= tokens * width * 2 * layers * 2
+        assert report.cache_bytes == pytest.approx(tokens * width * 2 * layers * 2, rel=0.1)
+        assert total_size(100, data, [0, 1, 2]) == 175
+
+    def test_a_limit(self, tmp_path):
+        student, _ = pair("bert")
+        before = weights(student)
+        for kind, other in (("memory", "disk"), ("disk", "memory")):
+            with pytest.raises(
+                ValueError, match=rf"cache='{kind}' needs \S+ kB, more than cache_limit, 1.0 kB: .*cache='{other}'"
+            ):
+                match_layers(student, batches("bert"), steps=3, cache=kind, cache_limit="1kB", output=tmp_path)
+            assert equal(weights(student), before)
+        with pytest.raises(ValueError, match="cache_limit='much' must be a size such as 5GB"):
+            match_layers(student, batches("bert"), cache_limit="much")
+
+    def test_auto_takes_what_there_is_room_for(self, tmp_path, caplog):
+        student, _ = pair("bert")
+        report = match_layers(student, batches("bert"), steps=3, cache_limit="1kB", output=tmp_path)
+        assert report.cache == "none" and "do not fit; they are made anew for every step" in caplog.text
+        enough = 10**18
+        assert choose_cache("auto", 10, None, tmp_path)[0] == "memory"
+        kind, note = choose_cache("auto", enough, None, tmp_path)
+        assert kind == "none" and "1000000000.0 GB do not fit" in note
+
+    def test_free_disk_is_looked_at(self, tmp_path):
+        with pytest.raises(ValueError, match="cache='disk' needs 1000000000.0 GB, more than room on the disk"):
+            choose_cache("disk", 10**18, None, tmp_path / "not" / "there")
+
+
+@pytest.mark.parametrize(("rate", "mixing"), [(1e-3, 1e-3), (5e-3, 5e-3), (1e-2, 5e-3), (0.5, None)])
+def test_mixing_weights_learn_at_a_rate_of_their_size(rate, mixing):
+    student, _ = pair("bert")
+    layer = find_projections(student, mhla_layers(student), batches("bert")[0])[0]
+    training = LayerTraining(student, layer, MatchingOptions(mhla_learning_rate=rate, learning_rate=7e-3))
+    training.open()
+    rates = {id(member): group["peak_lr"] for group in training.optimizer.param_groups for member in group["params"]}
+    training.close()
+    own_block = layer.mhla.mixing_matrix().diagonal().mean().item()
+    assert 0.01 < own_block < 0.5
+    expected = rate * own_block if mixing is None else mixing
+    assert rates[id(layer.mhla.mixing)] == pytest.approx(expected)
+    assert rates[id(layer.attention.query.weight)] == rates[id(layer.projection.weight)] == 7e-3
+    assert rates[id(layer.mhla.feature_map_query.weight)] == rate
+
+
+def test_offloaded_layers_are_refused():
+    student, _ = pair("bert")
+    accelerate.cpu_offload(student, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"layer.0.attention.self is offloaded: load the model on the CPU"):
+        match_layers(student, batches("bert"), steps=1)
+
+
+def test_lora_is_switched_off_while_the_original_is_recorded():
+    softmax, _, batch = models("wan")
+    options = DIFFUSERS["wan"]().options
+    student = mhla_hf.convert(copy.deepcopy(softmax), options)
+    expected = matching_losses(student, batch)
+    student.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    assert matching_losses(student, batch, teacher=softmax) == pytest.approx(expected, rel=1e-4)
+    shared = SharedTeacher(student)
+    shared.keep()
+    for name, parameter in student.named_parameters():
+        if ".lora_B." in name or name.endswith("to_k.weight"):
+            torch.nn.init.normal_(parameter)
+    changed = matching_losses(student, batch, teacher=softmax)
+    assert all(changed[name] > expected[name] for name in expected)
+    assert matching_losses(student, batch, teacher=shared) == pytest.approx(changed, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "softmax"}, "has no MHLA layers"),
+        ({"teacher": "mhla"}, "teacher has MHLA layers"),
+        ({"teacher": "model"}, "student itself"),
+        ({"teacher": "other"}, "teacher has no"),
+        ({"original_parameters": {"nothing": torch.zeros(1)}}, "has nothing, which is no parameter"),
+        ({"original_parameters": {"bert.embeddings.LayerNorm.bias": torch.zeros(1)}}, "LayerNorm.bias of shape"),
+        ({"teacher": "softmax", "original_parameters": {}}, "not both"),
+        ({"batches": []}, "batches is empty"),
+        ({"batches": [[1, 2]]}, "batch 0 must be a dict"),
+        ({"batches": lambda index: {}}, "num_batches=None must say"),
+        ({"num_batches": 3}, "only for batches that a function makes"),
+        ({"steps": 0}, "steps=0"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"train": "lora"}, "train='lora' must be one of full, mhla"),
+        ({"cache": "ram"}, "cache='ram' must be one of auto, memory, disk, none"),
+        ({"cache": "disk"}, "cache='disk' needs output"),
+        ({"cache_dtype": "int8"}, "dtype='int8' must be one of"),
+        ({"save_every": 0}, "save_every=0"),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_mistakes(change, message):
+    student, softmax = pair("bert")
+    choices = {"softmax": softmax, "mhla": pair("bert")[0], "model": student, "other": pair("vit")[1]}
+    arguments = {"model": student, "batches": batches("bert"), **change}
+    for key in ("model", "teacher"):
+        if isinstance(arguments.get(key), str):
+            arguments[key] = choices[arguments[key]]
+    with pytest.raises(ValueError, match=message):
+        match_layers(arguments.pop("model"), arguments.pop("batches"), **arguments)

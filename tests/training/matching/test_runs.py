@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of matching that are killed, stopped, diverge, fill the disk or have several processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import distributed
+
+import mhla_hf
+from mhla_hf.recovery import match_layers
+from mhla_hf.training.stopping import TrainingStopped
+from tests.integrations.transformers.tiny_models import inputs, softmax_model
+from tests.training.kill_training import start as start_process
+
+
+_MOVES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+
+
+def student():
+    return mhla_hf.convert(softmax_model("bert"), {"block_size": 4, "feature_map": "hedgehog"})
+
+
+BATCHES = [inputs("bert", batch=2, length=length, seed=length) for length in (12, 8, 16)]
+
+
+def run(output, model=None, **options):
+    """Losses and weights of a run that saves after every second step."""
+    model = student() if model is None else model
+    report = match_layers(model, BATCHES, **{"steps": 5, "save_every": 2, "output": output, **options})
+    return report.losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(one, other):
+    return one[0] == other[0] and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+
+
+def kill_at(event):
+    """Has this process end with SIGKILL before its change of files of this number."""
+    count = 0
+
+    def audit(name, arguments):
+        nonlocal count
+        writes = name == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if name in _MOVES or writes:
+            count += 1
+            if count == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+
+
+@pytest.mark.parametrize("cache", ["disk", "none"])
+def test_killed_at_any_moment_it_goes_on_to_the_same_loss(cache, tmp_path):
+    whole = run(tmp_path / "whole", cache=cache)
+    event, killed = 4, 0
+    while True:
+        output = tmp_path / f"killed-{event}"
+
+        def action(output=output, event=event):
+            kill_at(event)
+            run(output, cache=cache)
+
+        _, status = os.waitpid(start_process(action), 0)
+        assert same(run(output, cache=cache), whole)
+        if not os.WIFSIGNALED(status):
+            break
+        killed += 1
+        # Moments all over the run, each in another place of what is written again and again.
+        event += 11 if cache == "disk" else 17
+    assert killed >= 4
+
+
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_a_signal_stops_after_the_step_and_the_same_call_goes_on(cache, tmp_path):
+    whole = run(tmp_path / "whole", cache=cache)
+    seen = []
+
+    def stop_at(name, step, loss):
+        seen.append((name, step))
+        if len(seen) == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(TrainingStopped, match=r"stopped matching \S+ after step 3 of 5; .*goes on from there") as stop:
+        run(tmp_path / "stopped", cache=cache, progress=stop_at)
+    assert stop.value.exit_code == 143
+    later = []
+    again = run(tmp_path / "stopped", cache=cache, progress=lambda name, step, loss: later.append((name, step)))
+    assert same(again, whole) and not set(later) & set(seen)
+    # A finished run is not run again, and takes no record.
+    untouched = run(tmp_path / "stopped", cache=cache, progress=lambda *step: pytest.fail("a step"))
+    assert same(untouched, whole)
+    with pytest.raises(TrainingStopped, match="nothing was saved, for there is no output"):
+        seen.clear()
+        run(None, cache=cache, progress=stop_at)
+
+
+def test_another_run_is_refused(tmp_path):
+    run(tmp_path / "out", steps=2)
+    with pytest.raises(ValueError, match="holds a matching run with another learning_rate, steps; use the same"):
+        run(tmp_path / "out", steps=3, learning_rate=1e-3)
+    other = student()
+    torch.nn.init.normal_(other.bert.encoder.layer[0].attention.self.query.weight)
+    with pytest.raises(ValueError, match="holds a matching run with another model or data"):
+        run(tmp_path / "out", other, steps=2)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    run(tmp_path / "out", steps=2)
+    path = tmp_path / "out" / "layers" / "001" / "transfer-00000002" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"001/transfer-00000002 is damaged: model.safetensors"):
+        run(tmp_path / "out", steps=2)
+
+
+def test_a_loss_that_is_no_number_names_layer_step_batch_and_checkpoint(tmp_path):
+    model, seen = student(), []
+    name = "bert.encoder.layer.1.attention.self"
+
+    def spoil(module, args):
+        # The longest batch, as a layer is handed it when it trains, from its fifth step on.
+        if torch.is_grad_enabled() and args[0].shape[1] == 16 and len(seen) >= 9 + 4:
+            return (args[0] * torch.nan, *args[1:])
+        return None
+
+    model.get_submodule(name).register_forward_pre_hook(spoil, prepend=True)
+    with pytest.raises(FloatingPointError) as stop:
+        run(tmp_path, model, steps=9, save_every=1, progress=lambda *step: seen.append(step))
+    step = len(seen) - 9 + 1
+    checkpoint = tmp_path / "layers" / "001" / f"transfer-{step - 1:08d}"
+    assert str(stop.value) == (
+        f"matching {name}: the loss is nan at step {step} (batch 2); lower the learning rate; the last good "
+        f"checkpoint is {checkpoint}"
+    )
+    assert all(value.isfinite().all() for value in load_file(checkpoint / "model.safetensors").values())
+    # A weight that no loss has shown yet is found before it is saved.
+    model = student()
+    with torch.no_grad():
+        model.get_submodule(name).mhla.mixing.register_hook(lambda gradient: gradient * torch.nan)
+    with pytest.raises(FloatingPointError, match=rf"matching {name}: the weight \S+ is not finite at step 1"):
+        run(tmp_path / "weight", model, save_every=1)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    whole = run(tmp_path / "whole")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill(name, step, loss):
+        if step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+
+    try:
+        with pytest.raises(OSError, match="the file is larger than the system allows. Make room"):
+            run(tmp_path / "full", progress=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    names = sorted(path.name for path in (tmp_path / "full" / "layers" / "000").iterdir())
+    assert names == ["transfer-00000002"]
+    assert same(run(tmp_path / "full"), whole)
+    # The same for the records.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"record-0000000\d.safetensors cannot be written"):
+            run(tmp_path / "records", cache="disk")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert same(run(tmp_path / "records", cache="disk"), whole)
+
+
+def in_two_processes(tmp_path, action):
+    """Runs something in two processes of a gloo group; returns their exit codes."""
+
+    def start(rank):
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        action(rank)
+        distributed.destroy_process_group()
+
+    processes = [start_process(lambda rank=rank: start(rank)) for rank in range(2)]
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk", "none"])
+def test_two_processes_equal_one(cache, tmp_path):
+    whole = run(None if cache == "memory" else tmp_path / "whole", cache=cache)
+
+    def action(rank):
+        seen = set()
+        output = None if cache == "memory" else tmp_path / "shared"
+        result = run(output, cache=cache, progress=lambda name, step, loss: seen.add(name))
+        # Layers 0 and 2, and layer 1.
+        assert len(seen) == 2 - rank
+        torch.save(result, tmp_path / f"{rank}.pt")
+
+    assert in_two_processes(tmp_path, action) == [0, 0]
+    for rank in range(2):
+        assert same(torch.load(tmp_path / f"{rank}.pt"), whole)
+    if cache != "memory":
+        # Another number of processes goes on where two were.
+        assert same(run(tmp_path / "shared", cache=cache), whole)
+
+
+def test_an_error_in_one_process_ends_both(tmp_path):
+    def action(rank):
+        def fail(name, step, loss):
+            if rank == 1 and step == 2:
+                raise ValueError("its own mistake")
+
+        with pytest.raises(
+            ValueError if rank else RuntimeError,
+            match="its own mistake" if rank else "process 1 has failed: its own mistake",
+        ):
+            run(None, cache="memory", progress=fail)
+
+    assert in_two_processes(tmp_path, action) == [0, 0]
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_model_in_half_precision_trains_in_fp32(mixed_precision):
+    model = student().to(torch.bfloat16)
+    report = match_layers(model, BATCHES, steps=40, mixed_precision=mixed_precision)
+    losses = report.mean_losses()
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

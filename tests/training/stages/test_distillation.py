@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation of diffusion models: the teacher within the student, the losses, and the stage of a run."""
+
+import copy
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.training import DiffusionTrainer, TrainingConfig
+from mhla_hf.training.config import TRAIN_MODES
+from mhla_hf.training.data.batches import DataOrder, LatentBatches
+from mhla_hf.training.export import export_pipeline
+from mhla_hf.training.families.dit import DEFAULT_SCHEDULER
+from mhla_hf.training.loading import check_run, load_student
+from mhla_hf.training.matching.layers import run
+from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.parameters import add_lora, is_mhla_parameter
+from mhla_hf.training.stages.diffusion import Distillation
+from mhla_hf.training.stages.noise_prediction import NoiseSchedule, noise_distillation_losses
+from tests import tiny
+from tests.layers.test_original import NAMES, kept, models
+from tests.training.cases import CASES
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+every_family = pytest.mark.parametrize("name", list(CASES))
+
+
+def options(**changes):
+    base = {"batch_size": 2, "distill_steps": 4, "max_steps": 0, "learning_rate": 1e-3, "progress": False}
+    return TrainingConfig(**{**base, "device": "cpu", "condition_dropout": 0.0, **changes})
+
+
+@torch.no_grad()
+def shake(model, scale=0.05):
+    """Changes every parameter, as training would."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+
+
+class TestSharedTeacher:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_gives_what_the_original_gives(self, name):
+        softmax, converted, batch = models(name)
+        teacher = SharedTeacher(converted)
+        teacher.keep()
+        shake(converted)
+        converted.train()
+        with torch.no_grad():
+            expected = kept(run(softmax, batch)[0], batch)
+        changed = [parameter.clone() for parameter in converted.parameters()]
+        got = run(_Runnable(teacher), batch)[0]
+        torch.testing.assert_close(kept(got, batch), expected, atol=2e-5, rtol=1e-4)
+        assert converted.training and not got.requires_grad
+        assert all(map(torch.equal, converted.parameters(), changed))
+
+    def test_stores_only_what_differs(self):
+        case = CASES["wan"]
+        original = case.make_teacher()
+        student = case.student(original)
+        weights = dict(original.named_parameters())
+        teacher = SharedTeacher(student, weights)
+        whole = sum(weight.numel() for weight in weights.values()) * 4
+        assert (teacher.stored_bytes, teacher.shared_bytes) == (0, whole)
+        projection = "blocks.1.attn1.to_out.0.weight"
+        teacher.keep([projection, "blocks.1.attn1.mhla.mixing"])
+        assert list(teacher.weights) == [projection]
+        with torch.no_grad():
+            student.get_parameter(projection).zero_()
+            student.get_parameter("blocks.2.attn1.to_q.bias").add_(1)
+        # What is kept already is not overwritten.
+        teacher.keep([projection])
+        assert torch.equal(teacher.weights[projection], weights[projection])
+        again = SharedTeacher(student, weights)
+        assert sorted(again.weights) == [projection, "blocks.2.attn1.to_q.bias"]
+        size = (weights[projection].numel() + weights["blocks.2.attn1.to_q.bias"].numel()) * 4
+        assert (again.stored_bytes, again.shared_bytes) == (size, whole - size)
+        with pytest.raises(ValueError, match="weights has to_nowhere of shape"):
+            SharedTeacher(student, {"to_nowhere": torch.zeros(1)})
+
+    def test_lora_is_switched_off(self):
+        case = CASES["wan"]
+        original = case.make_teacher()
+        student = case.student(original)
+        teacher = SharedTeacher(student)
+        add_lora(student, 2, None, seed=0)
+        shake_lora = [parameter for name, parameter in student.named_parameters() if ".lora_" in name]
+        with torch.no_grad():
+            for parameter in shake_lora:
+                parameter.add_(0.3)
+        teacher.keep(["blocks.1.attn1.to_out.0.base_layer.weight"])
+        takes = [parameter.requires_grad for parameter in student.parameters()]
+        with torch.no_grad():
+            student.get_parameter("blocks.1.attn1.to_out.0.base_layer.weight").add_(0.1)
+            inputs = tiny.wan_inputs()
+            expected, before = original(**inputs).sample, student(**inputs).sample
+            torch.testing.assert_close(teacher(**inputs).sample, expected, atol=2e-5, rtol=1e-4)
+            assert torch.equal(student(**inputs).sample, before)
+        assert [parameter.requires_grad for parameter in student.parameters()] == takes
+        assert list(teacher.weights) == ["blocks.1.attn1.to_out.0.weight"]
+
+
+class _Runnable:
+    """Called by `run`, which looks at the class of a model for its arguments."""
+
+    def __init__(self, teacher):
+        self.teacher, self.config = teacher, teacher.config
+
+    def forward(self, use_cache=None): ...
+
+    def __call__(self, use_cache=None, **batch):
+        takes = "use_cache" in type(self.teacher.model).forward.__code__.co_varnames
+        cached = {"use_cache": use_cache} if takes or hasattr(self.config, "use_cache") else {}
+        return self.teacher(**batch, **cached)
+
+
+class TestLosses:
+    def test_of_learned_variances(self):
+        schedule = NoiseSchedule.from_config(DEFAULT_SCHEDULER)
+        generator = torch.Generator().manual_seed(0)
+        output, target = (torch.randn(3, 8, 4, 4, generator=generator).requires_grad_() for _ in range(2))
+        noisy, steps = torch.randn(3, 4, 4, 4, generator=generator), torch.tensor([0, 40, 999])
+        assert noise_distillation_losses(target, target, noisy, steps, schedule).abs().max() == 0
+        losses = noise_distillation_losses(output, target, noisy, steps, schedule)
+
+        def step_distribution(values):
+            at = steps.reshape(-1, 1, 1, 1)
+            noise, share = values[:, :4], (values[:, 4:] + 1) / 2
+            share_of_data = schedule.alphas_cumprod[at]
+            clean = (noisy - (1 - share_of_data).sqrt() * noise) / share_of_data.sqrt()
+            mean = schedule.posterior_clean[at] * clean + schedule.posterior_noisy[at] * noisy
+            log_variance = share * schedule.betas[at].log() + (1 - share) * schedule.posterior_log_variance[at]
+            return torch.distributions.Normal(mean, (0.5 * log_variance).exp())
+
+        divergence = torch.distributions.kl_divergence(step_distribution(target), step_distribution(output))
+        expected = (output[:, :4] - target[:, :4]).square().mean((1, 2, 3))
+        expected = expected + divergence.mean((1, 2, 3)) / torch.tensor(2.0).log()
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+        # The mean of a step is trained by the squared error alone, as in L_hybrid.
+        gradient = torch.autograd.grad(losses.sum(), output)[0]
+        plain = torch.autograd.grad((output[:, :4] - target[:, :4]).square().mean((1, 2, 3)).sum(), output)[0]
+        torch.testing.assert_close(gradient[:, :4], plain[:, :4])
+        assert gradient[:, 4:].abs().sum() > 0
+        without = noise_distillation_losses(output[:, :4], target[:, :4], noisy, steps, schedule)
+        torch.testing.assert_close(without, (output[:, :4] - target[:, :4]).square().mean((1, 2, 3)))
+        with pytest.raises(ValueError, match="target must be shaped like model_output"):
+            noise_distillation_losses(output, target[:, :4], noisy, steps, schedule)
+
+    @every_family
+    def test_of_the_stage(self, name):
+        case = CASES[name]
+        original = case.make_teacher()
+        student = case.student(original)
+        data = LatentBatches(dataset=case.dataset(), objective=case.objective)
+        batch = data(DataOrder(dataset_size=5, batch_size=2, seed=0, stage="distill"), 0, 0)
+        accelerator = Accelerator(cpu=True)
+
+        def loss(model, teacher, **changes):
+            stage = Distillation(options(**changes), model, case.objective, data, lambda: teacher)
+            with stage.context():
+                return stage.loss(stage.module(), batch, accelerator)
+
+        # The family's context keeps classes from being dropped at random.
+        assert loss(original.eval(), original) == 0
+        alone, own = loss(student, original), case.objective.losses(student, batch).mean()
+        assert alone > 0
+        mixed = loss(student, original, distill_ratio=0.25)
+        torch.testing.assert_close(mixed, 0.25 * alone + 0.75 * own)
+        torch.testing.assert_close(loss(student, SharedTeacher(student)), alone, rtol=1e-4, atol=1e-7)
+
+
+class TestStage:
+    @every_family
+    @pytest.mark.parametrize("mode", TRAIN_MODES)
+    def test_a_shared_teacher_trains_as_one_of_its_own(self, mode, name):
+        if mode == "lora" and name == "dit":
+            pytest.skip("diffusers' DiT takes no adapters")
+        case = CASES[name]
+        original = case.make_teacher()
+        results = []
+        for shared in (False, True):
+            student = case.student(original)
+            teacher = SharedTeacher(student) if shared else original
+            config = options(train=mode, lora_rank=2, distill_learning_rate=3e-3, distill_steps=6)
+            results.append(DiffusionTrainer(config, student, case.dataset(), teacher=teacher).run())
+        apart, within = results
+        assert within.losses["distill"] == pytest.approx(apart.losses["distill"], rel=2e-3)
+        whole = sum(parameter.numel() for parameter in original.parameters()) * 4
+        assert apart.teacher_memory == {"stored": whole, "shared": 0}
+        stored = whole if mode == "full" else 0
+        assert within.teacher_memory == {"stored": stored, "shared": whole - stored}
+
+    @every_family
+    def test_brings_the_prediction_to_the_teachers(self, name):
+        case = CASES[name]
+        original = case.make_teacher()
+        student = case.student(original)
+        data = LatentBatches(dataset=case.dataset(), objective=case.objective)
+        batch = data(DataOrder(dataset_size=5, batch_size=5, seed=1, stage="distill"), 0, 0)
+        noisy = case.objective.add_noise(batch.latents, batch.noise, batch.levels)
+
+        @torch.no_grad()
+        def distance(model):
+            target, output = (case.objective.run(each.eval(), noisy, batch) for each in (original, model))
+            return case.objective.distillation_losses(output, target, noisy, batch).mean().item()
+
+        before = distance(student)
+        config = options(distill_steps=10, distill_learning_rate=5e-4, lr_schedule="cosine", warmup_steps=2)
+        result = DiffusionTrainer(config, student, case.dataset(), teacher=SharedTeacher(student)).run()
+        assert list(result.losses) == ["distill"] and distance(result.model) < 0.9 * before
+
+    @pytest.mark.parametrize(("name", "mode"), [("wan", "full"), ("sana", "lora"), ("dit", "mhla")])
+    def test_interrupted_runs_end_where_uninterrupted_ones_do(self, name, mode, tmp_path):
+        case = CASES[name]
+        original = case.make_teacher()
+        student = case.student(original)
+
+        class Interrupted(Exception): ...
+
+        def train(output, stop=None):
+            def callback(stage, step, loss):
+                if (stage, step) == stop:
+                    raise Interrupted
+
+            config = options(
+                output=output, resume="latest", train=mode, lora_rank=2, transfer_steps=2, distill_steps=5,
+                max_steps=3, checkpointing_steps=2, learning_rate=3e-3,
+            )  # fmt: skip
+            return DiffusionTrainer(
+                config, copy.deepcopy(student), case.dataset(), teacher=original, callback=callback
+            ).run()
+
+        whole = train(tmp_path / "whole")
+        assert [len(losses) for losses in whole.losses.values()] == [2, 5, 3]
+        for stop in (("distill", 1), ("distill", 3), ("distill", 5), ("finetune", 1)):
+            with pytest.raises(Interrupted):
+                train(tmp_path / "cut", stop)
+        cut = train(tmp_path / "cut")
+        assert cut.losses == whole.losses and cut.resumed_from.name == "distill-00000005"
+        for key, value in whole.model.state_dict().items():
+            assert torch.equal(value, cut.model.state_dict()[key]), key
+
+    def test_one_of_its_own_in_low_precision(self):
+        case = CASES["wan"]
+        original = case.make_teacher()
+        config = options(mixed_precision="bf16", distill_steps=2)
+        lean = DiffusionTrainer(config, case.student(original), case.dataset(), teacher=copy.deepcopy(original)).run()
+        config = options(distill_steps=2)
+        plain = DiffusionTrainer(config, case.student(original), case.dataset(), teacher=original).run()
+        assert lean.losses["distill"] == pytest.approx(plain.losses["distill"], rel=0.1)
+
+    def test_mistakes_are_named(self):
+        case = CASES["wan"]
+        student, data = case.student(case.make_teacher()), case.dataset()
+        with pytest.raises(ValueError, match="distill_steps needs teacher: the model before its conversion, or a"):
+            DiffusionTrainer(options(), student, data).run()
+        with pytest.raises(ValueError, match="for transfer_steps, not a SharedTeacher"):
+            DiffusionTrainer(options(transfer_steps=1), student, data, teacher=SharedTeacher(student)).run()
+        with pytest.raises(ValueError, match="no MHLA layers: convert it first"):
+            SharedTeacher(case.make_teacher())
+        broken = [{**sample, "latents": sample["latents"] * float("nan")} for sample in data]
+        with pytest.raises(FloatingPointError, match="distill step 1"):
+            DiffusionTrainer(options(), student, broken, teacher=SharedTeacher(student)).run()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distill_ratio": 0}, "distill_ratio must be greater than 0, got 0"),
+        ({"distill_ratio": 1.5}, "distill_ratio must be at most 1, got 1.5"),
+        ({"distill_learning_rate": 0.0}, "distill_learning_rate must be greater than 0"),
+        ({"distill_steps": -1}, "distill_steps must be at least 0, got -1"),
+        ({"distill_steps": True}, "distill_steps must be a whole number"),
+        ({"mhla": "none", "train": "full"}, "distill_steps needs MHLA layers, but mhla='none' converts nothing"),
+        ({"distill_steps": 0}, "max_steps, distill_steps and transfer_steps are all 0"),
+    ],
+)
+def test_wrong_options_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        options(**changes)
+
+
+class TestFiles:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def softmax(tmp_path_factory):
+        directory = tmp_path_factory.mktemp("files") / "softmax"
+        tiny.wan_pipeline(num_layers=2).save_pretrained(directory)
+        return directory
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def changed(softmax):
+        """A converted pipeline whose output projections are not the original's, as after a calibration."""
+        converted = softmax.parent / "converted"
+        convert_pretrained(softmax, converted, {"blocks": (1, 2, 2)}, progress=False)
+        model = load_student(converted)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "attn1.to_out.0" in name or is_mhla_parameter(name):
+                    parameter.add_(0.02)
+        destination = softmax.parent / "changed"
+        export_pipeline(converted, destination, "transformer", model, {"source": {"location": str(converted)}})
+        return destination
+
+    def data(self):
+        generator = torch.Generator().manual_seed(0)
+        return [
+            {
+                "latents": torch.randn(16, 2, 4, 4, generator=generator),
+                "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
+            }
+            for _ in range(4)
+        ]
+
+    def test_a_fresh_conversion_needs_no_second_model(self, softmax, monkeypatch, caplog):
+        from mhla_hf.training import loading
+
+        monkeypatch.setattr(loading, "load_teacher", None)
+        caplog.set_level(logging.INFO, "mhla_hf.training.stages.teachers")
+        config = options(model=softmax, mhla={"blocks": (1, 2, 2)}, train="mhla")
+        result = DiffusionTrainer(config, dataset=self.data()).run()
+        assert result.teacher_memory["stored"] == 0 < result.teacher_memory["shared"]
+        assert "the teacher stores 0.0 MB of weights and shares" in caplog.text
+
+    def test_weights_that_were_changed_come_from_the_source(self, softmax, changed):
+        config = options(model=changed, train="mhla", distill_steps=3)
+        within = DiffusionTrainer(config, dataset=self.data()).run()
+        apart = load_student(softmax, mhla="none")
+        expected = DiffusionTrainer(config, dataset=self.data(), teacher=apart).run()
+        assert within.losses["distill"] == pytest.approx(expected.losses["distill"], rel=1e-3)
+        projections = [parameter for name, parameter in apart.named_parameters() if "attn1.to_out.0" in name]
+        assert within.teacher_memory["stored"] == 4 * sum(parameter.numel() for parameter in projections)
+        assert expected.teacher_memory["shared"] == 0
+
+    def test_resumed_runs_take_the_teacher_from_the_source(self, changed, tmp_path):
+        def train(output, steps):
+            config = options(
+                model=changed, output=output, resume="latest", distill_steps=steps, checkpointing_steps=2,
+                lr_schedule="constant",
+            )  # fmt: skip
+            return DiffusionTrainer(config, dataset=self.data()).run()
+
+        whole = train(tmp_path / "whole", 4)
+        train(tmp_path / "cut", 2)
+        shutil.rmtree(tmp_path / "cut" / "pipeline")
+        cut = train(tmp_path / "cut", 4)
+        assert cut.losses == whole.losses
+        record = json.loads((tmp_path / "cut" / "pipeline" / "training.json").read_text())
+        assert record["teacher_memory_bytes"] == cut.teacher_memory
+
+    def test_a_source_that_is_gone_is_named_before_anything_is_loaded(self, softmax, changed, tmp_path):
+        lone = tmp_path / "lone"
+        shutil.copytree(changed, lone)
+        with pytest.raises(ValueError, match="teacher must be given"):
+            check_run(lone, options(model=lone))
+        check_run(lone, options(model=lone, teacher=str(softmax)))

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise prediction: the schedule against diffusers' own scheduler, the losses against their definition."""
+
+import math
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DiTTransformer2DModel,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+)
+
+from mhla_hf.training.stages.noise_prediction import (
+    NoiseSchedule,
+    add_noise,
+    noise_prediction_losses,
+    own_class_dropping_off,
+    posterior_mean,
+    squared_errors,
+    timesteps_from_uniform,
+    variational_bounds,
+)
+from tests import tiny_images
+
+
+STEPS = [1, 2, 10, 500, 999]
+
+
+def schedule(**options) -> NoiseSchedule:
+    return NoiseSchedule.from_config(DDPMScheduler(**options).config)
+
+
+def batch(count: int = 4, channels: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.rand(count, channels, 8, 8, generator=generator) * 2 - 1
+    return clean, torch.randn(clean.shape, generator=generator)
+
+
+def perfect_output(noise: torch.Tensor, interpolation: float) -> torch.Tensor:
+    return torch.cat([noise, torch.full_like(noise, interpolation)], dim=1)
+
+
+@pytest.mark.parametrize("beta_schedule", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+@pytest.mark.parametrize("scheduler", [DDPMScheduler, DDIMScheduler])
+def test_noise_is_added_as_the_schedulers_add_it(scheduler, beta_schedule):
+    scheduler = scheduler(beta_schedule=beta_schedule)
+    clean, noise = batch()
+    timesteps = torch.tensor([0, 3, 500, 999])
+    ours = add_noise(clean, noise, timesteps, NoiseSchedule.from_config(scheduler.config))
+    assert torch.allclose(ours, scheduler.add_noise(clean, noise, timesteps), atol=1e-5)
+
+
+@pytest.mark.parametrize("timestep", STEPS)
+def test_the_posterior_is_that_of_ddpm(timestep):
+    scheduler = DDPMScheduler(variance_type="fixed_small", clip_sample=False)
+    ours = NoiseSchedule.from_config(scheduler.config)
+    assert ours.posterior_variance[timestep] == pytest.approx(float(scheduler._get_variance(timestep)), rel=1e-3)
+    clean, noise = batch()
+    timesteps = torch.full((4,), timestep)
+    noisy = add_noise(clean, noise, timesteps, ours)
+    # A deterministic generator, so that the scheduler's own noise can be taken off again.
+    stepped = scheduler.step(noise, timestep, noisy, generator=torch.Generator().manual_seed(1)).prev_sample
+    drawn = torch.randn(noise.shape, generator=torch.Generator().manual_seed(1))
+    mean = stepped - scheduler._get_variance(timestep).sqrt() * drawn
+    # The scheduler's float32 rounds 1 - abar, which is small at the first steps.
+    assert torch.allclose(posterior_mean(clean, noisy, timesteps, ours), mean, atol=1e-3 if timestep < 10 else 2e-5)
+
+
+def test_the_first_step_has_the_clean_sample_as_its_mean_and_the_variance_of_the_second():
+    ours = schedule()
+    clean, noise = batch()
+    zero = torch.zeros(4, dtype=torch.long)
+    assert torch.allclose(posterior_mean(clean, noise, zero, ours), clean, atol=1e-6)
+    assert ours.posterior_variance[0] == 0
+    assert ours.posterior_log_variance[0] == ours.posterior_log_variance[1]
+    assert torch.allclose(ours.posterior_log_variance[1:].exp(), ours.posterior_variance[1:], rtol=1e-5)
+
+
+@pytest.mark.parametrize("interpolation", [-1.0, -0.3, 0.5, 1.0])
+@pytest.mark.parametrize("timestep", STEPS)
+def test_the_learned_variance_is_that_of_ddpm(timestep, interpolation):
+    """With the right mean the divergence of two normal distributions depends on the ratio of variances alone."""
+    scheduler = DDPMScheduler(variance_type="learned_range")
+    ours = NoiseSchedule.from_config(scheduler.config)
+    clean, noise = batch(2)
+    timesteps = torch.full((2,), timestep)
+    noisy = add_noise(clean.double(), noise.double(), timesteps, ours)
+    bounds = variational_bounds(perfect_output(noise, interpolation), noisy, clean, timesteps, ours)
+    predicted = torch.tensor(interpolation)
+    log_ratio = float(scheduler._get_variance(timestep, predicted_variance=predicted)) - math.log(
+        float(scheduler._get_variance(timestep, variance_type="fixed_small"))
+    )
+    expected = 0.5 * (log_ratio - 1 + math.exp(-log_ratio)) / math.log(2)
+    assert torch.allclose(bounds, torch.full((2,), expected), atol=2e-4, rtol=2e-3)
+
+
+def test_a_model_that_is_the_posterior_has_no_divergence():
+    ours = schedule()
+    clean, noise = batch(5)
+    timesteps = torch.tensor(STEPS)
+    noisy = add_noise(clean, noise, timesteps, ours)
+    output = perfect_output(noise, -1.0)
+    assert variational_bounds(output, noisy, clean, timesteps, ours).abs().max() < 1e-4
+    assert noise_prediction_losses(output, noise, noisy, clean, timesteps, ours).abs().max() < 1e-4
+
+
+def test_a_wrong_mean_costs_its_squared_distance_in_units_of_the_variance():
+    ours = schedule()
+    clean, noise = batch(1)
+    timesteps = torch.tensor([300])
+    noisy = add_noise(clean, noise, timesteps, ours)
+    off = posterior_mean(clean + 0.1, noisy, timesteps, ours) - posterior_mean(clean, noisy, timesteps, ours)
+    abar = ours.alphas_cumprod[300]
+    wrong_noise = (noisy - abar.sqrt() * (clean + 0.1)) / (1 - abar).sqrt()
+    bound = variational_bounds(perfect_output(wrong_noise, -1.0), noisy, clean, timesteps, ours)
+    expected = off.square().mean() / (2 * ours.posterior_variance[300]) / math.log(2)
+    assert torch.allclose(bound, expected[None], rtol=1e-3)
+
+
+@pytest.mark.parametrize("level", [-1.0, -0.2, 0.6, 1.0])
+def test_the_last_step_is_the_likelihood_of_a_grey_level(level):
+    ours = schedule()
+    pixel = round((level + 1) / 2 * 255) / 255 * 2 - 1
+    clean, noise = torch.full((1, 1, 2, 2), pixel), torch.randn(1, 1, 2, 2)
+    zero = torch.zeros(1, dtype=torch.long)
+    noisy = add_noise(clean, noise, zero, ours)
+    bound = variational_bounds(perfect_output(noise, -1.0), noisy, clean, zero, ours)
+    half = 1 / 255 * math.exp(-0.5 * float(ours.posterior_log_variance[0]))
+    inside = math.erf(half / math.sqrt(2))
+    probability = inside if abs(pixel) < 0.999 else (1 + inside) / 2
+    assert float(bound) == pytest.approx(-math.log2(probability), rel=1e-2, abs=1e-3)
+
+
+def test_grey_levels_have_probabilities_that_add_up_to_one():
+    ours = schedule()
+    levels = (torch.arange(256) / 255 * 2 - 1).reshape(256, 1, 1, 1)
+    zero = torch.zeros(256, dtype=torch.long)
+    noisy = torch.full_like(levels, 0.3)
+    bounds = variational_bounds(perfect_output(torch.zeros_like(levels), 1.0), noisy, levels, zero, ours)
+    assert float((-bounds * math.log(2)).exp().sum()) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("timestep", [0, 1, 500, 999])
+def test_the_bound_trains_the_variances_alone(timestep):
+    ours = schedule()
+    clean, noise = batch(2)
+    timesteps = torch.full((2,), timestep)
+    noisy = add_noise(clean, noise, timesteps, ours)
+    output = torch.cat([noise + 0.1, torch.zeros_like(noise)], dim=1).requires_grad_()
+    variational_bounds(output, noisy, clean, timesteps, ours).sum().backward()
+    assert output.grad[:, :3].abs().max() == 0
+    assert output.grad[:, 3:].abs().max() > 0
+    assert output.grad.isfinite().all()
+
+    full = output.detach().clone().requires_grad_()
+    noise_prediction_losses(full, noise, noisy, clean, timesteps, ours).sum().backward()
+    assert torch.allclose(full.grad[:, :3], torch.full_like(noise, 0.2 / noise[0].numel()), rtol=1e-4)
+    # T = 1000 terms of weight 1e-3.
+    assert torch.allclose(full.grad[:, 3:], output.grad[:, 3:])
+
+
+@pytest.mark.parametrize("steps", [1000, 250])
+def test_the_bound_is_weighted_by_the_number_of_steps(steps):
+    ours = schedule(num_train_timesteps=steps)
+    clean, noise = batch()
+    timesteps = timesteps_from_uniform(torch.tensor([0.0, 0.3, 0.7, 0.999]), ours)
+    noisy = add_noise(clean, noise, timesteps, ours)
+    output = torch.randn(4, 6, 8, 8)
+    expected = squared_errors(output, noise) + steps / 1000 * variational_bounds(output, noisy, clean, timesteps, ours)
+    assert torch.allclose(noise_prediction_losses(output, noise, noisy, clean, timesteps, ours), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("channels", [3, 6], ids=["noise", "noise and variance"])
+def test_losses_are_one_for_each_sample_in_float32(dtype, channels):
+    ours = schedule()
+    clean, noise = batch()
+    timesteps = torch.tensor([0, 1, 500, 999])
+    noisy = add_noise(clean.to(dtype), noise.to(dtype), timesteps, ours)
+    assert noisy.dtype == dtype
+    output = torch.randn(4, channels, 8, 8).to(dtype)
+    losses = noise_prediction_losses(output, noise.to(dtype), noisy, clean.to(dtype), timesteps, ours)
+    assert losses.dtype == torch.float32
+    assert losses.shape == (4,)
+    assert losses.isfinite().all()
+
+
+def test_without_learned_variances_the_loss_is_the_squared_error():
+    ours = schedule()
+    clean, noise = batch()
+    timesteps = torch.tensor([0, 1, 500, 999])
+    output = torch.randn_like(noise)
+    losses = noise_prediction_losses(output, noise, clean, clean, timesteps, ours)
+    assert torch.allclose(losses, (output - noise).square().mean((1, 2, 3)))
+
+
+def test_uniform_draws_reach_every_timestep_equally():
+    ours = schedule(num_train_timesteps=10)
+    draws = (torch.arange(1000) + 0.5) / 1000
+    assert torch.bincount(timesteps_from_uniform(draws, ours)).tolist() == [100] * 10
+    assert timesteps_from_uniform(torch.tensor([0.0, 1 - 1e-9]), ours).tolist() == [0, 9]
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (DDPMScheduler(prediction_type="v_prediction").config, "prediction_type='v_prediction'"),
+        (DDPMScheduler(prediction_type="sample").config, "prediction_type='sample'"),
+        (DDIMScheduler(rescale_betas_zero_snr=True).config, "rescale_betas_zero_snr"),
+        (DPMSolverMultistepScheduler(use_flow_sigmas=True).config, "use_flow_sigmas"),
+        (FlowMatchEulerDiscreteScheduler().config, "needs a scheduler with betas"),
+        (DDPMScheduler(num_train_timesteps=1).config, "num_train_timesteps=1"),
+    ],
+    ids=["velocity", "sample", "zero signal", "flow sigmas", "flow matching", "one step"],
+)
+def test_schedulers_of_other_predictions_are_refused(config, match):
+    with pytest.raises(ValueError, match=match):
+        NoiseSchedule.from_config(config)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    ours = schedule()
+    clean, noise = batch()
+    timesteps = torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ValueError, match="noise must be shaped like clean"):
+        add_noise(clean, noise[:, :1], timesteps, ours)
+    with pytest.raises(ValueError, match="timesteps must be one for each of the 4"):
+        add_noise(clean, noise, timesteps[:2], ours)
+    with pytest.raises(ValueError, match="3 channels, or 6"):
+        noise_prediction_losses(torch.randn(4, 4, 8, 8), noise, clean, clean, timesteps, ours)
+
+
+def test_a_model_drops_no_classes_by_itself_inside_and_does_so_again_afterwards():
+    model = tiny_images.dit_transformer(DiTTransformer2DModel).train()
+    embeddings = [block.norm1.emb.class_embedder for block in model.transformer_blocks]
+    before = [embedding.dropout_prob for embedding in embeddings]
+    assert all(probability > 0 for probability in before)
+    labels = torch.arange(64)
+    with pytest.raises(RuntimeError, match="stop"), own_class_dropping_off(model):
+        assert torch.equal(embeddings[1](labels), embeddings[1].embedding_table(labels))
+        raise RuntimeError("stop")
+    assert [embedding.dropout_prob for embedding in embeddings] == before
+    assert model.training

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation and fine-tuning of language models, encoders and vision models."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mhla_hf
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.training import TrainingConfig, TransformersTrainer
+from mhla_hf.training.data.data_order import DataOrder
+from mhla_hf.training.families.transformers_models import TransformersObjective, head_of, matched_states, token_states
+from mhla_hf.training.matching.layers import run
+from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.stages.prediction_losses import divergences, language_losses, relative_errors
+from mhla_hf.training.stages.teachers import compute_with
+from mhla_hf.training.stages.transformers import TransformersDistillation, TransformersFineTuning, next_tokens
+from mhla_hf.training.transformers_loading import find_teacher
+from tests.integrations.transformers.mhla_models import default_options
+from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
+from tests.recovery.sources import model_directory
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+LANGUAGE_MODELS = [name for name, family in FAMILIES.items() if family.generates]
+CASES = [
+    ("llama", "logits"), ("llama", "last_hidden_state"), ("gpt2", "logits"), ("bert", "last_hidden_state"),
+    ("bert", "hidden_states"), ("bert", "pooled"), ("bert", "logits"), ("vit", "last_hidden_state"),
+    ("vit", "hidden_states"), ("vit", "pooled"),
+]  # fmt: skip
+
+
+def options(**changes):
+    base = {"batch_size": 2, "distill_steps": 4, "max_steps": 0, "learning_rate": 1e-3, "progress": False}
+    return TrainingConfig(**{**base, "device": "cpu", **changes})
+
+
+class Source:
+    """Batches of one family, always of the same two samples; texts are padded."""
+
+    fingerprint = "tiny"
+
+    def __init__(self, name, labels=False, padding="right"):
+        self.name, self.labels = name, labels
+        self.padding = None if FAMILIES[name].kind == "vision" else padding
+
+    def __len__(self):
+        return 32
+
+    def batch(self, stage, step, batch_size, rank=0, world_size=1):
+        rows = []
+        for row in range(batch_size):
+            number = (step * world_size + rank) * batch_size + row
+            # The second row has more tokens than the first: which of them a process has matters.
+            made = inputs(self.name, 2, padding=self.padding, seed=number % 2)
+            rows.append({key: value[row % 2] for key, value in made.items()})
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        if self.labels:
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return batch
+
+
+def converted(name, softmax):
+    model = mhla_hf.convert(copy.deepcopy(softmax), {**default_options(name), "feature_map": "hedgehog"})
+    return model
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return output
+
+
+class TestLosses:
+    def test_divergence_is_that_of_softened_distributions(self):
+        generator = torch.Generator().manual_seed(0)
+        student, teacher = (torch.randn(5, 7, generator=generator) for _ in range(2))
+        p, q = (torch.distributions.Categorical(logits=logits / 3) for logits in (teacher, student))
+        expected = 9 * torch.distributions.kl_divergence(p, q)
+        torch.testing.assert_close(divergences(student, teacher, temperature=3.0), expected)
+        assert divergences(teacher.bfloat16(), teacher.bfloat16()).dtype == torch.float32
+        # T^2 keeps gradients of one size: at high temperatures they tend to those of the centred logits' distance.
+        hot = student.clone().requires_grad_()
+        divergences(hot, teacher, temperature=1e3).sum().backward()
+        centred = (student - teacher) - (student - teacher).mean(-1, keepdim=True)
+        torch.testing.assert_close(hot.grad, centred / 7, rtol=1e-2, atol=1e-3)
+
+    def test_relative_errors(self):
+        target = torch.tensor([[3.0, 4.0], [30.0, 40.0]])
+        torch.testing.assert_close(relative_errors(target * 1.1, target), torch.tensor([0.01, 0.01]))
+
+    @pytest.mark.parametrize("temperature", [1.0, 2.0])
+    def test_chunks_change_nothing_and_bound_the_memory(self, temperature):
+        generator = torch.Generator().manual_seed(0)
+        head, teacher_head = (torch.nn.Linear(8, 64) for _ in range(2))
+        states, target = (torch.randn(50, 8, generator=generator) for _ in range(2))
+        labels = torch.randint(64, (50,), generator=generator)
+        results, largest = [], []
+        for chunk in (10**6, 7 * 64):
+            inner = states.clone().requires_grad_()
+            with LargestTensor() as seen:
+                divergence, entropy = language_losses(
+                    inner, head, labels, target_states=target, target_head=teacher_head, temperature=temperature,
+                    chunk_elements=chunk,
+                )  # fmt: skip
+                gradients = torch.autograd.grad(divergence + entropy, [inner, head.weight, head.bias])
+            results.append([divergence, entropy, *gradients])
+            largest.append(seen.numbers)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        assert largest == [50 * 64, 64 * 8]  # Nothing is larger than the head itself.
+        expected = divergences(head(states), teacher_head(target), temperature).sum()
+        torch.testing.assert_close(results[0][0], expected)
+        torch.testing.assert_close(results[0][1], F.cross_entropy(head(states), labels, reduction="sum"))
+
+    def test_nothing_to_predict(self):
+        head = torch.nn.Linear(8, 4)
+        divergence, entropy = language_losses(torch.zeros(0, 8), head, torch.zeros(0, dtype=torch.long))
+        (divergence + entropy).backward()
+        assert divergence == entropy == 0 and head.weight.grad is not None
+
+    @pytest.mark.parametrize("name", LANGUAGE_MODELS)
+    def test_the_head_is_the_models_own(self, name):
+        """Scales, soft caps and biases of logits included."""
+        model = softmax_model(name)
+        batch = inputs(name, padding="right")
+        with torch.no_grad():
+            expected = model(**batch, use_cache=False).logits
+            states = token_states(model, batch)
+            got = head_of(model)(states.flatten(0, 1)).unflatten(0, expected.shape[:2])
+        torch.testing.assert_close(got, expected)
+        assert "forward" not in model.get_decoder().__dict__
+
+    def test_where_tokens_are_predicted(self):
+        tokens = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]])
+        where, labels = next_tokens({"input_ids": tokens, "attention_mask": (tokens > 0).long()})
+        assert where.tolist() == [[True, True, False], [True, True, True]] and labels.tolist() == [6, 7, 6, 7, 8]
+        given = torch.tensor([[5, -100, 7, 0], [5, 6, 7, 8]])
+        where, labels = next_tokens({"input_ids": tokens, "labels": given})
+        assert labels.tolist() == [7, 0, 6, 7, 8]
+
+
+class TestObjective:
+    @pytest.mark.parametrize(
+        ("name", "target"),
+        [
+            ("llama", "logits"),
+            ("bert", "last_hidden_state"),
+            ("vit", "last_hidden_state"),
+            ("clip_text", "last_hidden_state"),
+        ],
+    )
+    def test_what_is_matched_by_default(self, name, target):
+        assert TransformersObjective.of(softmax_model(name)).target == target
+
+    def test_classifiers_match_logits(self):
+        from transformers import BertForSequenceClassification, ViTForImageClassification
+
+        for name, model_class in (("bert", BertForSequenceClassification), ("vit", ViTForImageClassification)):
+            objective = TransformersObjective.of(model_class(FAMILIES[name].config(num_labels=3)))
+            assert (objective.target, objective.predicts_tokens) == ("logits", False)
+
+    def test_models_without_logits_are_named(self):
+        with pytest.raises(ValueError, match="distill_target='logits' needs a model with logits, but ViTModel has no"):
+            TransformersObjective.of(softmax_model("vit"), "logits")
+
+    def test_padding_is_left_out(self):
+        model = softmax_model("bert")
+        batch = inputs("bert", padding="right")
+        count = int(batch["attention_mask"].sum())
+        output = run(model.base_model, {**batch, "output_hidden_states": True})
+        (last,) = matched_states("last_hidden_state", output, batch)
+        every = matched_states("hidden_states", output, batch)
+        assert last.shape == (count, 32) and len(every) == 3 and torch.equal(every[-1], last)
+        (pooled,) = matched_states("pooled", output, batch)
+        first = output.last_hidden_state[0][batch["attention_mask"][0].bool()].mean(0)
+        torch.testing.assert_close(pooled[0], first)
+
+
+class TestStages:
+    @pytest.mark.parametrize(("name", "target"), CASES)
+    def test_distance_of_the_stage(self, name, target):
+        softmax = softmax_model(name)
+        student = converted(name, softmax)
+        source, accelerator = Source(name), Accelerator(cpu=True)
+
+        def loss(model, teacher, **changes):
+            config = options(distill_target=target, distill_temperature=2.0, **changes)
+            objective = TransformersObjective.of(model, target, 2.0)
+            stage = TransformersDistillation(config, model, objective, source, lambda: teacher)
+            names = stage.trainable_names()
+            batch = stage.make_batch(DataOrder(dataset_size=32, batch_size=2, seed=0, stage="distill"), 1, 0)
+            assert batch.indices == (2, 3)
+            found = stage.loss(stage.module(), batch, accelerator)
+            return found, names, batch.inputs
+
+        assert loss(softmax, softmax)[0] < 1e-9
+        apart, names, batch = loss(student, softmax)
+        within, _, _ = loss(student, SharedTeacher(student))
+        torch.testing.assert_close(within, apart, rtol=1e-3, atol=1e-7)
+        # Everything that trains gets a gradient, which other processes wait for.
+        for parameter in student.parameters():
+            parameter.grad = None
+        apart.backward()
+        missing = [key for key, value in student.named_parameters() if key in names and value.grad is None]
+        assert not missing and apart > 0
+        expected = self.expected(student, softmax, target, batch)
+        torch.testing.assert_close(apart, expected, rtol=1e-4, atol=1e-6)
+
+    @staticmethod
+    @torch.no_grad()
+    def expected(student, softmax, target, batch):
+        outputs = [run(model, {**batch, "output_hidden_states": True}) for model in (student, softmax)]
+        mask = batch.get("attention_mask")
+        if target == "logits":
+            mine, theirs = (output.logits for output in outputs)
+            where = mask.bool()
+            if TransformersObjective.of(softmax).predicts_tokens:
+                mine, theirs, where = mine[:, :-1], theirs[:, :-1], where[:, 1:] & where[:, :-1]
+            return divergences(mine[where], theirs[where], 2.0).mean()
+
+        def states(output):
+            last = getattr(output, "last_hidden_state", None)
+            last = output.hidden_states[-1] if last is None else last
+            return [*output.hidden_states[1:-1], last] if target == "hidden_states" else [last]
+
+        losses = []
+        for mine, theirs in zip(states(outputs[0]), states(outputs[1]), strict=True):
+            if target == "pooled":
+                if mask is None:
+                    mine, theirs = (output.pooler_output for output in outputs)
+                else:
+                    weights = mask[..., None].float()
+                    mine, theirs = ((each * weights).sum(1) / weights.sum(1) for each in (mine, theirs))
+            elif mask is not None:
+                mine, theirs = mine[mask.bool()], theirs[mask.bool()]
+            errors = (mine - theirs).square().sum(-1) / theirs.square().sum(-1)
+            losses.append(errors.mean())
+        return torch.stack(losses).mean()
+
+    def test_the_task_of_language_models_is_theirs(self):
+        softmax = softmax_model("llama")
+        student, source, accelerator = converted("llama", softmax), Source("llama"), Accelerator(cpu=True)
+        objective = TransformersObjective.of(student)
+        order = DataOrder(dataset_size=32, batch_size=2, seed=0, stage="distill")
+        tuning = TransformersFineTuning(options(max_steps=1), student, objective, source)
+        batch = tuning.make_batch(order, 0, 0)
+        labels = batch.inputs["input_ids"].masked_fill(batch.inputs["attention_mask"] == 0, -100)
+        own = student(**batch.inputs, labels=labels).loss
+        torch.testing.assert_close(tuning.loss(tuning.module(), batch, accelerator), own, rtol=1e-4, atol=1e-5)
+
+        def distill(share):
+            stage = TransformersDistillation(
+                options(distill_ratio=share), student, objective, source, lambda: SharedTeacher(student)
+            )
+            return stage.loss(stage.module(), batch, accelerator)
+
+        torch.testing.assert_close(distill(0.25), 0.25 * distill(1.0) + 0.75 * own, rtol=1e-4, atol=1e-5)
+
+    def test_the_task_of_encoders_needs_labels(self):
+        softmax = softmax_model("bert")
+        student, accelerator = converted("bert", softmax), Accelerator(cpu=True)
+        objective = TransformersObjective.of(student)
+        with pytest.raises(ValueError, match="max_steps must be 0 for a BertForMaskedLM whose batches have no labels"):
+            TransformersFineTuning(options(max_steps=1), student, objective, Source("bert"))
+        with pytest.raises(ValueError, match="distill_ratio must be 1 for a BertForMaskedLM"):
+            TransformersDistillation(options(distill_ratio=0.5), student, objective, Source("bert"), lambda: None)
+        source = Source("bert", labels=True)
+        stage = TransformersDistillation(
+            options(distill_ratio=0.5), student, objective, source, lambda: SharedTeacher(student)
+        )
+        batch = stage.make_batch(DataOrder(dataset_size=32, batch_size=2, seed=0, stage="distill"), 0, 0)
+        assert stage.loss(stage.module(), batch, accelerator) > 0.4 * student(**batch.inputs).loss
+
+    def test_what_a_target_does_not_reach_stays(self):
+        from transformers import BertModel
+
+        student = mhla_hf.convert(BertModel(FAMILIES["bert"].config()), default_options("bert"))
+        stage = TransformersDistillation(
+            options(), student, TransformersObjective.of(student), Source("bert"), lambda: None
+        )
+        names = stage.trainable_names()
+        assert not [name for name in names if name.startswith("pooler")]
+        assert len(names) == len([name for name, _ in student.named_parameters() if not name.startswith("pooler")])
+
+    def test_shares_of_processes_add_up(self):
+        """Rows of different lengths count by their tokens, whichever process has them."""
+        softmax = softmax_model("llama")
+        student, source = converted("llama", softmax), Source("llama")
+        objective = TransformersObjective.of(student)
+        stage = TransformersDistillation(options(), student, objective, source, lambda: SharedTeacher(student))
+        module = stage.module()
+
+        class Process:
+            num_processes, counts = 2, []
+
+            def autocast(self):
+                return Accelerator(cpu=True).autocast()
+
+            def reduce(self, counts, reduction):
+                assert reduction == "sum"
+                return counts_of_all
+
+        order = {"dataset_size": 32, "seed": 0, "stage": "distill"}
+        whole = stage.make_batch(DataOrder(batch_size=4, **order), 0, 0)
+        counts_of_all = next_tokens(whole.inputs)[0].sum().float()
+        shares = [
+            stage.loss(
+                module, stage.make_batch(DataOrder(batch_size=2, rank=rank, world_size=2, **order), 0, 0), Process()
+            )
+            for rank in range(2)
+        ]
+        expected = stage.loss(module, whole, Accelerator(cpu=True))
+        torch.testing.assert_close(sum(shares) / 2, expected)
+
+
+class TestTrainer:
+    @pytest.mark.parametrize(
+        ("name", "target", "mode"),
+        [("llama", "logits", "full"), ("llama", "logits", "lora"), ("gpt2", "logits", "lora"),
+         ("bert", "last_hidden_state", "full"), ("bert", "pooled", "mhla"), ("vit", "hidden_states", "full"),
+         ("vit", "last_hidden_state", "lora")],
+    )  # fmt: skip
+    def test_interrupted_runs_end_where_uninterrupted_ones_do(self, name, target, mode, tmp_path):
+        softmax = softmax_model(name)
+        student = converted(name, softmax)
+
+        class Interrupted(Exception): ...
+
+        def train(output, stop=None):
+            def callback(stage, step, loss):
+                if (stage, step) == stop:
+                    raise Interrupted
+
+            model = copy.deepcopy(student)
+            config = options(
+                output=output, resume="latest", train=mode, lora_rank=2, distill_steps=6, checkpointing_steps=2,
+                distill_target=target, max_steps=2 if target == "logits" else 0, learning_rate=5e-4,
+            )  # fmt: skip
+            return TransformersTrainer(
+                config, Source(name), model, teacher=SharedTeacher(model), callback=callback
+            ).run()
+
+        whole = train(tmp_path / "whole")
+        assert len(whole.losses["distill"]) == 6 and whole.losses["distill"][-1] < whole.losses["distill"][0]
+        for stop in (("distill", 1), ("distill", 3), ("distill", 6)):
+            with pytest.raises(Interrupted):
+                train(tmp_path / "cut", stop)
+        cut = train(tmp_path / "cut")
+        assert cut.losses == whole.losses and cut.resumed_from.name == "distill-00000004"
+        for key, value in whole.model.state_dict().items():
+            assert torch.equal(value, cut.model.state_dict()[key]), key
+        assert not [key for key in whole.model.state_dict() if "lora" in key or "base_layer" in key]
+        assert (whole.teacher_memory["stored"] == 0) == (mode != "full")
+
+    def test_mistakes_are_named(self):
+        student, source = converted("llama", softmax_model("llama")), Source("llama")
+        for changes, message in (
+            ({"transfer_steps": 1}, "transfer_steps must be 0 for models of transformers"),
+            ({"validation_prompts": ("a",)}, "validation_prompts are not for models of transformers"),
+            ({"flow_shift": 1.0}, "flow_shift is not an option of transformers models"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                TransformersTrainer(options(**changes), source, student)
+        with pytest.raises(ValueError, match="model must be given"):
+            TransformersTrainer(options(), source)
+        with pytest.raises(ValueError, match="distill_steps needs teacher"):
+            TransformersTrainer(options(), source, student).run()
+        for changes, message in (
+            ({"distill_temperature": 0.0}, "distill_temperature must be greater than 0"),
+            ({"distill_target": "attention"}, "distill_target must be one of logits, last_hidden_state"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                options(**changes)
+        with torch.no_grad():
+            student.get_parameter("model.norm.weight").fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match="loss is nan in distill step 1, batch of sample 0, 1"):
+            TransformersTrainer(options(), source, student, teacher=SharedTeacher(student)).run()
+
+
+class TestFiles:
+    def test_a_directory_is_distilled_and_written(self, tmp_path):
+        softmax = model_directory("llama", tmp_path / "softmax")
+        convert_pretrained(softmax, tmp_path / "converted", default_options("llama"), progress=False)
+        config = options(model=tmp_path / "converted", output=tmp_path / "run", distill_steps=3, max_steps=1)
+        source = Source("llama")
+        result = TransformersTrainer(config, source).run()
+        assert result.pipeline == tmp_path / "run" / "model"
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        again = AutoModelForCausalLM.from_pretrained(result.pipeline)
+        AutoTokenizer.from_pretrained(result.pipeline)
+        batch = inputs("llama")
+        with torch.no_grad():
+            torch.testing.assert_close(again(**batch).logits, result.model(**batch).logits)
+        record = json.loads((result.pipeline / "training.json").read_text())
+        assert (
+            record["teacher_memory_bytes"] == result.teacher_memory
+            and record["objective"]["distill_target"] == "logits"
+        )
+        assert find_teacher(tmp_path / "converted") == softmax
+        with pytest.raises(ValueError, match="already holds"):
+            TransformersTrainer(config.replace(distill_steps=4), source).run()
+        # Converted on load, from the ordinary directory: the same run without a record.
+        config = options(model=softmax, mhla=default_options("llama"), distill_steps=3, max_steps=1)
+        fresh = TransformersTrainer(config, source).run()
+        assert fresh.losses == result.losses and fresh.teacher_memory == result.teacher_memory
+        (tmp_path / "converted").rename(tmp_path / "elsewhere")
+        softmax.rename(tmp_path / "gone")
+        with pytest.raises(ValueError, match="teacher must be given: softmax, which the model comes from, is"):
+            TransformersTrainer(options(model=tmp_path / "elsewhere"), source)
+        with pytest.raises(ValueError, match="is an ordinary model; say how to convert it"):
+            TransformersTrainer(options(model=tmp_path / "gone"), source)
+        with pytest.raises(ValueError, match="is MHLA itself"):
+            find_teacher(tmp_path / "elsewhere", str(tmp_path / "elsewhere"))
+
+
+def test_functions_of_the_teacher_are_computed_with_its_weights():
+    softmax = softmax_model("llama")
+    student = converted("llama", softmax)
+    teacher = SharedTeacher(student)
+    teacher.keep()
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.05)
+        batch = inputs("llama")
+        expected = token_states(softmax, batch)
+    for each in (teacher, softmax):
+        got = compute_with(each, lambda model: token_states(model, batch))
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+        assert not got.requires_grad

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The moving average of the weights: its values, in checkpoints, in validation samples and in what a run exports."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mhla_hf.training import DiffusionTrainer, TrainingConfig
+from mhla_hf.training.averaging import WeightAverage
+from mhla_hf.training.checkpoints import list_checkpoints
+
+from .. import tiny
+from .cases import CASES
+from .training_process import make_trainer
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+EMA = {"ema_decay": 0.9, "ema_inv_gamma": 2.0, "ema_power": 0.75}
+
+
+def test_the_average_is_what_the_formula_says():
+    model = torch.nn.Linear(3, 2)
+    average = WeightAverage(model, ["weight"], TrainingConfig(**EMA))
+    expected = model.weight.detach().clone()
+    for step in range(5):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        average.step()
+        decay = min(0.9, 1 - (1 + step / 2.0) ** -0.75) if step else 0.0
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+    with average.applied():
+        torch.testing.assert_close(model.weight.detach(), expected)
+    assert not torch.allclose(model.weight, expected)
+
+
+def same(first, second):
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_interrupted_runs_keep_the_same_average(train, tmp_path):
+    if train == "lora":
+        options = {**EMA, "train": train, "lora_rank": 2}
+    else:
+        options = {**EMA, "train": train}
+    whole = make_trainer(tmp_path / "whole", **options).run()
+
+    def crash(stage, step, loss):
+        if (stage, step) == ("finetune", 5):
+            raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError, match="crash"):
+        make_trainer(tmp_path / "cut", crash, **options).run()
+    cut = make_trainer(tmp_path / "cut", **options).run()
+    assert cut.resumed_from.name == "finetune-00000004" and cut.losses == whole.losses
+    assert same(whole.model.state_dict(), cut.model.state_dict())
+    # A finished run gives its average again, and steps added to it go on from the weights themselves.
+    again = make_trainer(tmp_path / "cut", **options).run()
+    assert same(whole.model.state_dict(), again.model.state_dict())
+    longer, longer_whole = (
+        make_trainer(tmp_path / name, **options, max_steps=8).run() for name in ("cut", "never interrupted")
+    )
+    assert longer.losses == longer_whole.losses
+    assert same(longer_whole.model.state_dict(), longer.model.state_dict())
+    # The average changes nothing of the training itself.
+    plain = make_trainer(tmp_path / "plain", train=train, lora_rank=options.get("lora_rank", 32)).run()
+    assert plain.losses == whole.losses
+    assert not same(whole.model.state_dict(), plain.model.state_dict())
+
+
+def test_files_of_checkpoints(tmp_path, caplog):
+    result = make_trainer(tmp_path, train="full", **EMA).run()
+    newest = list_checkpoints(tmp_path / "checkpoints")[-1]
+    averages, weights = (load_file(newest / f"{name}.safetensors") for name in ("ema", "model"))
+    assert same(averages, result.model.state_dict()) and not same(averages, weights)
+    # The matching stage before has none: its weights are not what the run ends with.
+    make_trainer(tmp_path / "matching", max_steps=1, **EMA).run()
+    assert not list((tmp_path / "matching" / "checkpoints").glob("transfer-*/ema.safetensors"))
+    # Without the option the weights are the result; with it again, the average begins where the weights are.
+    plain = make_trainer(tmp_path, train="full").run()
+    assert same(weights, plain.model.state_dict()) and "ema_decay" in caplog.text
+    file = newest / "ema.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="ema.safetensors is not what was written; --resume previous goes on from"):
+        make_trainer(tmp_path, train="full", **EMA).run()
+    file.unlink()
+    with pytest.raises(ValueError, match="is damaged: it lacks ema.safetensors; --resume previous"):
+        make_trainer(tmp_path, train="full", **EMA).run()
+
+
+def test_a_run_that_turns_it_on_later_starts_from_the_weights(tmp_path, caplog):
+    make_trainer(tmp_path, train="full", max_steps=2).run()
+    result = make_trainer(tmp_path, train="full", max_steps=4, **EMA).run()
+    assert "finetune-00000002 holds no average of the weights (ema_decay): it starts there" in caplog.text
+    assert len(result.losses["finetune"]) == 4
+
+
+def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
+    from mhla_hf.training.families import validation
+
+    case = CASES["wan"]
+    teacher = case.make_teacher()
+    student = case.student(teacher)
+    source = tmp_path / "source"
+    pipeline = tiny.wan_pipeline(num_layers=3)
+    pipeline.transformer = student
+    pipeline.save_pretrained(source)
+    from mhla_hf.training import CacheConfig
+    from mhla_hf.training.data.cache_step import make_cache
+    from mhla_hf.training.data.samples import DataSample
+    from mhla_hf.training.runtime import make_accelerator
+
+    config = TrainingConfig(
+        model=str(source), output=str(tmp_path / "run"), train="full", max_steps=3, learning_rate=1e-2,
+        validation_prompts="a", validation_steps=2, validation_inference_steps=1, validation_guidance=1.0,
+        progress=False, device="cpu", **EMA,
+    )  # fmt: skip
+    cache = CacheConfig(data="digits", height=16, width=16, num_frames=5, max_sequence_length=8, num_samples=2)
+    video = torch.zeros(3, 5, 16, 16)
+
+    def digits(config):
+        return [DataSample(f"{number}", "a", lambda: video) for number in range(2)]
+
+    accelerator = make_accelerator(config)
+    make_cache(config, cache, accelerator, digits)
+    seen = {}
+
+    def write(self, transformer, folder, step):
+        seen[step] = {name: value.clone() for name, value in transformer.state_dict().items()}
+        return [], video[None, :, 0].permute(0, 2, 3, 1).numpy()
+
+    monkeypatch.setattr(validation.WanValidator, "write", write)
+    result = DiffusionTrainer(config, accelerator=accelerator).run()
+    exported = load_file(result.pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert sorted(seen) == [2, 3] and same(exported, seen[3]) and not same(exported, seen[2])
+    weights = load_file(list_checkpoints(tmp_path / "run" / "checkpoints")[-1] / "model.safetensors")
+    assert not same(weights, exported)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ema_decay": 1.0}, "ema_decay must be less than 1, got 1.0"),
+        ({"ema_power": 0.7}, "ema_power needs ema_decay"),
+        ({"ema_decay": 0.9, "ema_inv_gamma": 2.0}, "ema_inv_gamma needs ema_power"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(**options)
+
+
+def test_a_sharded_model_has_a_sharded_average():
+    import torch.distributed as distributed
+    from torch.distributed.fsdp import fully_shard
+
+    plain = torch.nn.Linear(3, 2)
+    model = copy.deepcopy(plain)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        averages = [WeightAverage(each, ["weight", "bias"], TrainingConfig(**EMA)) for each in (plain, model)]
+        for _ in range(3):
+            for each, average in zip((plain, model), averages):
+                with torch.no_grad():
+                    each.weight.mul_(1.5)
+                average.step()
+        assert all(hasattr(value, "full_tensor") for value in averages[1].ema.shadow_params)
+        (mine, steps), (theirs, _) = averages[1].collect(), averages[0].collect()
+        assert steps == 3 and same(mine, theirs)
+        with averages[1].applied():
+            assert torch.equal(model.weight.full_tensor(), theirs["weight"])
+        assert torch.equal(model.weight.full_tensor(), plain.weight)
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss or gradient that is no number: the run says which step, which samples, and where to go on."""
+
+import math
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mhla_hf.training.checkpoints import Position, last_good_checkpoint, list_checkpoints
+from mhla_hf.training.data.batches import DataOrder
+from mhla_hf.training.data.cache import LatentDataset, write_tensors
+from mhla_hf.training.data.fingerprints import file_fingerprint
+from mhla_hf.utils.files import write_json
+
+from .training_process import make_trainer
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+ORDER = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
+
+
+def samples_of(step):
+    return [ORDER.dataset_index(number) for number in ORDER.sample_numbers(step)]
+
+
+class Poisoned:
+    """Samples of which one is NaN from the time that it is told so."""
+
+    def __init__(self, samples):
+        self.samples, self.bad = samples, None
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        sample = self.samples[index]
+        return {**sample, "latents": sample["latents"] * (math.nan if index == self.bad else 1)}
+
+
+def poisoned_run(output, step, **options):
+    """A run in whose given step a sample is NaN."""
+    trainer = make_trainer(output, **options)
+    trainer.dataset = Poisoned(trainer.dataset)
+
+    def poison(stage, done, loss):
+        if (stage, done) == ("finetune", step - 1):
+            trainer.dataset.bad = samples_of(step - 1)[1]
+
+    trainer.callback = poison
+    return trainer
+
+
+def test_step_samples_and_the_last_good_checkpoint_are_named(tmp_path):
+    trainer = poisoned_run(tmp_path, 5)
+    with pytest.raises(FloatingPointError) as error:
+        trainer.run()
+    first, second = samples_of(4)
+    assert str(error.value) == (
+        f"the loss is nan in finetune step 5, batch of sample {first}, {second} of the data set; --resume "
+        "finetune-00000004 goes on from the last good checkpoint; lower the learning rate if the samples are sound"
+    )
+    # The step was not taken, and the run goes on from there as it would have.
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    whole = make_trainer(tmp_path / "whole").run()
+    assert make_trainer(tmp_path, resume="finetune-00000004").run().losses == whole.losses
+
+
+def test_only_the_micro_batch_is_named_that_holds_it(tmp_path):
+    order = DataOrder(dataset_size=5, batch_size=1, accumulation_steps=2, seed=0, stage="finetune")
+    trainer = make_trainer(
+        tmp_path, batch_size=1, gradient_accumulation_steps=2, transfer_steps=0, checkpointing_steps=0
+    )
+    trainer.dataset = Poisoned(trainer.dataset)
+    trainer.dataset.bad = bad = order.dataset_index(order.sample_numbers(0, 1)[0])
+    with pytest.raises(FloatingPointError, match=f"step 1, batch of sample {bad} of the data set") as error:
+        trainer.run()
+    assert "there is no good checkpoint to go back to" in str(error.value)
+
+
+def test_a_gradient_that_is_no_number(tmp_path):
+    trainer = make_trainer(tmp_path, transfer_steps=0, max_grad_norm=0.0)
+
+    def break_gradient(stage, step, loss):
+        if step == 3:
+            parameter = next(p for p in trainer.model.parameters() if p.requires_grad)
+            parameter.register_hook(lambda gradient: gradient * math.inf)
+
+    trainer.callback = break_gradient
+    first, second = samples_of(3)
+    with pytest.raises(FloatingPointError, match=rf"gradient is (nan|inf) in finetune step 4.* {first}, {second} of"):
+        trainer.run()
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["finetune-00000002"]
+
+
+def test_without_output_there_is_nothing_to_go_back_to(tmp_path):
+    trainer = make_trainer(tmp_path, transfer_steps=0)
+    trainer.config, trainer.output = trainer.config.replace(output=None, resume=None), None
+    trainer.dataset = [{**sample, "latents": sample["latents"] * math.nan} for sample in trainer.dataset]
+    with pytest.raises(FloatingPointError, match="nothing was saved, for there is no output"):
+        trainer.run()
+
+
+def test_a_checkpoint_with_weights_that_are_no_numbers_is_not_good(tmp_path):
+    make_trainer(tmp_path, checkpoints_total_limit=None).run()
+    newest = list_checkpoints(tmp_path / "checkpoints")[-1]
+    weights = load_file(newest / "model.safetensors")
+    name = min(weights)
+    save_file({**weights, name: weights[name] * math.inf}, newest / "model.safetensors")
+    state = newest / "state.json"
+    old = file_fingerprint(newest / "model.safetensors")
+    state.write_text(re.sub(r'("model.safetensors": )"[^"]*"', rf'\1"{old}"', state.read_text()))
+    directory = tmp_path / "checkpoints"
+    assert last_good_checkpoint(directory, Position.of("finetune", 7)).name == "finetune-00000004"
+    assert last_good_checkpoint(directory, Position.of("finetune", 4)).name == "finetune-00000002"
+    assert last_good_checkpoint(directory, Position.of("transfer", 1)) is None
+
+
+def test_samples_of_a_cache_have_names(tmp_path):
+    from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION
+
+    (tmp_path / "samples").mkdir()
+    names = ["000000.safetensors", "000002.safetensors"]
+    for number, name in enumerate(names):
+        metadata = {"key": "0", "source": f"cat {number}.png:10:20"} if number else None
+        write_tensors(tmp_path / "samples" / name, {"latents": torch.ones(4, 2, 2)}, torch.float32, metadata)
+    write_tensors(tmp_path / NULL_CONDITION, {"class_label": torch.tensor(1)}, torch.float32)
+    manifest = {"format_version": FORMAT_VERSION, "settings": {}, "complete": True}
+    write_json(tmp_path / MANIFEST, {**manifest, "samples": names, "latent_shape": [4, 2, 2]})
+    dataset = LatentDataset(tmp_path)
+    assert dataset.sample_name(1) == "1 (000002.safetensors from 'cat 1.png:10:20')"
+    assert dataset.sample_name(0) == "0 (000000.safetensors)"

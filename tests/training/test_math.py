@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flow matching, data order, options and learning rates: pure functions."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from mhla_hf.recovery import attention_matching_loss
+from mhla_hf.training import TrainingConfig, WanObjective, sample_sigmas
+from mhla_hf.training.config import CacheConfig
+from mhla_hf.training.data.batches import DataOrder, make_batch
+from mhla_hf.training.evaluation import EvaluationResult, evaluation_batches
+from mhla_hf.training.optimization import learning_rate_factor
+from mhla_hf.training.stages.flow_matching import (
+    add_noise,
+    flow_matching_loss,
+    flow_matching_losses,
+    flow_matching_target,
+    shift_sigmas,
+    sigmas_from_uniform,
+    timesteps_from_sigmas,
+    unshift_sigmas,
+)
+
+
+def samples(count: int = 7, channels: int = 2) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "latents": torch.randn(channels, 2, 4, 4, generator=generator),
+            "prompt_embeds": torch.randn(3, 5, generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def test_noise_joins_data_and_noise_by_a_straight_line():
+    latents, noise = torch.randn(2, 3, 2, 4, 4), torch.randn(2, 3, 2, 4, 4)
+    assert torch.equal(add_noise(latents, noise, torch.tensor([0.0, 1.0]))[0], latents[0])
+    assert torch.equal(add_noise(latents, noise, torch.tensor([0.0, 1.0]))[1], noise[1])
+    step = 1e-3
+    sigmas = torch.tensor([0.3, 0.6], dtype=torch.float64)
+    latents, noise = latents.double(), noise.double()
+    derivative = (add_noise(latents, noise, sigmas + step) - add_noise(latents, noise, sigmas)) / step
+    assert torch.allclose(derivative, flow_matching_target(latents, noise), atol=1e-6)
+
+
+def test_the_exact_direction_has_no_loss():
+    latents, noise = torch.randn(2, 3, 2, 4, 4), torch.randn(2, 3, 2, 4, 4)
+    assert flow_matching_loss(noise - latents, latents, noise) == 0
+    prediction = torch.randn_like(latents)
+    losses = flow_matching_losses(prediction, latents, noise)
+    assert losses.shape == (2,)
+    assert torch.allclose(losses.mean(), flow_matching_loss(prediction, latents, noise))
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 5.0])
+def test_shift_is_that_of_the_schedulers_and_invertible(shift):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=shift)
+    plain = torch.arange(1000, 0, -1) / 1000
+    assert torch.allclose(shift_sigmas(plain, shift), scheduler.sigmas[:1000], atol=1e-6)
+    assert torch.allclose(unshift_sigmas(shift_sigmas(plain, shift), shift), plain, atol=1e-6)
+    assert torch.equal(timesteps_from_sigmas(torch.tensor([0.25])), torch.tensor([250.0]))
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_sigmas_are_logit_normal(shift):
+    generator = torch.Generator().manual_seed(0)
+    sigmas = sample_sigmas(20000, generator=generator, logit_mean=0.4, logit_std=0.8, flow_shift=shift)
+    logits = torch.logit(unshift_sigmas(sigmas.double(), shift))
+    assert logits.mean().item() == pytest.approx(0.4, abs=0.02)
+    assert logits.std().item() == pytest.approx(0.8, abs=0.02)
+
+
+def test_sigmas_can_be_confined_to_a_range():
+    uniform = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    everywhere = sigmas_from_uniform(uniform, flow_shift=5.0)
+    above = sigmas_from_uniform(uniform, flow_shift=5.0, sigma_range=(0.9, 1.0))
+    assert above.min() >= 0.9 and above.max() <= 1.0
+    # Conditioning leaves the distribution within the range as it was.
+    inside = everywhere[everywhere >= 0.9]
+    assert above.median().item() == pytest.approx(inside.median().item(), abs=2e-3)
+    with pytest.raises(ValueError, match="sigma_range"):
+        sigmas_from_uniform(uniform, sigma_range=(0.5, 0.5))
+
+
+def test_wrong_shapes_are_named():
+    with pytest.raises(ValueError, match="noise"):
+        add_noise(torch.zeros(1, 2, 1, 2, 2), torch.zeros(1, 2, 1, 2, 3), torch.zeros(1))
+    with pytest.raises(ValueError, match="sigmas"):
+        add_noise(torch.zeros(2, 2, 1, 2, 2), torch.zeros(2, 2, 1, 2, 2), torch.zeros(1))
+
+
+def test_every_epoch_sees_every_sample_once():
+    order = DataOrder(dataset_size=7, batch_size=2, seed=3, stage="finetune")
+    numbers = [number for step in range(14) for number in order.sample_numbers(step)]
+    assert numbers == list(range(28))
+    epochs = [[order.dataset_index(number) for number in numbers[first : first + 7]] for first in range(0, 28, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_batches_do_not_depend_on_how_they_are_shared_out():
+    data, objective = samples(), WanObjective(flow_shift=3.0)
+    dropping = {"condition_dropout": 0.5, "null_condition": {"prompt_embeds": torch.zeros(3, 5)}}
+    shared = {"dataset_size": 7, "seed": 0, "stage": "finetune"}
+    whole = make_batch(data, DataOrder(batch_size=8, **shared), 2, 0, objective, **dropping)
+    parts = [
+        make_batch(
+            data,
+            DataOrder(batch_size=2, accumulation_steps=2, world_size=2, rank=rank, **shared),
+            2,
+            micro_step,
+            objective,
+            **dropping,
+        )
+        for micro_step in range(2)
+        for rank in range(2)
+    ]
+    for name in ("latents", "noise", "levels"):
+        assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts])), name
+    prompts = [part.condition["prompt_embeds"] for part in parts]
+    assert torch.equal(whole.condition["prompt_embeds"], torch.cat(prompts))
+
+
+def test_batches_ignore_the_global_random_state_and_follow_the_seed():
+    data, order = samples(), DataOrder(dataset_size=7, batch_size=2, seed=0, stage="finetune")
+    torch.manual_seed(1)
+    first = make_batch(data, order, 5, 0, WanObjective())
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    again = make_batch(data, order, 5, 0, WanObjective())
+    assert torch.equal(first.noise, again.noise) and torch.equal(first.levels, again.levels)
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    other = DataOrder(dataset_size=7, batch_size=2, seed=0, stage="transfer")
+    assert not torch.equal(first.noise, make_batch(data, other, 5, 0, WanObjective()).noise)
+
+
+def test_dropped_captions_become_the_empty_one():
+    data, null = samples(), {"prompt_embeds": torch.full((3, 5), 9.0)}
+    order = DataOrder(dataset_size=7, batch_size=200, seed=0, stage="finetune")
+    batch = make_batch(data, order, 0, 0, WanObjective(), 0.25, null)
+    share = (batch.condition["prompt_embeds"] == 9).all(dim=(1, 2)).float().mean().item()
+    assert share == pytest.approx(0.25, abs=0.1)
+    with pytest.raises(ValueError, match="null_condition"):
+        make_batch(data, order, 0, 0, WanObjective(), 0.25)
+
+
+def test_samples_of_different_sizes_are_refused():
+    data = [*samples(1), *samples(1, channels=3)]
+    with pytest.raises(ValueError, match="latents"):
+        make_batch(data, DataOrder(dataset_size=2, batch_size=2, seed=0, stage="finetune"), 0, 0, WanObjective())
+
+
+def test_evaluation_draws_are_stratified_and_fixed():
+    batches = evaluation_batches(samples(), WanObjective(), batch_size=4, draws_per_sample=3, seed=1)
+    sigmas = torch.cat([batch.levels for batch in batches]).double()
+    assert len(sigmas) == 21
+    quantiles = torch.special.ndtr(torch.logit(sigmas)).sort().values
+    assert ((quantiles * 21).floor() == torch.arange(21)).all()
+    again = evaluation_batches(samples(), WanObjective(), batch_size=21, draws_per_sample=3, seed=1)
+    assert torch.equal(again[0].levels.double(), sigmas)
+    with pytest.raises(ValueError, match="empty"):
+        evaluation_batches([], WanObjective())
+
+
+def test_paired_difference_of_results():
+    base = EvaluationResult((1.0, 2.0, 3.0), (0.1, 0.2, 0.3))
+    mean, error = EvaluationResult((1.1, 2.1, 3.1), (0.1, 0.2, 0.3)).difference(base)
+    assert (mean, error) == (pytest.approx(0.1), pytest.approx(0, abs=1e-8))
+    with pytest.raises(ValueError, match="draws"):
+        base.difference(EvaluationResult((1.0,), (0.1,)))
+
+
+def test_matching_loss_is_relative_to_the_variance():
+    target = torch.randn(2, 6, 4)
+    assert attention_matching_loss(target, target) == 0
+    mean = target.mean().expand_as(target)
+    assert attention_matching_loss(mean, target).item() == pytest.approx(1, abs=1e-5)
+    other = torch.randn_like(target)
+    small = attention_matching_loss(1e-3 * other, 1e-3 * target)
+    assert small.item() == pytest.approx(attention_matching_loss(other, target).item(), rel=1e-4)
+
+
+def test_learning_rate_schedules():
+    def factors(schedule):
+        return [learning_rate_factor(step, schedule=schedule, warmup_steps=4, total_steps=12) for step in range(12)]
+
+    assert factors("constant") == [0.25, 0.5, 0.75] + [1.0] * 9
+    assert factors("linear")[4] == 1 and factors("linear")[8] == 0.5
+    assert factors("cosine")[8] == pytest.approx(0.5)
+    assert learning_rate_factor(20, schedule="cosine", warmup_steps=4, total_steps=12) == pytest.approx(0)
+    with pytest.raises(ValueError, match="constant, linear, cosine"):
+        learning_rate_factor(0, schedule="steps", warmup_steps=0, total_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": "some"}, "train must be one of mhla, lora, full"),
+        ({"lr_schedule": "steps"}, "lr_schedule must be one of constant, linear, cosine"),
+        ({"learning_rate": 0.0}, "learning_rate must be greater than 0"),
+        ({"learning_rate": math.nan}, "learning_rate must be a finite number"),
+        ({"adam_beta2": 1.0}, "adam_beta2 must be less than 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"batch_size": 1.5}, "batch_size must be a whole number"),
+        ({"batch_size": None}, "batch_size must be given"),
+        ({"condition_dropout": 1.5}, "condition_dropout must be at most 1"),
+        ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false"),
+        ({"max_steps": 0}, "nothing to train"),
+        ({"mhla": "none", "train": "mhla"}, "mhla='none' converts nothing"),
+        ({"mhla": "none", "transfer_steps": 3}, "transfer_steps needs MHLA layers"),
+        ({"transfer_cache": "disk", "transfer_steps": 3}, "transfer_cache='disk' needs output"),
+        ({"transfer_cache": "ram"}, "transfer_cache must be one of auto, memory, disk, none"),
+        ({"mhla": "{"}, "mhla is not valid JSON"),
+        ({"mhla": "there-is-no-such-file"}, "mhla must be a JSON object"),
+        ({"mhla": 3}, "mhla must be JSON"),
+        ({"resume": "latest"}, "resume needs output"),
+        ({"validation_prompts": (3,)}, "validation_prompts must be texts"),
+        ({"report_to": "paper"}, "report_to must be one of none, tensorboard, wandb"),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else next(iter(value)),
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(**options)
+
+
+def test_options_survive_json(tmp_path):
+    path = tmp_path / "mhla.json"
+    path.write_text('{"blocks": [1, 2, 2]}')
+    config = TrainingConfig(mhla=str(path), validation_prompts="a three", output=tmp_path, transfer_steps=2)
+    assert config.mhla == {"blocks": [1, 2, 2]} and config.validation_prompts == ("a three",)
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert TrainingConfig.from_dict(stored) == config
+    assert config.replace(seed=4).seed == 4
+    with pytest.raises(ValueError, match="unknown option stepz"):
+        TrainingConfig.from_dict({"stepz": 1})
+
+
+def test_bad_cache_options_are_named():
+    with pytest.raises(ValueError, match="cache_dtype must be one of"):
+        CacheConfig(cache_dtype="int8")
+    with pytest.raises(ValueError, match="must be the same for data='digits', got 32, 64"):
+        CacheConfig(data="digits", height=32, width=64)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged JSON of pipelines and of records, as training, the demo and benchmarks read it."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from mhla_hf.benchmarks.quality_dit import SETTINGS
+from mhla_hf.benchmarks.quality_dit.runner import measure_quality
+from mhla_hf.cli.main import app
+from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
+from mhla_hf.demo.config import DemoConfig, base_pipeline_directory
+from mhla_hf.demo.data import encode_digits
+from mhla_hf.demo.runner import Demo, token_grid
+from mhla_hf.training import TrainingConfig
+from mhla_hf.training.data.class_labels import pipeline_labels
+from mhla_hf.training.families.sizes import PipelineSizes
+from mhla_hf.training.loading import check_run
+from mhla_hf.training.metrics import MetricsFile, read_metrics
+
+from .. import tiny, tiny_images
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory):
+    """Files of tiny pipelines, by family: names with their texts."""
+    found = {}
+    for family, pipeline in (("wan", tiny.wan_pipeline()), ("dit", tiny_images.dit_pipeline())):
+        directory = tmp_path_factory.mktemp(family)
+        pipeline.save_pretrained(directory)
+        found[family] = {
+            path.relative_to(directory): path.read_text()
+            for path in directory.rglob("*.json")
+            if not path.name.endswith(".index.json")
+        }
+    return found
+
+
+@pytest.fixture
+def directory(pipelines, tmp_path):
+    """Makes a pipeline directory without weights, with one field changed."""
+
+    def make(family, name, changes):
+        for path, text in pipelines[family].items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        stored = tmp_path / name
+        content = changes if isinstance(changes, str) else json.dumps({**json.loads(stored.read_text()), **changes})
+        stored.write_text(content)
+        return tmp_path
+
+    return make
+
+
+def check(directory):
+    """What the command checks before it loads anything."""
+    check_run(directory, TrainingConfig(model=str(directory), output="x", mhla="none"))
+    if PipelineSizes.of_pipeline(directory).num_classes:
+        pipeline_labels(directory)
+
+
+INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
+VAE, MODEL = "vae/config.json", "transformer/config.json"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "changes", "message"),
+    [
+        ("dit", INDEX, {"id2label": ["cat"]}, "'id2label' must be an object or null, and is a list"),
+        ("dit", INDEX, {"id2label": {"x": "cat"}}, "'id2label' must map numbers of classes to their names"),
+        ("dit", INDEX, {"id2label": {"1": 5}}, "'id2label' must map numbers of classes to their names"),
+        ("dit", INDEX, {"id2label": {"9" * 5000: "cat"}}, "'id2label' must map numbers of classes to their names"),
+        ("dit", INDEX, "[]", "is not a JSON object but a list"),
+        ("dit", INDEX, {"x": [[]], "_class_name": 3}, "'_class_name' must be a string, and is an integer"),
+        ("wan", INDEX, {"boundary_ratio": "half"}, "'boundary_ratio' must be a number or null, and is a string"),
+        ("wan", INDEX, {"boundary_ratio": float("nan")}, "'boundary_ratio' must be from 0 to 1, and is nan"),
+        ("wan", SCHEDULER, {"flow_shift": float("inf")}, "'flow_shift' must be from 0 to 1,000,000"),
+        ("wan", SCHEDULER, {"flow_shift": "3"}, "'flow_shift' must be a number or null, and is a string"),
+        ("wan", SCHEDULER, {"prediction_type": None}, "'prediction_type' must be a string, and is null"),
+        ("dit", SCHEDULER, {"num_train_timesteps": 10**9}, "'num_train_timesteps' must be from 1 to 100,000"),
+        ("dit", SCHEDULER, {"beta_start": 10**30}, "'beta_start' must be from 0 to 1,000,000"),
+        ("dit", SCHEDULER, {"trained_betas": [[0.1]]}, "'trained_betas' must be from 0"),
+        ("dit", SCHEDULER, {"beta_schedule": "x" * 5000}, "of the scheduler is not known"),
+        ("dit", SCHEDULER, "{" * 5000, "is not valid JSON"),
+        ("dit", VAE, {"block_out_channels": 4}, "'block_out_channels' must be a list of 1 to 12 numbers"),
+        ("dit", VAE, {"block_out_channels": [4] * 100_000}, "'block_out_channels' must be a list of 1 to 12 numbers"),
+        ("dit", VAE, "null", "is not a JSON object but null"),
+        ("wan", VAE, {"scale_factor_spatial": 0}, "'scale_factor_spatial' must be an integer from 1 to 4,096, got 0"),
+        ("wan", VAE, {"scale_factor_temporal": "4"}, "'scale_factor_temporal' must be an integer from 1 to 4,096"),
+        ("wan", MODEL, {"patch_size": 2}, "'patch_size' must be three integers"),
+        ("wan", MODEL, {"patch_size": [1, 0, 2]}, "'patch_size' must be an integer from 1"),
+        ("wan", MODEL, {"in_channels": "16"}, "'in_channels' must be an integer, and is a string"),
+        ("dit", MODEL, {"patch_size": [2]}, "'patch_size' must be an integer from 1"),
+        ("dit", MODEL, {"sample_size": None}, "'sample_size' must be an integer from 1"),
+        ("dit", MODEL, {"num_embeds_ada_norm": -1}, "'num_embeds_ada_norm' must be an integer from 1"),
+        ("dit", MODEL, {"in_channels": {}}, "'in_channels' must be an integer, and is an object"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_pipelines(directory, family, name, changes, message):
+    path = directory(family, name, changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        check(path)
+    assert len(str(caught.value)) < 400 + len(str(path))
+    if "of the scheduler" not in message:
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["wan", "dit"])
+def test_good_pipelines_pass(directory, family):
+    check(directory(family, INDEX, {}))
+
+
+@pytest.mark.parametrize("name", [INDEX, SCHEDULER, VAE])
+def test_what_is_no_file_is_not_waited_for(directory, name):
+    path = directory("dit", INDEX, {})
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(ValueError, match="is not a regular file"):
+        check(path)
+
+
+def test_a_command_says_it_in_one_line(directory, tmp_path):
+    path = directory("dit", SCHEDULER, {"prediction_type": "\x1b[31m" + "x" * 100_000})
+    arguments = ["train", "dit", "--model", path, "--output", tmp_path / "run", "--data", "digits", "--mhla", "none"]
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 1 and len(result.output) < 1000
+    assert "\x1b" not in result.output and "must be 'epsilon'" in result.output
+
+
+class TestMetrics:
+    ROW = '{"stage": "finetune", "step": 1, "loss": 1.0}\n'
+
+    @pytest.mark.parametrize("end", ["", '{"stage": "fin', '{"stage": "finetune", "step": 2', "\0" * 100])
+    def test_a_half_written_end_is_dropped(self, end, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(self.ROW + end)
+        assert [row["step"] for row in read_metrics(path)] == [1]
+        metrics = MetricsFile(path, None)
+        metrics.close()
+        assert read_metrics(path) == []
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("[1]", "is not a JSON object but a list"),
+            ('{"step": 1}', "has no field 'stage'"),
+            ('{"stage": "finetune", "step": "1"}', "'step' must be an integer"),
+            ('{"stage": "other", "step": 1}', "'stage' must be one of transfer, distill, finetune"),
+            ("[" * 5000, "nested too deeply"),
+            ('{"stage": "fine', "is not valid JSON"),
+        ],
+    )
+    def test_other_damage_is_named(self, line, message, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(self.ROW + line + "\n" + self.ROW)
+        with pytest.raises(ValueError, match=rf"line 2 of .*metrics\.jsonl.*{message}"):
+            read_metrics(path)
+        path.write_bytes(self.ROW.encode() + b"\xff\n")
+        with pytest.raises(ValueError, match="line 2 of .* is not UTF-8 text"):
+            read_metrics(path)
+
+
+class TestRecords:
+    @pytest.mark.parametrize("content", ["", "[]", "{", '{"a": ' * 500])
+    def test_options_of_the_demo(self, content, tmp_path):
+        (tmp_path / "work").mkdir()
+        (tmp_path / "work" / "options.json").write_text(content)
+        with pytest.raises(ValueError, match=r"the demo's options \(--no-resume starts again\): .*options\.json"):
+            Demo(DemoConfig(output=tmp_path))
+
+    def test_records_of_the_demo(self, tmp_path):
+        demo = Demo(DemoConfig(output=tmp_path, progress=False))
+        (demo.work / "seconds.json").write_text('{"seconds": "long"}')
+        with pytest.raises(ValueError, match=r"to repeat this part\): .*seconds\.json: 'seconds' must be a number"):
+            demo._total_seconds(1.0)
+        folder = demo.work / "mhla" / "work"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("[1]")
+        with pytest.raises(ValueError, match=r"run\.json is not a JSON object but a list"):
+            demo._variant("mhla", base_pipeline_directory(), None, None)
+
+    def test_tensors_of_the_demo_and_the_benchmark(self, tmp_path):
+        damaged = {"empty": b"", "text": b"no tensors", "long header": b"\xff" * 100}
+        for content in damaged.values():
+            path = tmp_path / "data.safetensors"
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match=r"data\.safetensors cannot be read \(.*\); remove it to encode"):
+                encode_digits(None, path, "train", 1, seed=0, on_encoded=lambda count: None)
+        save_file({"latents": torch.zeros(1)}, path)
+        with pytest.raises(ValueError, match="has no tensor prompt_embeds, null_prompt_embeds; remove it"):
+            encode_digits(None, path, "train", 1, seed=0, on_encoded=lambda count: None)
+        save_checkpoint(tmp_path / "checkpoint", 3, {"weight": torch.zeros(2)}, {"optimizer": 1})
+        for name in ("weights.safetensors", "state.pt"):
+            (tmp_path / "checkpoint" / name).write_bytes(b"damaged")
+            with pytest.raises(ValueError, match=f"{name} cannot be read .*remove .*checkpoint to start again"):
+                load_checkpoint(tmp_path / "checkpoint")
+        (tmp_path / "work").mkdir()
+        save_file({"weight": torch.zeros(1)}, tmp_path / "work" / "classifier.safetensors")
+        with pytest.raises(ValueError, match=r"classifier\.safetensors holds another classifier; remove it to train"):
+            measure_quality(SETTINGS["smoke"], tmp_path / "work", device="cpu")
+
+    def test_the_demos_base(self, directory):
+        with pytest.raises(ValueError, match="is a dit pipeline; the demo takes those of Wan"):
+            token_grid(directory("dit", INDEX, {}))
+        with pytest.raises(ValueError, match="'scale_factor_spatial' must be an integer from 1"):
+            token_grid(directory("wan", VAE, {"scale_factor_spatial": 0}))
+
+    def test_options_of_the_benchmark(self, tmp_path):
+        (tmp_path / "options.json").write_text("[]")
+        with pytest.raises(ValueError, match=r"options\.json is not a JSON object"):
+            measure_quality(SETTINGS["smoke"], tmp_path, device="cpu")

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resuming with other inputs, from damaged, emptied and renamed checkpoints, and from the one before the newest."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mhla_hf.training import DiffusionTrainer, TrainingConfig
+from mhla_hf.training.checkpoints import list_checkpoints, read_state
+from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
+from mhla_hf.training.data.fingerprints import file_fingerprint, folder_fingerprint
+from mhla_hf.utils.files import write_json
+
+from .. import tiny
+from .cases import CASES
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+CASE = CASES["dit"]
+
+
+def options(output, **changes):
+    base = {"batch_size": 2, "max_steps": 3, "checkpointing_steps": 1, "progress": False, "device": "cpu"}
+    return TrainingConfig(**{**base, "output": str(output), "condition_dropout": 0.0, **changes})
+
+
+@pytest.fixture(scope="module")
+def student():
+    return CASE.student(CASE.make_teacher())
+
+
+@pytest.fixture(scope="module")
+def finished(student, tmp_path_factory):
+    """A run of three steps with three checkpoints, from models in memory."""
+    output = tmp_path_factory.mktemp("finished")
+    result = DiffusionTrainer(options(output), copy.deepcopy(student), CASE.dataset()).run()
+    return output, {name: value.clone() for name, value in result.model.state_dict().items()}
+
+
+@pytest.fixture
+def output(finished, tmp_path):
+    return shutil.copytree(finished[0], tmp_path / "run")
+
+
+@pytest.fixture
+def resume(student, output):
+    def run(resume="latest", dataset=None, **changes):
+        trainer = DiffusionTrainer(
+            options(output, resume=resume, **changes), copy.deepcopy(student), dataset or CASE.dataset()
+        )
+        return trainer.run()
+
+    return run
+
+
+def checkpoint(output, step=3):
+    return output / "checkpoints" / f"finetune-{step:08d}"
+
+
+def one_line(error):
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 600
+    return text
+
+
+class TestDamage:
+    def empty(self, path):
+        save_file({}, path / "optimizer.safetensors")
+
+    def empty_with_a_fitting_record(self, path):
+        self.empty(path)
+        state = json.loads((path / "state.json").read_text())
+        write_json(path / "state.json", {**state, "files": {}})
+
+    def half_the_moments(self, path):
+        self.empty_with_a_fitting_record(path)
+        other = load_file(checkpoint(path.parents[1], 2) / "optimizer.safetensors")
+        save_file(
+            {name: value for name, value in other.items() if not name.endswith("::exp_avg")},
+            path / "optimizer.safetensors",
+        )
+
+    def of_another_step(self, path):
+        shutil.copyfile(checkpoint(path.parents[1], 2) / "optimizer.safetensors", path / "optimizer.safetensors")
+
+    def truncated(self, path):
+        file = path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-10])
+
+    def gone(self, path):
+        (path / "model.safetensors").unlink()
+
+    def no_state(self, path):
+        (path / "state.json").write_bytes(b"")
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            ("empty", "optimizer.safetensors is not what was written"),
+            ("of_another_step", "optimizer.safetensors is not what was written"),
+            ("truncated", "model.safetensors is not what was written"),
+            ("gone", "lacks model.safetensors"),
+            ("no_state", "state.json is not valid JSON"),
+        ],
+    )
+    def test_the_newest_is_named_and_the_one_before_it_offered(self, damage, message, output, resume):
+        getattr(self, damage)(checkpoint(output))
+        with pytest.raises(ValueError, match=message) as error:
+            resume()
+        text = one_line(error)
+        assert "finetune-00000003" in text and text.endswith("--resume previous goes on from finetune-00000002")
+
+    def test_the_one_before_goes_on_to_the_same_end(self, output, resume, finished):
+        self.truncated(checkpoint(output))
+        result = resume("previous")
+        assert result.resumed_from == checkpoint(output, 2)
+        assert all(torch.equal(value, finished[1][name]) for name, value in result.model.state_dict().items())
+        # The damaged one was made again.
+        assert read_state(checkpoint(output))["step"] == 3
+
+    @pytest.mark.parametrize(
+        ("damage", "missing"),
+        [("empty_with_a_fitting_record", "every parameter"), ("half_the_moments", r"\S+")],
+    )
+    def test_missing_moments_are_refused_whatever_the_record_says(self, damage, missing, output, resume):
+        getattr(self, damage)(checkpoint(output))
+        with pytest.raises(ValueError, match=f"optimizer.safetensors lacks the moments of {missing}"):
+            resume(max_steps=4)
+
+    def test_no_whole_one_is_left(self, output, resume):
+        for path in list_checkpoints(output / "checkpoints"):
+            self.truncated(path)
+        with pytest.raises(ValueError, match="remove it to start anew"):
+            resume()
+        with pytest.raises(ValueError, match="no whole checkpoint before the newest"):
+            resume("previous")
+
+    def test_damaged_ones_are_skipped_on_the_way_back(self, output, resume):
+        self.truncated(checkpoint(output, 2))
+        assert resume("previous").resumed_from == checkpoint(output, 1)
+
+    def test_going_back_keeps_its_own_checkpoints(self, output, student):
+        """A limit counts those of the run as it goes, and not those that it has not reached again."""
+        seen = []
+
+        def look(stage, step, loss):
+            seen.append([path.name[-1] for path in list_checkpoints(output / "checkpoints")])
+
+        shutil.copytree(checkpoint(output), checkpoint(output, 6))
+        config = options(output, resume="finetune-00000001", checkpoints_total_limit=1)
+        DiffusionTrainer(config, copy.deepcopy(student), CASE.dataset(), callback=look).run()
+        # When step 3 ends, the checkpoint of step 2 is there, and 3 and 6 from before.
+        assert seen[-1] == ["2", "3", "6"]
+
+    def test_a_renamed_checkpoint_is_refused(self, output, resume):
+        checkpoint(output).rename(checkpoint(output, 2000))
+        with pytest.raises(ValueError, match="finetune-00002000 was renamed: its state.json says finetune, step 3"):
+            resume(max_steps=2500)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("[]", "is not a JSON object but a list"),
+            ('{"format_version": "1"}', "'format_version' must be an integer"),
+            ('{"format_version": 1, "stage": [], "step": 3}', "'stage' must be a string"),
+            ('{"format_version": 1, "stage": "finetune", "step": 3, "config": 7}', "'config' must be an object"),
+            ('{"format_version": 1, "stage": "finetune", "step": 3, "inputs": []}', "'inputs' must be an object"),
+            ("[" * 100_000, "nested too deeply"),
+        ],
+    )
+    def test_a_record_of_another_shape(self, content, message, output, resume):
+        (checkpoint(output) / "state.json").write_text(content)
+        with pytest.raises(ValueError, match=message) as error:
+            resume()
+        assert "state.json" in one_line(error)
+
+
+def start_from_files(folder, resume):
+    config = options(
+        folder / "run",
+        resume=resume,
+        model=str(folder / "pipeline"),
+        teacher=str(folder / "teacher"),
+        cache=str(folder / "cache"),
+        mhla={"blocks": (1, 2, 2)},
+        train="mhla",
+        transfer_steps=1,
+        max_steps=1,
+    )
+    return DiffusionTrainer(config).run()
+
+
+@pytest.fixture(scope="module")
+def run_from_files(tmp_path_factory):
+    """A run from a pipeline, a cache and a teacher in files."""
+    folder = tmp_path_factory.mktemp("files")
+    tiny.wan_pipeline(num_layers=1).save_pretrained(folder / "pipeline")
+    shutil.copytree(folder / "pipeline", folder / "teacher")
+    write_cache(folder / "cache")
+    start_from_files(folder, None)
+    return folder
+
+
+class TestOtherInputs:
+    def test_other_data_of_the_same_size(self, resume):
+        other = [{**sample, "latents": sample["latents"] + 1} for sample in CASE.dataset()]
+        with pytest.raises(ValueError, match="was made with other data than this run has") as error:
+            resume(dataset=other)
+        one_line(error)
+
+    def test_data_that_differ_at_each_reading_go_on(self, student, tmp_path):
+        class Augmented(list):
+            def __getitem__(self, index):
+                sample = super().__getitem__(index)
+                return {**sample, "latents": sample["latents"] + torch.rand(())}
+
+        data = CASE.dataset()
+        samples = Augmented(data[index] for index in range(len(data)))
+        for steps in (1, 2):
+            config = options(tmp_path, resume="latest", max_steps=steps)
+            result = DiffusionTrainer(config, copy.deepcopy(student), samples).run()
+        assert result.resumed_from == checkpoint(tmp_path, 1)
+        # What does not differ still counts.
+        changed = Augmented({**sample, "class_label": sample["class_label"] + 1} for sample in samples)
+        with pytest.raises(ValueError, match="was made with other data than this run has"):
+            DiffusionTrainer(config, copy.deepcopy(student), changed).run()
+
+    def test_another_frozen_model(self, student, tmp_path):
+        def run(model, **changes):
+            config = options(tmp_path, train="mhla", **changes)
+            return DiffusionTrainer(config, model, CASE.dataset()).run()
+
+        run(copy.deepcopy(student))
+        other = copy.deepcopy(student)
+        with torch.no_grad():
+            other.transformer_blocks[0].attn1.to_q.weight.add_(1)
+        with pytest.raises(ValueError, match="other base weights than this run has"):
+            run(other, resume="latest")
+        run(copy.deepcopy(student), resume="latest", max_steps=4)
+
+    @pytest.mark.parametrize(
+        ("part", "name"),
+        [
+            ("pipeline/transformer", "base weights"),
+            ("teacher/transformer", "teacher"),
+            ("pipeline/vae", "vae"),
+            ("pipeline/text_encoder", "text_encoder"),
+            ("cache", "data"),
+        ],
+    )
+    def test_a_difference_is_named(self, part, name, run_from_files, tmp_path):
+        folder = shutil.copytree(run_from_files, tmp_path / "files")
+        shutil.rmtree(folder / "run" / "pipeline")
+        if part == "cache":
+            shutil.rmtree(folder / "cache")
+            write_cache(folder / "cache", seed=1)
+        else:
+            file = next((folder / part).glob("*.safetensors"))
+            tensors = load_file(file)
+            first = sorted(key for key, value in tensors.items() if value.is_floating_point())[0]
+            save_file({**tensors, first: tensors[first] + 1}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"was made with other {name} than this run has"):
+            start_from_files(folder, "latest")
+
+    def test_the_same_elsewhere_goes_on(self, run_from_files, tmp_path):
+        folder = shutil.copytree(run_from_files, tmp_path / "files")
+        shutil.rmtree(folder / "run" / "pipeline")
+        assert start_from_files(folder, "latest").resumed_from.name == "finetune-00000001"
+
+
+def write_cache(directory, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    names = [f"{number:06d}.safetensors" for number in range(2)]
+    (directory / "samples").mkdir(parents=True)
+    for name in names:
+        tensors = {
+            "latents": torch.randn(16, 2, 4, 4, generator=generator),
+            "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
+        }
+        write_tensors(directory / "samples" / name, tensors, torch.float32)
+    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "settings": {"max_sequence_length": 8, "height": 32, "width": 32, "num_frames": 5},
+        "complete": True,
+        "samples": names,
+        "latent_shape": [16, 2, 4, 4],
+    }
+    write_json(directory / MANIFEST, manifest)
+
+
+class TestFingerprints:
+    @pytest.mark.parametrize("tensor", [0, 30, 63])
+    def test_a_change_of_any_tensor_of_a_large_file_is_noticed(self, tensor, tmp_path):
+        tensors = {f"layer.{number:02d}": torch.zeros(40_000) for number in range(64)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert (tmp_path / "model.safetensors").stat().st_size > 8 * 2**20
+        before = folder_fingerprint(tmp_path)
+        tensors[f"layer.{tensor:02d}"] += 1e-3
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert folder_fingerprint(tmp_path) != before
+
+    @pytest.mark.parametrize("name", ["weights.bin", "weights.safetensors"])
+    def test_large_files_that_are_no_safetensors(self, name, tmp_path):
+        path = tmp_path / name
+        path.write_bytes(b"\xff" * (6 * 2**20))
+        before = file_fingerprint(path)
+        path.write_bytes(b"\xff" * (3 * 2**20) + b"\0" * 8192 + b"\xff" * (3 * 2**20 - 8192))
+        assert file_fingerprint(path) != before

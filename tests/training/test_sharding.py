@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations for several processes: two equal one, and checkpoints go on in another number of processes."""
+
+import shutil
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import DistributedType
+
+from mhla_hf.training import TrainingConfig, zero3
+from mhla_hf.training.data.data_order import DataOrder
+from mhla_hf.training.runtime import check_distribution, make_accelerator
+
+from .sharded_training import CONFIGURATIONS, OPTIONS, launch_arguments, launch_environment, train_together
+from .training_process import make_trainer
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of six steps in one process, in two that shard, in two that do not, and from one to two and back."""
+    folder = tmp_path_factory.mktemp("runs")
+    results = {"one": make_trainer(folder / "one", **OPTIONS, batch_size=2).run()}
+    shutil.copytree(folder / "one", folder / "one to two")
+    shutil.rmtree(folder / "one to two" / "checkpoints" / "finetune-00000006")
+    each = {"batch_size": 1}
+    order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
+    # That of the second process in the second step.
+    damaged = order.dataset_index(order.sample_numbers(1)[1])
+    broken = {**each, "damaged_sample": damaged, "checkpointing_steps": 1}
+    together = [(folder / "two", each), (folder / "one to two", each), (folder / "broken", broken)]
+    train_together("fsdp2", together)
+    train_together("ddp", [(folder / "two whole", each)])
+    shutil.copytree(folder / "two", folder / "two to one")
+    shutil.rmtree(folder / "two to one" / "checkpoints" / "finetune-00000006")
+    results["two to one"] = make_trainer(folder / "two to one", **OPTIONS, batch_size=2).run()
+    found = {name: {"losses": result.losses, "weights": result.model.state_dict()} for name, result in results.items()}
+    for name in ("two", "one to two", "two whole"):
+        found[name] = torch.load(folder / name / "final.pt")
+    assert results["two to one"].resumed_from.name == "finetune-00000004"
+    found["broken"] = {
+        "damaged": damaged, "errors": [(folder / "broken" / f"error-{rank}").read_text() for rank in range(2)]
+    }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("name", ["two", "two whole", "one to two", "two to one"])
+def test_losses_and_weights_are_those_of_one_process(name, runs):
+    expected, found = runs["one"], runs[name]
+    assert found["losses"]["finetune"] == pytest.approx(expected["losses"]["finetune"], rel=1e-5)
+    assert len(found["losses"]["finetune"]) == 6
+    assert found["weights"].keys() == expected["weights"].keys()
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-4, msg=key)
+
+
+def test_processes_shard_where_the_configuration_says_so(runs):
+    assert [runs[name]["kind"] for name in ("two", "one to two", "two whole")] == ["FSDP", "FSDP", "MULTI_CPU"]
+
+
+def test_every_process_names_the_sample_that_one_of_them_had(runs):
+    damaged, errors = runs["broken"]["damaged"], runs["broken"]["errors"]
+    assert errors[0] == errors[1] and errors[0].startswith(
+        f"the loss is nan in finetune step 2, batch of sample {damaged} of the data set; --resume finetune-00000001"
+    )
+
+
+class TestConfigurations:
+    @pytest.mark.parametrize(
+        ("name", "kind"), [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("deepspeed_zero3", "DEEPSPEED")]
+    )
+    def test_accelerate_reads_them(self, name, kind):
+        """Entries that it does not know are errors."""
+        from accelerate.commands.config.config_args import load_config_from_file
+
+        config = load_config_from_file(str(CONFIGURATIONS / f"{name}.yaml"))
+        assert config.distributed_type == kind and config.mixed_precision == "bf16"
+        arguments = launch_arguments(name, "--num_processes", "2")
+        assert (arguments.num_processes, arguments.use_fsdp, arguments.use_deepspeed) == (
+            2, kind == "FSDP", kind == "DEEPSPEED",
+        )  # fmt: skip
+
+    def test_deepspeed_is_told_the_options_of_the_run(self, monkeypatch):
+        from accelerate.utils import DeepSpeedPlugin
+
+        for name, value in launch_environment("deepspeed_zero3").items():
+            monkeypatch.setenv(name, value)
+        plugin = DeepSpeedPlugin()
+        accelerator = SimpleNamespace(
+            distributed_type=DistributedType.DEEPSPEED, state=SimpleNamespace(deepspeed_plugin=plugin)
+        )
+        config = TrainingConfig(batch_size=3, max_grad_norm=0.5, mixed_precision="bf16")
+        zero3.set_options(accelerator, config)
+        check_distribution(accelerator, config)
+        assert plugin.zero_stage == 3 and not plugin.zero3_init_flag
+        options = plugin.deepspeed_config
+        assert (options["train_micro_batch_size_per_gpu"], options["gradient_clipping"]) == (3, 0.5)
+        assert options["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"} and "bf16" not in options
+        for changes, message in (
+            ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps must be 1 under DeepSpeed"),
+            ({"ema_decay": 0.9}, "ema_decay does not run under DeepSpeed"),
+            ({"mixed_precision": "fp16"}, "mixed_precision must be bf16 or no under DeepSpeed, got 'fp16'"),
+            ({"transfer_steps": 1}, "transfer_steps must be 0 under DeepSpeed"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                check_distribution(accelerator, config.replace(**changes))
+        plugin.zero_stage = 2
+        with pytest.raises(ValueError, match="zero_stage must be 3 in accelerate's DeepSpeed configuration, got 2"):
+            check_distribution(accelerator, config)
+
+    @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+    def test_deepspeed_that_is_not_installed_is_named(self, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        with pytest.raises(ValueError, match="DEEPSPEED needs that package: pip install deepspeed"):
+            make_accelerator(TrainingConfig())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"transfer_steps": 1}, "transfer_steps must be 0 under FSDP: run that stage first, without sharding"),
+            ({"distill_steps": 1}, "distill_steps must be 0 under FSDP"),
+            ({"train": "lora"}, "train='lora' does not run under FSDP"),
+            ({"validation_prompts": "a"}, "validation_prompts do not run under FSDP"),
+        ],
+    )
+    def test_what_does_not_run_sharded_is_refused(self, options, message):
+        accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True)
+        check_distribution(accelerator, TrainingConfig())
+        with pytest.raises(ValueError, match=message):
+            check_distribution(accelerator, TrainingConfig(**options))
+
+    def test_other_ways_are_refused(self):
+        first = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
+        with pytest.raises(ValueError, match="set fsdp_version: 2"):
+            check_distribution(first, TrainingConfig())
+        with pytest.raises(ValueError, match="MEGATRON_LM is not supported; use one process, DDP, FSDP 2"):
+            check_distribution(SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM), TrainingConfig())

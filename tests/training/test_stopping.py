@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and SIGTERM in training, and processes of a run that never start."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import typer
+
+from mhla_hf.cli.errors import friendly_errors
+from mhla_hf.training import TrainingConfig
+from mhla_hf.training.checkpoints import list_checkpoints
+from mhla_hf.training.launch import _free_port
+from mhla_hf.training.stopping import StopSignals, TrainingStopped
+from tests import ROOT
+
+from .training_process import make_trainer
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ctrl_c_as_in_a_terminal():
+    """Handles Ctrl-C even if the tests run in the background of a script, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def signal_at(where, number):
+    def callback(stage, step, loss):
+        if (stage, step) == where:
+            os.kill(os.getpid(), number)
+
+    return callback
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return make_trainer(tmp_path_factory.mktemp("whole")).run()
+
+
+class TestOneProcess:
+    @pytest.mark.parametrize(
+        ("number", "where", "saved"),
+        [
+            (signal.SIGINT, ("transfer", 1), "transfer-00000002"),
+            (signal.SIGTERM, ("finetune", 2), "finetune-00000003"),
+        ],
+        ids=["ctrl-c", "sigterm"],
+    )
+    def test_the_next_step_ends_with_a_checkpoint(self, number, where, saved, whole, tmp_path, capsys):
+        before = [signal.getsignal(entry) for entry in (signal.SIGINT, signal.SIGTERM)]
+        with pytest.raises(typer.Exit) as stop, friendly_errors():
+            make_trainer(tmp_path, signal_at(where, number)).run()
+        assert stop.value.exit_code == 128 + number
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and "the same command with --resume latest goes on from there" in lines[0]
+        assert lines[0].startswith(f"stopped after step {int(saved[-8:])} of ")
+        assert list_checkpoints(tmp_path / "checkpoints")[-1].name == saved
+        assert [signal.getsignal(entry) for entry in (signal.SIGINT, signal.SIGTERM)] == before
+        resumed = make_trainer(tmp_path).run()
+        assert resumed.losses == whole.losses
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+    def test_without_regular_checkpoints_one_is_saved_all_the_same(self, tmp_path):
+        with pytest.raises(TrainingStopped, match="step 2 of 6"):
+            make_trainer(
+                tmp_path, signal_at(("finetune", 1), signal.SIGINT), transfer_steps=0, checkpointing_steps=0
+            ).run()
+        assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["finetune-00000002"]
+
+    def test_after_the_last_step_the_checkpoint_is_there(self, tmp_path):
+        with pytest.raises(KeyboardInterrupt, match="--resume latest"):
+            make_trainer(tmp_path, signal_at(("finetune", 6), signal.SIGINT)).run()
+        assert list_checkpoints(tmp_path / "checkpoints")[-1].name == "finetune-00000006"
+
+    def test_a_second_ctrl_c_ends_at_once(self):
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            # The same press, handed on by a launcher.
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.received == signal.SIGINT
+            time.sleep(0.3)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def test_what_a_process_ignores_stays_ignored(self):
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with StopSignals() as signals:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert signals.received is None
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert signals.received == signal.SIGTERM
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_a_run_that_went_back_names_its_own_checkpoint(self, tmp_path):
+        options = {"transfer_steps": 0, "checkpoints_total_limit": None}
+        make_trainer(tmp_path, **options).run()
+        with pytest.raises(TrainingStopped, match="--resume finetune-00000004 goes on from there"):
+            make_trainer(
+                tmp_path, signal_at(("finetune", 3), signal.SIGINT), resume="finetune-00000002", **options
+            ).run()
+
+    def test_ctrl_c_elsewhere_is_one_line_too(self, capsys):
+        with pytest.raises(typer.Exit) as stop, friendly_errors():
+            raise KeyboardInterrupt
+        assert stop.value.exit_code == 130
+        assert capsys.readouterr().err == "stopped\n"
+
+
+def test_a_lost_process_is_one_line(capsys):
+    with pytest.raises(typer.Exit) as stop, friendly_errors():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:23")
+    assert stop.value.exit_code == 1
+    assert capsys.readouterr().err == (
+        "error: process 0 has lost another process of the run, whose own error says why\n"
+    )
+    with pytest.raises(RuntimeError, match="of our own"), friendly_errors():
+        raise RuntimeError("a fault of our own")
+
+
+LAUNCHERS = {
+    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--quiet", "-m"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "number", "whom"),
+    [
+        ("accelerate", signal.SIGINT, "all"),
+        ("accelerate", signal.SIGTERM, "launcher"),
+        ("torchrun", signal.SIGINT, "all"),
+        ("torchrun", signal.SIGTERM, "launcher"),
+    ],
+)
+def test_two_processes_stop_together(launcher, number, whom, tmp_path):
+    """`all` is what a terminal does: every process of the foreground group gets the signal."""
+    output = tmp_path / "run"
+    command = [sys.executable, *LAUNCHERS[launcher], "tests.training.training_process", str(output)]
+
+    def start(seconds):
+        return subprocess.Popen(
+            command,
+            env={**ENVIRONMENT, "STEP_SECONDS": str(seconds)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    process = start(0.5)
+    deadline = time.monotonic() + 300
+    while not (output / "reached-1-finetune-1").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, number) if whom == "launcher" else os.killpg(process.pid, number)
+    # Ends when all that inherited it have closed it: the launcher may end first.
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode != 0
+    ours = [line for line in errors.splitlines() if line.startswith("stopped")]
+    assert len(ours) == 1 and "--resume latest" in ours[0]
+    # Whatever traceback there is, the launcher's, shows nothing of the run's own code.
+    assert "mhla_hf" not in errors.replace(ours[0], "")
+    newest = list_checkpoints(output / "checkpoints")[-1].name
+    assert newest.startswith("finetune-0000000") and not (output / "final.pt").exists()
+    process = start(0)
+    assert process.wait(timeout=300) == 0, process.stderr.read()
+    assert (output / "final.pt").exists()
+
+
+MEETING = """
+import sys, torch
+from mhla_hf.cli.errors import run_script
+from mhla_hf.training.rendezvous import wait_for_processes
+
+def meet(minutes: float):
+    meeting = wait_for_processes(minutes)
+    torch.distributed.init_process_group("gloo")
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    print(int(total))
+
+run_script(meet)
+"""
+
+
+def meet(rank, minutes, port):
+    environment = {**ENVIRONMENT, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", MEETING, str(minutes)],
+        env={**environment, "MASTER_PORT": str(port)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class TestStart:
+    def test_two_processes_meet(self):
+        port = _free_port()
+        processes = [meet(rank, 2, port) for rank in (1, 0)]
+        for process in processes:
+            output, errors = process.communicate(timeout=120)
+            assert (process.returncode, output) == (0, "2\n"), errors
+
+    @pytest.mark.parametrize(
+        ("rank", "message"),
+        [
+            (0, "process 1 of 2 did not start within 0.05 minutes"),
+            pytest.param(1, "process 1 of 2 did not reach the first one", marks=pytest.mark.slow),
+        ],
+    )
+    def test_one_that_does_not_come_is_named(self, rank, message):
+        began = time.monotonic()
+        process = meet(rank, 0.05, _free_port())
+        errors = process.communicate(timeout=120)[1]
+        assert process.returncode == 1 and time.monotonic() - began < 100
+        # torch's own sockets warn besides.
+        assert "Traceback" not in errors
+        (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
+        assert message in line and "startup_timeout" in line and len(line) < 400
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+    def test_one_that_fails_before_the_meeting_ends_the_run(self, launcher, tmp_path):
+        process = subprocess.run(
+            [sys.executable, *LAUNCHERS[launcher], "tests.training.training_process", str(tmp_path / "run")],
+            env={**ENVIRONMENT, "RANK_TO_FAIL": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert process.returncode != 0 and "this process has an error of its own" in process.stderr
+        if launcher == "accelerate":
+            assert "process 1 of 2 ended with exit code 1 before the run began" in process.stderr
+
+    def test_how_long_to_wait_is_an_option(self):
+        assert TrainingConfig().startup_timeout == 10
+        with pytest.raises(ValueError, match="startup_timeout must be greater than 0"):
+            TrainingConfig(startup_timeout=0)

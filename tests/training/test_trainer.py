@@ -1,0 +1,659 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop on tiny models: both stages, all modes, resuming."""
+
+import copy
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from mhla_hf import MHLAWanTransformer3DModel, convert
+from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, WanObjective, evaluate
+from mhla_hf.training.checkpoints import list_checkpoints
+from mhla_hf.training.data.batches import DataOrder, LatentBatches
+from mhla_hf.training.data.prefetch import Prefetcher
+from mhla_hf.training.export import unsharded
+from mhla_hf.training.families.wan import sigma_range
+from mhla_hf.training.loading import default_teacher, load_student, load_teacher
+from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
+from mhla_hf.training.matching.recording import Recorder, original_values
+from mhla_hf.training.metrics import read_metrics
+from mhla_hf.training.parameters import (
+    add_lora,
+    is_lora_parameter,
+    is_mhla_parameter,
+    merge_lora,
+    set_trainable,
+    trainable_names,
+)
+from mhla_hf.training.stages.diffusion import FineTuning
+from mhla_hf.training.stages.matching import LayerMatching
+from mhla_hf.utils.sources import find_pipeline
+
+from .. import tiny
+from .cases import CASES
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
+MHLA = {"blocks": (1, 2, 2), "output_gate": True}
+WAN = WanObjective()
+
+
+@pytest.fixture(scope="module")
+def case(request):
+    """Wan, unless a test is parametrised with other families."""
+    return CASES[getattr(request, "param", "wan")]
+
+
+@pytest.fixture(scope="module")
+def dataset(case):
+    return case.dataset()
+
+
+@pytest.fixture(scope="module")
+def teacher(case):
+    return case.make_teacher()
+
+
+@pytest.fixture
+def student(case, teacher):
+    return case.student(teacher)
+
+
+every_family = pytest.mark.parametrize("case", list(CASES), indirect=True)
+
+
+@pytest.fixture(scope="module")
+def pipeline_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wan")
+    tiny.wan_pipeline(num_layers=2).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cache_directory(tmp_path_factory, pipeline_directory):
+    """A cache with random latents: the encoders have tests of their own."""
+    from mhla_hf.training.config import CacheConfig
+    from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
+    from mhla_hf.training.data.cache_building import cache_settings
+    from mhla_hf.training.data.encoding import WanEncoder
+    from mhla_hf.utils.files import write_json
+
+    directory = tmp_path_factory.mktemp("cache")
+    (directory / "samples").mkdir()
+    config = CacheConfig(data="digits", height=32, width=32, num_frames=5, max_sequence_length=8)
+    generator = torch.Generator().manual_seed(0)
+    names = [f"{number:06d}.safetensors" for number in range(4)]
+    for name in names:
+        tensors = {
+            "latents": torch.randn(16, 2, 4, 4, generator=generator),
+            "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
+        }
+        write_tensors(directory / "samples" / name, tensors, torch.float32)
+    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
+    settings = cache_settings(pipeline_directory, config, WanEncoder.folders)
+    manifest = {"format_version": FORMAT_VERSION, "settings": settings, "complete": True}
+    write_json(directory / MANIFEST, {**manifest, "samples": names, "latent_shape": [16, 2, 4, 4], "skipped": []})
+    return directory
+
+
+def options(**changes):
+    return TrainingConfig(
+        **{"batch_size": 2, "max_steps": 4, "learning_rate": 1e-2, "progress": False, "device": "cpu", **changes}
+    )
+
+
+class RecordingDataset:
+    """A data set that remembers what it was asked for."""
+
+    def __init__(self, samples):
+        self.samples = samples
+        self.order = []
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.order.append(index)
+        return self.samples[index]
+
+
+class TestParameters:
+    def test_names_by_mode(self, student):
+        assert all(is_mhla_parameter(name) for name in trainable_names(student, "mhla"))
+        assert len(trainable_names(student, "full")) == len(list(student.parameters()))
+        add_lora(student, 2, None, seed=0)
+        names = trainable_names(student, "lora")
+        assert all(is_mhla_parameter(name) or is_lora_parameter(name) for name in names)
+        lora = {name.split(".lora_")[0].split("blocks.0.")[1] for name in names if name.startswith("blocks.0.")}
+        assert lora == {
+            f"{kind}.{part}" for kind in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0")
+        }
+        assert all(name.startswith("blocks.2.attn1.") for name in trainable_names(student, "lora", ["blocks.2.attn1"]))
+        set_trainable(student, names)
+        assert [name for name, parameter in student.named_parameters() if parameter.requires_grad] == names
+        with pytest.raises(ValueError, match="mhla, lora, full"):
+            trainable_names(student, "some")
+
+    def test_a_softmax_model_has_nothing_of_mhla(self, teacher):
+        with pytest.raises(ValueError, match="leaves nothing to train"):
+            trainable_names(teacher, "mhla")
+
+    def test_lora_is_seeded_and_merges_exactly(self, student):
+        inputs = tiny.wan_inputs()
+        twins = [copy.deepcopy(student) for _ in range(2)]
+        for twin in twins:
+            torch.rand(1)
+            add_lora(twin, 2, 4.0, seed=3)
+        for (name, mine), theirs in zip(twins[0].named_parameters(), twins[1].parameters(), strict=True):
+            assert torch.equal(mine, theirs), name
+            if ".lora_B." in name:
+                torch.nn.init.normal_(mine, std=0.1)
+        with torch.no_grad():
+            expected = twins[0](**inputs).sample
+            merge_lora(twins[0])
+            assert torch.allclose(twins[0](**inputs).sample, expected, atol=1e-5)
+            assert not torch.allclose(student(**inputs).sample, expected, atol=1e-3)
+        assert twins[0].state_dict().keys() == student.state_dict().keys()
+
+
+def wan_records(student, teacher, inputs):
+    """The student's layers, and what the self-attention of the teacher saw in a forward pass."""
+    layers = find_projections(student, mhla_layers(student), inputs)
+    return layers, Recorder(student, layers, original_values(student, teacher))(inputs)
+
+
+class TestTransfer:
+    def test_records_are_what_the_layers_saw(self, teacher, student):
+        inputs, seen = tiny.wan_inputs(batch=2), {}
+        for layer in (1, 2):
+
+            def keep(module, args, kwargs, output, layer=layer):
+                seen[f"blocks.{layer}.attn1"] = (args[0] if args else kwargs["hidden_states"]), output
+
+            teacher.blocks[layer].attn1.register_forward_hook(keep, with_kwargs=True)
+        with torch.no_grad():
+            teacher(**inputs)
+            # A student that has learnt is not its own teacher any more.
+            for parameter in student.parameters():
+                parameter.normal_()
+        before = copy.deepcopy(student.state_dict())
+        layers, records = wan_records(student, teacher, inputs)
+        assert list(records) == list(seen) == [layer.name for layer in layers]
+        for name, (hidden_states, output) in seen.items():
+            torch.testing.assert_close(records[name].hidden_states, hidden_states)
+            torch.testing.assert_close(records[name].output, output, atol=1e-5, rtol=1e-4)
+        assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
+        assert not student.blocks[1].attn1._forward_hooks and "forward" not in vars(student.blocks[1].attn1.mhla)
+
+    def test_a_layer_that_computes_the_same_has_no_loss(self, teacher, student):
+        """One block for all tokens and softmax weights cannot agree; softmax itself does."""
+        layers, records = wan_records(student, teacher, tiny.wan_inputs())
+        with original_heads(student, layers):
+            assert LayerMatching(layers)([records]).max().item() < 1e-10
+        assert LayerMatching(layers)([records]).min().item() > 1e-3
+        with pytest.raises(ValueError, match="at least one MHLA layer"):
+            DiffusionTrainer(
+                options(transfer_steps=1, condition_dropout=0.0), teacher, CASES["wan"].dataset(), teacher=teacher
+            ).run()
+
+    def test_gradients_reach_only_the_layers_and_checkpointing_changes_nothing(self, teacher, student):
+        layers, records = wan_records(student, teacher, tiny.wan_inputs())
+        gradients = []
+        for checkpointing in (False, True):
+            student.zero_grad()
+            LayerMatching(layers, checkpointing)([records]).sum().backward()
+            gradients.append({n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None})
+        assert set(gradients[0]) == set(
+            trainable_names(student, "full", [WAN.attention_name(layer) for layer in (1, 2)])
+        )
+        for name, gradient in gradients[0].items():
+            assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
+
+    @every_family
+    @pytest.mark.parametrize("mode", ["lora", "full"])
+    def test_records_in_memory_and_on_disk_are_one(self, mode, case, tmp_path):
+        teacher, results = case.make_teacher(), []
+        for cache in ("memory", "disk"):
+            result = DiffusionTrainer(
+                options(
+                    transfer_steps=3, max_steps=0, train=mode, lora_rank=2, transfer_cache=cache,
+                    output=str(tmp_path / cache),
+                ),
+                case.student(teacher),
+                case.dataset(),
+                teacher=copy.deepcopy(teacher),
+                null_condition=case.null_condition,
+            ).run()  # fmt: skip
+            assert not (tmp_path / cache / "transfer" / "activations").exists()
+            results.append((result.losses["transfer"], result.model.state_dict()))
+        assert results[0][0] == results[1][0]
+        assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+
+
+class TestInProcess:
+    @every_family
+    @pytest.mark.parametrize("mode", ["mhla", "lora", "full"])
+    def test_only_what_the_mode_says_changes(self, mode, case, teacher, student, dataset):
+        before = copy.deepcopy(student.state_dict())
+        seen = []
+        result = DiffusionTrainer(
+            options(train=mode, transfer_steps=2, max_steps=2, lora_rank=2),
+            student,
+            dataset,
+            teacher=teacher,
+            null_condition=case.null_condition,
+            callback=lambda *step: seen.append(step[:2]),
+        ).run()
+        assert seen == [("transfer", 1), ("transfer", 2), ("finetune", 1), ("finetune", 2)]
+        assert {stage: len(losses) for stage, losses in result.losses.items()} == {"transfer": 2, "finetune": 2}
+        assert result.pipeline is None and result.resumed_from is None
+        after = result.model.state_dict()
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert after.keys() == before.keys()
+        projections = (".to_q.weight", ".to_k.weight", ".to_v.weight", ".to_out.0.weight")
+        if mode == "full":
+            assert len(changed) == len(before)
+        else:
+            expected = {name for name in before if is_mhla_parameter(name)}
+            if mode == "lora":
+                expected |= {name for name in before if name.endswith(projections)}
+            assert changed == expected
+        assert all(parameter.requires_grad for parameter in result.model.parameters())
+
+    @every_family
+    def test_training_lowers_the_losses(self, case, teacher, student, dataset):
+        before = evaluate(student, dataset, draws_per_sample=4)
+        result = DiffusionTrainer(
+            options(transfer_steps=25, max_steps=25, learning_rate=3e-3, warmup_steps=3, lr_schedule="cosine"),
+            student,
+            dataset,
+            teacher=teacher,
+            null_condition=case.null_condition,
+        ).run()
+        assert sum(result.losses["transfer"][-5:]) < 0.9 * sum(result.losses["transfer"][:5])
+        difference, error = evaluate(result.model, dataset, draws_per_sample=4).difference(before)
+        assert difference < -5 * error
+        assert result.seconds_per_step["finetune"] > 0
+
+    @every_family
+    def test_two_models_see_the_same_data(self, case, teacher, student, dataset):
+        orders = []
+        for model in (copy.deepcopy(teacher), student):
+            recording = RecordingDataset(dataset)
+            DiffusionTrainer(options(max_steps=3, condition_dropout=0.0), model, recording).run()
+            # The first look is the check that the samples fit the model.
+            orders.append(recording.order[1:])
+        assert orders[0] == orders[1] and sorted(orders[0][:5]) == [0, 1, 2, 3, 4]
+
+    @every_family
+    def test_accumulation_is_a_larger_batch(self, case, student, dataset):
+        losses = [
+            DiffusionTrainer(
+                options(condition_dropout=0.0, weight_decay=0.0, **sizes), copy.deepcopy(student), dataset
+            )
+            .run()
+            .losses["finetune"]
+            for sizes in ({"batch_size": 4}, {"batch_size": 1, "gradient_accumulation_steps": 4})
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+    @every_family
+    def test_checkpointing_and_bf16_train_alike(self, case, teacher, student, dataset):
+        plain = DiffusionTrainer(
+            options(transfer_steps=2),
+            copy.deepcopy(student),
+            dataset,
+            teacher=teacher,
+            null_condition=case.null_condition,
+        ).run()
+        AcceleratorState._reset_state(True)
+        lean = DiffusionTrainer(
+            options(transfer_steps=2, gradient_checkpointing=True, mixed_precision="bf16"),
+            student,
+            dataset,
+            teacher=teacher,
+            null_condition=case.null_condition,
+        ).run()
+        for stage in ("transfer", "finetune"):
+            assert lean.losses[stage] == pytest.approx(plain.losses[stage], rel=0.05)
+        assert {parameter.dtype for parameter in lean.model.parameters()} == {torch.float32}
+        assert evaluate(lean.model, dataset).loss > 0
+
+    def test_softmax_models_train_too(self, dataset):
+        model = tiny.wan_transformer(num_layers=1)
+        result = DiffusionTrainer(options(condition_dropout=0.0, max_grad_norm=0.0), model, dataset).run()
+        assert len(result.losses["finetune"]) == 4
+
+    def test_what_is_missing_is_named(self, teacher, student, dataset):
+        with pytest.raises(ValueError, match="model must be given"):
+            DiffusionTrainer(options())
+        with pytest.raises(ValueError, match="cache must be given"):
+            DiffusionTrainer(options(), student)
+        with pytest.raises(ValueError, match="data set is empty"):
+            DiffusionTrainer(options(), student, [])
+        with pytest.raises(ValueError, match="null_condition"):
+            DiffusionTrainer(options(), student, dataset)
+        with pytest.raises(ValueError, match="needs a teacher"):
+            DiffusionTrainer(options(transfer_steps=1, condition_dropout=0.0), student, dataset).run()
+        with pytest.raises(ValueError, match="at least one MHLA layer"):
+            DiffusionTrainer(options(transfer_steps=1, condition_dropout=0.0), teacher, dataset).run()
+        with pytest.raises(ValueError, match="validation_prompts need"):
+            DiffusionTrainer(options(validation_prompts="a", condition_dropout=0.0), student, dataset).run()
+        with pytest.raises(ValueError, match="needs output"):
+            DiffusionTrainer(options(report_to="tensorboard"), student, dataset)
+
+    def test_a_loss_that_is_no_number_stops_the_run(self, student, dataset):
+        broken = [{**sample, "latents": sample["latents"] * float("nan")} for sample in dataset]
+        with pytest.raises(FloatingPointError, match="finetune step 1"):
+            DiffusionTrainer(options(condition_dropout=0.0), student, broken).run()
+
+    def test_batches_can_be_built_ahead(self):
+        made = []
+
+        def make(step, micro_step):
+            made.append((step, micro_step))
+            return (step, micro_step)
+
+        wanted = [(step, micro_step) for step in range(1, 4) for micro_step in range(2)]
+        with Prefetcher(make, micro_steps=2, steps=4, ahead=True) as batches:
+            assert [batches(*item) for item in wanted] == wanted
+        assert made == wanted
+
+
+class Interrupted(Exception):
+    """Stands for a crash at a given step."""
+
+
+def crash_at(stage, step):
+    def callback(at_stage, at_step, loss):
+        if (at_stage, at_step) == (stage, step):
+            raise Interrupted
+
+    return callback
+
+
+class TestResuming:
+    @pytest.mark.parametrize(
+        ("case", "mode"),
+        [("wan", "mhla"), ("wan", "lora"), ("wan", "full"), ("sana", "lora"), ("dit", "full")],
+        indirect=["case"],
+    )
+    def test_interrupted_runs_end_where_uninterrupted_ones_do(self, mode, case, teacher, student, dataset, tmp_path):
+        shared = {
+            "train": mode,
+            "transfer_steps": 5,
+            "max_steps": 7,
+            "lora_rank": 2,
+            "checkpointing_steps": 2,
+            "checkpoints_total_limit": 2,
+            "lr_schedule": "cosine",
+            "warmup_steps": 2,
+        }
+
+        def run(output, callback=None):
+            config = options(output=output, resume="latest", **shared)
+            return DiffusionTrainer(
+                config,
+                copy.deepcopy(student),
+                dataset,
+                teacher=teacher,
+                null_condition=case.null_condition,
+                callback=callback,
+            ).run()
+
+        whole = run(tmp_path / "whole")
+        # In the matching stage, at its very end, right after a checkpoint, and before the end.
+        for stage, step in (("transfer", 3), ("transfer", 5), ("finetune", 2), ("finetune", 7)):
+            with pytest.raises(Interrupted):
+                run(tmp_path / "cut", crash_at(stage, step))
+        cut = run(tmp_path / "cut")
+        assert cut.resumed_from.name == "finetune-00000006"
+        assert cut.losses == whole.losses
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, cut.model.state_dict()[name]), name
+        rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+        assert len(rows[0]) == 12
+        for mine, theirs in zip(*rows, strict=True):
+            assert {**mine, "seconds": 0} == {**theirs, "seconds": 0}
+        kept = [path.name for path in list_checkpoints(tmp_path / "cut" / "checkpoints")]
+        assert kept == ["finetune-00000006", "finetune-00000007"]
+        again = run(tmp_path / "cut")
+        assert again.losses == whole.losses and again.seconds_per_step == {"transfer": 0.0, "finetune": 0.0}
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, again.model.state_dict()[name]), name
+
+    def test_other_runs_are_refused_and_changes_are_named(self, student, dataset, tmp_path, caplog):
+        def trainer(**changes):
+            config = options(output=tmp_path, condition_dropout=0.0, checkpointing_steps=2, **changes)
+            return DiffusionTrainer(config, copy.deepcopy(student), dataset)
+
+        trainer().run()
+        with pytest.raises(ValueError, match="already holds the run"):
+            trainer().run()
+        with pytest.raises(ValueError, match="was made with train='full'"):
+            trainer(resume="latest", train="mhla").run()
+        result = trainer(resume="finetune-00000002", max_steps=6, seed=1, flow_shift=5.0).run()
+        assert "max_steps, seed, flow_shift" in caplog.text
+        assert len(result.losses["finetune"]) == 6
+
+
+def test_a_sharded_model_is_exported_whole(teacher):
+    import torch.distributed as distributed
+    from torch.distributed.fsdp import fully_shard
+
+    assert unsharded(teacher) is teacher
+    model = copy.deepcopy(teacher)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        whole = unsharded(model)
+    finally:
+        distributed.destroy_process_group()
+    assert type(whole) is type(teacher)
+    assert all(torch.equal(value, expected[name]) for name, value in whole.state_dict().items())
+
+
+# Nothing changes what a unit returns in place.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@every_family
+@pytest.mark.parametrize("converted", [True, False], ids=["mhla", "ordinary"])
+def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted, monkeypatch):
+    """Shards as accelerate does: the units that the module names, then what is left."""
+    import torch.distributed as distributed
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = case.student(teacher) if converted else copy.deepcopy(teacher)
+    model.requires_grad_(True)
+    order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
+    stage = FineTuning(options(), model, case.objective, LatentBatches(dataset=dataset, objective=case.objective))
+    batch = stage.make_batch(order, 0, 0)
+    module, accelerator = stage.module(), Accelerator(cpu=True)
+    with torch.no_grad():
+        expected = stage.loss(module, batch, accelerator).item()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        shared = {
+            "mesh": distributed.device_mesh.init_device_mesh("cpu", (1,)),
+            "mp_policy": MixedPrecisionPolicy(*[torch.bfloat16] * 3),
+        }
+        units = [part for part in module.modules() if type(part).__name__ in module._no_split_modules]
+        assert len(units) >= len(module._no_split_modules) > 0
+        for part in reversed(units):
+            fully_shard(part, **shared)
+        fully_shard(module, **shared)
+        levels = []
+        predict = type(case.objective).predict
+
+        def remember(self, model, noisy, told, condition):
+            levels.append(told)
+            return predict(self, model, noisy, told, condition)
+
+        monkeypatch.setattr(type(case.objective), "predict", remember)
+        loss = stage.loss(module, batch, accelerator)
+        loss.backward()
+    finally:
+        distributed.destroy_process_group()
+    assert loss.item() == pytest.approx(expected, rel=0.01)
+    # Those of the noise that the model sees, and not rounded to bfloat16.
+    assert len(levels) == 1 and torch.equal(levels[0], batch.levels)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class TestFiles:
+    def test_a_run_from_files_writes_a_pipeline(self, pipeline_directory, cache_directory, tmp_path):
+        config = options(
+            model=pipeline_directory,
+            cache=str(cache_directory),
+            output=tmp_path,
+            mhla=MHLA,
+            train="lora",
+            lora_rank=2,
+            transfer_steps=2,
+            max_steps=2,
+            report_to="tensorboard",
+            validation_prompts=("a three moves left",),
+            validation_inference_steps=1,
+            validation_guidance=1.0,
+        )
+        result = DiffusionTrainer(config).run()
+        assert result.pipeline == tmp_path / "pipeline"
+
+        from diffusers import DiffusionPipeline
+
+        pipeline = DiffusionPipeline.from_pretrained(result.pipeline)
+        assert isinstance(pipeline.transformer, MHLAWanTransformer3DModel)
+        for name, value in result.model.state_dict().items():
+            assert torch.equal(value, pipeline.transformer.state_dict()[name]), name
+        record = json.loads((result.pipeline / "training.json").read_text())
+        assert record["final_losses"]["finetune"] == result.losses["finetune"][-1]
+        assert list((tmp_path / "validation").glob("step-00000002-prompt-0.*"))
+        assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
+        assert [row["stage"] for row in read_metrics(tmp_path / "metrics.jsonl")] == ["transfer"] * 2 + [
+            "finetune"
+        ] * 2
+
+        # The adapter and the MHLA parameters, on a fresh conversion, make the same model.
+        fresh = DiffusionPipeline.from_pretrained(pipeline_directory)
+        convert(fresh, MHLA)
+        fresh.transformer.load_state_dict(load_file(tmp_path / "lora" / "mhla.safetensors"), strict=False)
+        fresh.load_lora_weights(tmp_path / "lora")
+        inputs = tiny.wan_inputs()
+        with torch.no_grad():
+            expected = result.model(**inputs).sample
+            assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-5)
+
+        # The softmax model behind the result is recorded, but nothing is read elsewhere without being told.
+        assert json.loads((result.pipeline / "training.json").read_text())["source"]["location"] == str(
+            pipeline_directory.resolve()
+        )
+        with pytest.raises(ValueError, match=re.escape(f"must be given: {pipeline_directory.resolve()}, which")):
+            default_teacher(result.pipeline, "transformer")
+        with pytest.raises(ValueError, match="teacher"):
+            load_teacher(pipeline_directory, "transformer", str(result.pipeline))
+        with pytest.raises(ValueError, match="MHLA already"):
+            load_student(result.pipeline, mhla=MHLA)
+        assert type(load_student(result.pipeline)) is MHLAWanTransformer3DModel
+
+    def test_the_second_transformer_of_a_pipeline(self, cache_directory, tmp_path):
+        source = tmp_path / "source"
+        tiny.wan_pipeline(num_layers=1, second_transformer=True).save_pretrained(source)
+        assert sigma_range(source, "transformer_2") == (0.0, 0.9)
+        config = options(
+            model=source,
+            cache=str(cache_directory),
+            output=tmp_path / "run",
+            component="transformer_2",
+            mhla="none",
+            max_steps=1,
+            checkpointing_steps=0,
+        )
+        trainer = DiffusionTrainer(config)
+        assert trainer.objective == WanObjective(sigma_range=(0.0, 0.9), flow_shift=3.0)
+        result = trainer.run()
+        index = json.loads((result.pipeline / "model_index.json").read_text())
+        assert index["transformer_2"] == ["diffusers", "WanTransformer3DModel"] == index["transformer"]
+        with pytest.raises(ValueError, match="already holds the finished"):
+            DiffusionTrainer(config).run()
+        with pytest.raises(ValueError, match="pipeline with two"):
+            DiffusionTrainer(config.replace(output=str(tmp_path / "other"), validation_prompts=("a",))).run()
+
+    def test_one_expert_is_trained_and_the_other_stays(self, cache_directory, tmp_path):
+        """Of a pipeline whose experts differ in kind, by way of files."""
+        source = tmp_path / "source"
+        pipeline = tiny.wan_pipeline(num_layers=1, second_transformer=True)
+        convert(pipeline, {"transformer_2": MHLA}).save_pretrained(source)
+        config = options(
+            model=source,
+            cache=str(cache_directory),
+            output=tmp_path / "run",
+            component="transformer_2",
+            max_steps=1,
+            checkpointing_steps=0,
+        )
+        result = DiffusionTrainer(config).run()
+        index = json.loads((result.pipeline / "model_index.json").read_text())
+        assert [index[name][1] for name in ("transformer", "transformer_2")] == [
+            "WanTransformer3DModel",
+            "MHLAWanTransformer3DModel",
+        ]
+        weights = "diffusion_pytorch_model.safetensors"
+        kept, trained = ((result.pipeline / name / weights).read_bytes() for name in ("transformer", "transformer_2"))
+        assert kept == (source / "transformer" / weights).read_bytes()
+        assert trained != (source / "transformer_2" / weights).read_bytes()
+
+    def test_bad_sources_are_named(self, pipeline_directory, tmp_path):
+        with pytest.raises(ValueError, match=r"model_index\.json"):
+            find_pipeline(str(tmp_path), "model")
+        with pytest.raises(ValueError, match="ordinary"):
+            load_student(pipeline_directory)
+        with pytest.raises(ValueError, match="has no transformer_2"):
+            load_student(pipeline_directory, "transformer_2")
+        with pytest.raises(ValueError, match="is a AutoencoderKLWan"):
+            load_student(pipeline_directory, "vae")
+        images = tmp_path / "images"
+        tiny.wan_transformer(image_to_video=True).save_pretrained(images / "transformer")
+        with pytest.raises(ValueError, match="image-to-video"):
+            load_student(images, mhla=MHLA)
+        converted = tmp_path / "converted"
+        tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA).save_pretrained(converted / "transformer")
+        with pytest.raises(ValueError, match="teacher must be given"):
+            default_teacher(converted, "transformer")
+        (converted / "conversion.json").write_text('{"source": {"location": "/nowhere/at/all"}}')
+        with pytest.raises(ValueError, match="is not there"):
+            default_teacher(converted, "transformer")
+
+    def test_the_teacher_is_found_beside_what_was_converted(self, pipeline_directory, tmp_path):
+        from mhla_hf.conversion import convert_pretrained
+
+        shutil.copytree(pipeline_directory, tmp_path / "softmax")
+        convert_pretrained(tmp_path / "softmax", tmp_path / "converted", MHLA, progress=False)
+        assert default_teacher(tmp_path / "converted", "transformer") == tmp_path / "softmax"
+        # A trained copy has the conversion's record too, but finds the directory through its own.
+        trained = tmp_path / "trained"
+        shutil.copytree(tmp_path / "converted", trained)
+        (trained / "training.json").write_text(json.dumps({"source": {"location": str(tmp_path / "converted")}}))
+        assert default_teacher(trained, "transformer") == tmp_path / "softmax"
+        # A directory that is called like its source is not its own source.
+        (tmp_path / "converted").rename(tmp_path / "other")
+        shutil.rmtree(tmp_path / "softmax")
+        (tmp_path / "other").rename(tmp_path / "softmax")
+        with pytest.raises(ValueError, match="softmax, which .* comes from, is not there"):
+            default_teacher(tmp_path / "softmax", "transformer")
+
+    def test_the_cache_gives_what_training_needs(self, cache_directory):
+        dataset = LatentDataset(cache_directory)
+        assert dataset[3]["prompt_embeds"].shape == (8, tiny.TEXT_DIM) == dataset.null_condition["prompt_embeds"].shape
+        assert dataset[3]["prompt_embeds"][5:].abs().max() == 0
+        (cache_directory / "samples" / "000003.safetensors").rename(cache_directory / "moved")
+        with pytest.raises(ValueError, match="lacks 1 samples"):
+            LatentDataset(cache_directory)
+        (cache_directory / "moved").rename(cache_directory / "samples" / "000003.safetensors")

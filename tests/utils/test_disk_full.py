@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A full disk: one line that names the path, and everything that was complete before is whole."""
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+
+from mhla_hf.cli.errors import friendly_errors
+from mhla_hf.training.checkpoints import find_checkpoint, list_checkpoints, read_state
+from mhla_hf.utils.files import atomic_directory, atomic_file
+from tests import ROOT
+
+from .. import tiny
+from ..training.training_process import make_trainer
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+BLOCK = 4096
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory):
+    """A file system of eight megabytes."""
+    directory = tmp_path_factory.mktemp("disk")
+    mounted = shutil.which("mount") is not None and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(directory)], capture_output=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("a small file system can only be mounted by root")
+    yield directory
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+@pytest.fixture
+def disk(small_disk):
+    yield small_disk
+    for path in small_disk.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def fill(disk, leave=0):
+    """Leaves so many bytes."""
+    free = shutil.disk_usage(disk).free
+    (disk / "filling").write_bytes(b"\1" * max(0, free - leave))
+
+
+@contextmanager
+def one_line(capsys, *parts):
+    with pytest.raises(typer.Exit) as stop, friendly_errors():
+        yield
+    assert stop.value.exit_code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 500
+    for part in (*parts, "cannot be written", "Make room and run the same command again"):
+        assert str(part) in lines[0]
+
+
+WRITERS = {
+    "safetensors": lambda path: save_file({"values": torch.zeros(100_000)}, path),
+    "torch": lambda path: torch.save(torch.zeros(100_000), path),
+    "python": lambda path: path.write_bytes(b"x" * 400_000),
+    "copy": lambda path: shutil.copytree(path.parents[1] / "source", path.parent / "copied"),
+    "model": lambda path: tiny.wan_transformer(num_layers=8).save_pretrained(path.parent / "model"),
+}
+
+
+@pytest.mark.parametrize("writer", list(WRITERS))
+def test_whatever_writes_it_is_one_line(writer, disk, capsys):
+    (disk / "source").mkdir()
+    (disk / "source" / "large").write_bytes(b"x" * 400_000)
+    (disk / "kept").mkdir()
+    (disk / "kept" / "old").write_text("old")
+    fill(disk, leave=20 * BLOCK)
+    with one_line(capsys, disk / "kept", "no space is left"):
+        with atomic_directory(disk / "kept") as temporary:
+            WRITERS[writer](temporary / "file")
+    assert sorted(os.listdir(disk)) == ["filling", "kept", "source"] and os.listdir(disk / "kept") == ["old"]
+
+
+def test_other_errors_are_left_alone(tmp_path):
+    with pytest.raises(RuntimeError, match="another matter"), atomic_file(tmp_path / "file"):
+        raise RuntimeError("another matter")
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "file"):
+        (tmp_path / "nowhere").read_text()
+
+
+def test_files_that_the_system_does_not_let_grow(tmp_path):
+    """The same by a limit on files, which needs no rights."""
+    script = (
+        "import pathlib, resource, signal, sys, torch\n"
+        "from safetensors.torch import save_file\n"
+        "from mhla_hf.utils.files import atomic_file\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "for write in (lambda path: save_file({'a': torch.zeros(100_000)}, path),\n"
+        "              lambda path: torch.save(torch.zeros(100_000), path),\n"
+        "              lambda path: path.write_bytes(b'x' * 400_000)):\n"
+        "    try:\n"
+        "        with atomic_file(pathlib.Path(sys.argv[1])) as temporary:\n"
+        "            write(temporary)\n"
+        "    except OSError as error:\n"
+        "        print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "file")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 3 and all(line.startswith(f"{tmp_path / 'file'} cannot be written: ") for line in lines)
+    assert "larger than the system allows" in lines[0] and "larger than the system allows" in lines[2]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}], ids=["plain", "ema"])
+def test_the_checkpoint_before_is_whole_and_the_run_goes_on(options, disk, tmp_path, capsys):
+    output = disk / "run"
+    whole = make_trainer(tmp_path / "whole", **options).run()
+
+    def fill_at(stage, step, loss):
+        if (stage, step) == ("finetune", 4):
+            fill(disk, leave=20 * BLOCK)
+
+    with one_line(capsys, output / "checkpoints" / "finetune-00000004", "no space is left"):
+        make_trainer(output, fill_at, **options).run()
+    checkpoints = list_checkpoints(output / "checkpoints")
+    assert [path.name for path in checkpoints] == ["transfer-00000002", "finetune-00000002"]
+    assert read_state(find_checkpoint("latest", output / "checkpoints"))["step"] == 2
+    (disk / "filling").unlink()
+    resumed = make_trainer(output, **options).run()
+    assert resumed.losses == whole.losses
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_metrics(disk, capsys):
+    def fill_at(stage, step, loss):
+        # Small rows go on fitting into the last block for a while.
+        fill(disk)
+
+    with one_line(capsys, disk / "run" / "metrics.jsonl"):
+        make_trainer(disk / "run", fill_at, checkpointing_steps=0, transfer_steps=0, max_steps=200).run()
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("pipeline")
+    tiny.wan_pipeline(num_layers=1).save_pretrained(directory)
+    return directory
+
+
+CACHE = ["--data", "digits", "--num-samples", "3", "--height", "16", "--width", "16", "--num-frames", "5"]
+CACHE += ["--max-sequence-length", "8", "--no-progress", "--device", "cpu"]
+
+
+def command(*arguments):
+    from typer.testing import CliRunner
+
+    from mhla_hf.cli.main import app
+
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "400"})
+    return result.exit_code, result.output
+
+
+class TestCommands:
+    def test_the_cache(self, pipeline, disk):
+        arguments = ["train", "cache", "--model", pipeline, "--cache", disk / "cache", *CACHE]
+        fill(disk, leave=3 * BLOCK)
+        code, output = command(*arguments)
+        assert code == 1 and "Traceback" not in output
+        assert "cannot be written: no space is left on the disk. Make room" in " ".join(output.split())
+        (disk / "filling").unlink()
+        code, output = command(*arguments)
+        assert code == 0, output
+
+    def test_the_export(self, pipeline, disk, tmp_path):
+        arguments = [
+            "train", "wan", "--model", pipeline, "--cache", tmp_path / "cache", *CACHE, "--output", disk / "run",
+            "--mhla", "none", "--train", "lora", "--lora-rank", 1, "--max-steps", 1, "--resume", "latest",
+        ]  # fmt: skip
+        size = sum(path.stat().st_size for path in pipeline.rglob("*") if path.is_file())
+        fill(disk, leave=int(0.7 * size))
+        code, output = command(*arguments)
+        assert code == 1 and "Traceback" not in output
+        text = " ".join(output.split())
+        assert f"{disk / 'run' / 'pipeline'} cannot be written: no space is left on the disk. Make room" in text
+        assert [path.name for path in list_checkpoints(disk / "run" / "checkpoints")] == ["finetune-00000001"]
+        (disk / "filling").unlink()
+        code, output = command(*arguments)
+        assert code == 0, output
+
+    def test_the_demo(self, disk):
+        fill(disk, leave=4 * BLOCK)
+        small = ["--train-videos", "2", "--held-out-videos", "2", "--match-steps", "1", "--distill-steps", "1", "-q"]
+        code, output = command("demo", disk / "demo", *small)
+        text = " ".join(output.split())
+        assert code == 1 and "Traceback" not in output
+        assert "cannot be written: no space is left on the disk. Make room" in text and str(disk / "demo") in text
+
+
+def test_a_checkpoint_of_pretraining(disk, capsys):
+    from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
+
+    save_checkpoint(disk / "state", 1, {"weight": torch.ones(3)}, {"note": "old"})
+    fill(disk, leave=20 * BLOCK)
+    for weights, note in ((torch.zeros(100_000), "new"), (torch.zeros(3), torch.zeros(100_000))):
+        with one_line(capsys, disk / "state"):
+            save_checkpoint(disk / "state", 2, {"weight": weights}, {"note": note})
+        tensors, state = load_checkpoint(disk / "state")
+        assert tensors["weight"].tolist() == [1, 1, 1] and (state["step"], state["note"]) == (1, "old")
+        assert sorted(os.listdir(disk)) == ["filling", "state"]
+
+
+def test_pictures_and_videos_of_the_demo(disk, capsys):
+    from mhla_hf.demo.figures import write_gif
+
+    fill(disk)
+    frames = np.random.default_rng(0).integers(0, 255, (4, 64, 64, 3)).astype(np.uint8)
+    with one_line(capsys, disk / "video.gif"):
+        write_gif(disk / "video.gif", copy.deepcopy(frames))

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hostile sources: what they name or link to outside of them is neither read nor written."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mhla_hf import load_pipeline
+from mhla_hf.conversion import convert_pretrained, import_official
+from mhla_hf.training.config import TrainingConfig
+from mhla_hf.training.data.cache import FORMAT_VERSION, LatentDataset
+from mhla_hf.training.export import export_pipeline
+from mhla_hf.training.loading import default_teacher
+from mhla_hf.training.trainer import DiffusionTrainer
+from mhla_hf.utils.source_files import check_entry, list_files
+from tests import tiny
+
+
+MHLA = {"blocks": (1, 2, 2)}
+INDEX = "model_index.json"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def softmax(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("softmax") / "pipeline"
+    tiny.wan_pipeline(num_layers=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pipeline(softmax, tmp_path):
+    """A pipeline that a test may change, beside a `victim` of the same kind."""
+    shutil.copytree(softmax, tmp_path / "victim")
+    return Path(shutil.copytree(softmax, tmp_path / "source"))
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def tree(folder):
+    """Every file below a folder with its content; links are not followed."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def refused(pipeline, message):
+    """Converting fails in one line, and changes nothing beside the source."""
+    folder = pipeline.parent
+    before = tree(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        convert_pretrained(pipeline, folder / "mhla", MHLA, progress=False, overwrite=True)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert tree(folder) == before
+    assert not (folder / "mhla").exists()
+
+
+def outside_names(folder):
+    return [str(folder / "victim/transformer"), "../victim/transformer", "vae/../../victim/transformer"]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_component_names_stay_inside(number, pipeline, tmp_path):
+    name = outside_names(tmp_path)[number]
+    edit(pipeline / INDEX, lambda index: index.update({name: index.pop("transformer")}))
+    refused(pipeline, r"source/model_index\.json names '.*, which is no path inside")
+    with pytest.raises(ValueError, match="which is no path inside"):
+        load_pipeline(pipeline, mhla=MHLA)
+
+
+def test_components_in_folders_that_are_left_out(pipeline, tmp_path):
+    (pipeline / ".git").symlink_to(tmp_path / "victim")
+    edit(pipeline / INDEX, lambda index: index.update({".git/transformer": index.pop("transformer")}))
+    refused(pipeline, r"nothing is read from \.git")
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_weight_maps_stay_inside(number, pipeline, tmp_path):
+    name = f"{outside_names(tmp_path)[number]}/{WEIGHTS}"
+    index = pipeline / "transformer" / f"{WEIGHTS}.index.json"
+    index.write_text(json.dumps({"weight_map": {"proj_out.bias": name}}))
+    (pipeline / "transformer" / WEIGHTS).unlink()
+    refused(pipeline, r"weight_map of .*index\.json names '.*, which is no path inside")
+    with pytest.raises(ValueError, match="which is no path inside"):
+        load_pipeline(pipeline, mhla=MHLA)
+    with pytest.raises(ValueError, match="which is no path inside"):
+        import_official(pipeline / "transformer", tmp_path / "out", progress=False)
+    with pytest.raises(ValueError, match="names 7, which is no path inside"):
+        index.write_text(json.dumps({"weight_map": {"proj_out.bias": 7}}))
+        load_pipeline(pipeline, mhla=MHLA)
+
+
+@pytest.mark.parametrize(
+    "where", ["assets", "assets/key.txt", f"transformer/{WEIGHTS}", "vae/config.json", "transformer"]
+)
+def test_links_out_of_the_source(where, pipeline, tmp_path):
+    secret = tmp_path / "victim" / where
+    if not secret.exists():
+        secret = tmp_path / "victim" / "vae"
+        if where.endswith("key.txt"):
+            secret = tmp_path / "victim" / INDEX
+    path = pipeline / where
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(secret)
+    refused(pipeline, rf"{where} leads by a link to .*victim.*, outside .*source; put a copy there or remove the link")
+    with pytest.raises(ValueError, match="leads by a link"):
+        export_pipeline(pipeline, tmp_path / "out", "transformer", torch.nn.Linear(1, 1), {})
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_inside_are_followed(pipeline, tmp_path):
+    (pipeline / "transformer").rename(pipeline / "weights")
+    (pipeline / "transformer").symlink_to("weights")
+    (pipeline / "vae" / "again.json").symlink_to(pipeline / "vae" / "config.json")
+    convert_pretrained(pipeline, tmp_path / "mhla", MHLA, progress=False)
+    assert not any(path.is_symlink() for path in (tmp_path / "mhla").rglob("*"))
+    assert (tmp_path / "mhla/vae/again.json").read_bytes() == (pipeline / "vae/config.json").read_bytes()
+    load_pipeline(tmp_path / "mhla")
+
+
+def test_names_that_look_like_hashes_are_not_believed(pipeline, tmp_path):
+    weights = pipeline / "transformer" / "diffusion_pytorch_model.safetensors"
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    weights.rename(weights.with_name("0" * 64))
+    weights.symlink_to("0" * 64)
+    report = convert_pretrained(pipeline, tmp_path / "mhla", MHLA, progress=False)
+    recorded = report.components["transformer"].weight_sets[0].source_files[weights.name]
+    assert recorded["sha256"] == digest
+
+
+def test_the_hub_cache_links_to_its_own_blobs_alone(pipeline, tmp_path):
+    repository = tmp_path / "models--owner--name"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    shutil.copytree(pipeline, snapshot)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(list_files(snapshot)):
+        blob = repository / "blobs" / f"{number:064x}"
+        (snapshot / path).rename(blob)
+        (snapshot / path).symlink_to(os.path.relpath(blob, (snapshot / path).parent))
+    convert_pretrained(snapshot, tmp_path / "mhla", MHLA, progress=False)
+    convert_pretrained(snapshot, tmp_path / "alone", MHLA, subfolder="transformer", progress=False)
+    other = tmp_path / "models--owner--other" / "blobs" / "key"
+    other.parent.mkdir(parents=True)
+    other.write_text("secret")
+    (snapshot / "key.txt").symlink_to(other)
+    with pytest.raises(ValueError, match="outside"):
+        list_files(snapshot)
+    # Blobs that are a link themselves would make any folder one of the cache.
+    (snapshot / "key.txt").unlink()
+    (repository / "blobs").rename(tmp_path / "moved")
+    (repository / "blobs").symlink_to(tmp_path / "moved")
+    with pytest.raises(ValueError, match="outside"):
+        list_files(snapshot)
+
+
+@pytest.mark.parametrize("where", ["notes", "transformer/config.json", INDEX, f"transformer/{WEIGHTS}"])
+@pytest.mark.parametrize("kind", ["fifo", "socket"])
+def test_what_is_no_file_is_refused(kind, where, pipeline, monkeypatch):
+    (pipeline / where).unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(pipeline / where)
+    else:
+        # Names of sockets are short.
+        monkeypatch.chdir((pipeline / where).parent)
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(Path(where).name)
+    with pytest.raises(ValueError, match=f"{where} is neither a regular file nor a folder; remove it"):
+        convert_pretrained(pipeline, pipeline.parent / "mhla", MHLA, progress=False)
+
+
+def test_devices_are_refused(tmp_path):
+    (tmp_path / "null").symlink_to("/dev/null")
+    with pytest.raises(ValueError, match="outside"):
+        list_files(tmp_path)
+    with pytest.raises(ValueError, match="checkpoint /dev/null is neither a regular file nor a folder"):
+        import_official("/dev/null", tmp_path / "out", progress=False)
+    with pytest.raises(ValueError, match="neither a regular file nor a folder"):
+        check_entry(Path("/dev/null"), Path("/dev"))
+
+
+def test_link_cycles_are_refused(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "x").symlink_to(tmp_path / "b")
+    assert list_files(tmp_path) == []
+    (tmp_path / "b" / "y").symlink_to(tmp_path / "a")
+    with pytest.raises(ValueError, match="is a link to a folder that it is in"):
+        list_files(tmp_path)
+    (tmp_path / "b" / "y").unlink()
+    (tmp_path / "self").symlink_to("self")
+    with pytest.raises((ValueError, OSError), match="self"):
+        list_files(tmp_path)
+    (tmp_path / "self").unlink()
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="gone does not exist or is a link to nothing"):
+        list_files(tmp_path)
+
+
+def test_folders_that_multiply_are_refused(tmp_path):
+    # 2^40 paths.
+    for level in range(40):
+        (tmp_path / str(level)).mkdir()
+        for name in ("left", "right"):
+            (tmp_path / str(level) / name).symlink_to(tmp_path / str(level + 1))
+    (tmp_path / "40").mkdir()
+    with pytest.raises(ValueError, match="is one of more than 16 links to the same folder"):
+        list_files(tmp_path)
+
+
+def test_checkpoints_with_links_out_of_their_folder(tmp_path):
+    (tmp_path / "shards").mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "secret.safetensors")
+    (tmp_path / "shards" / "a.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    with pytest.raises(ValueError, match="leads by a link to"):
+        import_official(tmp_path / "shards", tmp_path / "out", progress=False)
+
+
+def test_a_subfolder_is_inside(pipeline, tmp_path):
+    with pytest.raises(ValueError, match="subfolder names '../victim/transformer', which is no path inside"):
+        convert_pretrained(pipeline, tmp_path / "mhla", MHLA, subfolder="../victim/transformer", progress=False)
+
+
+def test_samples_of_a_cache_stay_inside(tmp_path):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "secret.safetensors").write_bytes(b"")
+    for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), 7):
+        manifest = {"format_version": FORMAT_VERSION, "complete": True, "samples": [name]}
+        manifest |= {"settings": {"max_sequence_length": 8}, "latent_shape": [1, 1, 1]}
+        (tmp_path / "cache.json").write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match=r"samples of .*cache\.json|cache\.json.*samples"):
+            LatentDataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "location", ["../victim", "{folder}/victim", "{folder}/a/../../victim", "victim/../../x/victim"]
+)
+def test_recorded_sources_stay_beside(location, pipeline, tmp_path):
+    inner = tmp_path / "downloads" / "mhla"
+    convert_pretrained(pipeline, inner, MHLA, progress=False)
+    record = {"source": {"location": location.format(folder=tmp_path)}}
+    (inner / "training.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="teacher must be given: .* is not there"):
+        default_teacher(inner, "transformer")
+
+
+def test_training_looks_at_the_source_first(pipeline, tmp_path):
+    (pipeline / "assets").symlink_to(tmp_path / "victim")
+    config = TrainingConfig(model=str(pipeline), cache="none", output=str(tmp_path / "run"), mhla=MHLA)
+    with pytest.raises(ValueError, match="assets leads by a link"):
+        DiffusionTrainer(config)
