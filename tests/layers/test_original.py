@@ -10,11 +10,7 @@ import mhla_hf
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads, record_calls, run
 from tests.integrations.transformers.mhla_models import default_options, served_names
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
-from tests.models.dit_case import DiTCase
-from tests.models.pixart_case import PixArtCase
-from tests.models.sana_case import SanaCase
-from tests.models.sana_video_case import SanaVideoCase
-from tests.models.wan_case import WanCase, WanImageToVideoCase
+from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase, WanImageToVideoCase
 
 
 DIFFUSERS = {

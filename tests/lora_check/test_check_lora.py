@@ -23,11 +23,7 @@ from mhla_hf.lora_check.reading import read_lora
 from mhla_hf.models.wan import MHLAWanTransformer3DModel
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.models.adapter_checks import TARGETS, randomize_lora
-from tests.models.dit_case import DiTCase
-from tests.models.pixart_case import PixArtCase
-from tests.models.sana_case import SanaCase
-from tests.models.sana_video_case import SanaVideoCase
-from tests.models.wan_case import WanCase
+from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase
 from tests.tiny import wan_transformer
 
 

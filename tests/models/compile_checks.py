@@ -16,7 +16,7 @@ LAYER_OPTIONS = {name: options for name, options in OPTION_SETS.items() if "laye
 class CompileChecks(ModelCase):
     """Attributes: smallest: Constructor arguments of a model with one layer."""
 
-    smallest: ClassVar[dict[str, Any]]
+    smallest: ClassVar[dict[str, Any]] = {"num_layers": 1}
 
     @pytest.fixture(autouse=True)
     def fresh_compiler(self):

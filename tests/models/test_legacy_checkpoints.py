@@ -16,8 +16,8 @@ from mhla_hf.models import FAMILIES
 from mhla_hf.models.registry import current_class
 from tests.models.image_pipeline_checks import command
 from tests.models.model_case import assert_same_parameters, recorded_warnings
-from tests.models.test_dit_pipeline import TestDiTPipeline as DiTPipelines
-from tests.models.test_pixart_pipeline import PixArtPipelines
+from tests.models.test_dit import TestDiTPipeline as DiTPipelines
+from tests.models.test_pixart import PixArtPipelines
 
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

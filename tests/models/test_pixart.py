@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is particular to PixArt."""
+"""PixArt: what is particular to it, the shared checks, and its pipelines."""
 
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from peft import LoraConfig
 
-from mhla_hf import convert
+from mhla_hf import MHLAPixArtTransformer2DModel, convert
 from mhla_hf.models.image import MHLAImageAttnProcessor
+from tests import tiny_images
+from tests.models.adapter_checks import AdapterChecks
+from tests.models.cases import PixArtCase
+from tests.models.compile_checks import CompileChecks
 from tests.models.image_checks import ImageChecks
+from tests.models.image_pipeline_checks import PromptedPipelineChecks
+from tests.models.memory_checks import InPlaceChecks, MemoryChecks
 from tests.models.model_case import recorded_warnings
-from tests.models.pixart_case import PixArtCase
+from tests.models.saving_checks import SavingChecks
+from tests.models.training_checks import TrainingChecks
 
 
 class TestPixArt(PixArtCase, ImageChecks):
@@ -97,3 +104,35 @@ def test_default_processors_go_to_the_layers_that_are_not_mhla():
     assert kinds == [AttnProcessor, MHLAImageAttnProcessor]
     assert type(model.transformer_blocks[1].attn2.processor) is AttnProcessor
     torch.testing.assert_close(case.run(model), expected)
+
+
+class TestPixArtModel(PixArtCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "BasicTransformerBlock"
+
+
+class TestPixArtCompile(PixArtCase, CompileChecks):
+    # DiT and SANA have the same layers; the traced graph is compared by the other tests.
+    @pytest.mark.slow
+    def test_compiles_forward_and_backward(self):
+        super().test_compiles_forward_and_backward()
+
+
+class PixArtPipelines(PromptedPipelineChecks):
+    mhla_class = MHLAPixArtTransformer2DModel
+    # Token grids of 4×4, 4×6 and 6×4.
+    sizes = ((16, 16), (16, 24), (24, 16))
+    own_options = {"clean_caption": False}
+    latents_shape = (4, 8, 12)
+    sigma = False
+
+    @classmethod
+    def make_pipeline(cls, transformer_cls=None, **overrides):
+        return tiny_images.pixart_pipeline(transformer_cls, sigma=cls.sigma, **overrides)
+
+
+class TestPixArtAlphaPipeline(PixArtPipelines):
+    pass
+
+
+class TestPixArtSigmaPipeline(PixArtPipelines):
+    sigma = True

@@ -8,7 +8,7 @@ import torch
 
 from mhla_hf.layers import mhla
 from mhla_hf.models.rotary import tables_of_layer, tables_with_grid
-from tests.models.wan_case import WanCase
+from tests.models.cases import WanCase
 
 
 GRID = (2, 3, 4)

@@ -6,11 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.dit_case import DiTCase
+from tests.models.cases import DiTCase, SanaCase, SanaVideoCase, WanCase
 from tests.models.model_case import OPTION_SETS, gradient_error, relative_error
-from tests.models.sana_case import SanaCase
-from tests.models.sana_video_case import SanaVideoCase
-from tests.models.wan_case import WanCase
 from tests.ops.triton_checks import DEVICES
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is particular to Wan: which layers are MHLA, every grid against the dense definition, and what is refused."""
+"""Wan: which layers are MHLA, every grid against the dense definition, refusals, and the shared checks."""
 
 import pytest
 import torch
@@ -8,8 +8,13 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanR
 from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, mhla_attention
 from mhla_hf.models.wan import MHLAWanAttnProcessor
 from tests import tiny
+from tests.models.adapter_checks import AdapterChecks
+from tests.models.cases import WanCase, WanImageToVideoCase
+from tests.models.compile_checks import CompileChecks
+from tests.models.memory_checks import InPlaceChecks, MemoryChecks
 from tests.models.model_case import attention_inputs, captured, perturb_mhla, relative_error
-from tests.models.wan_case import WanCase, WanImageToVideoCase
+from tests.models.saving_checks import SavingChecks
+from tests.models.training_checks import TrainingChecks
 
 
 CASE = WanCase()
@@ -298,3 +303,19 @@ def test_options_as_a_config_object():
     config = MHLAConfig(blocks=(3, 1, 2), output_norm=True)
     model = CASE.make(MHLAWanTransformer3DModel, mhla=config)
     assert model.mhla_config == config and model.config.mhla == config.to_dict()
+
+
+class TestWanModel(WanCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "WanTransformerBlock"
+
+
+class TestWanCompile(WanCase, CompileChecks):
+    pass
+
+
+class TestWanImageToVideoTraining(WanImageToVideoCase):
+    def test_every_parameter_has_a_gradient(self):
+        model = self.make_mhla().train()
+        model(**self.inputs()).sample.square().mean().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name

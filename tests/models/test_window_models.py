@@ -18,9 +18,7 @@ from mhla_hf.cli.main import app
 from mhla_hf.layers import MHLA
 from tests.integrations.transformers.mhla_models import served_names
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
-from tests.models.dit_case import DiTCase
-from tests.models.pixart_case import PixArtCase
-from tests.models.wan_case import WanCase
+from tests.models.cases import DiTCase, PixArtCase, WanCase
 
 
 CASES = {"wan": WanCase(), "dit": DiTCase(), "pixart": PixArtCase()}

@@ -26,12 +26,8 @@ from diffusers.models.attention_processor import (
 
 from mhla_hf import convert
 from tests import tiny_images
-from tests.models.dit_case import DiTCase
+from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase
 from tests.models.model_case import OPTION_SETS, assert_same_parameters, relative_error
-from tests.models.pixart_case import PixArtCase
-from tests.models.sana_case import SanaCase
-from tests.models.sana_video_case import SanaVideoCase
-from tests.models.wan_case import WanCase
 
 
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]

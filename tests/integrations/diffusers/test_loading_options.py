@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from mhla_hf import MHLAWanTransformer3DModel, convert, load_pipeline
 from tests import tiny, tiny_images
 from tests.models.adapter_checks import TARGETS
+from tests.models.cases import SanaCase, WanCase
 from tests.models.model_case import OPTION_SETS, assert_fresh, assert_same_parameters, perturb_mhla, relative_error
-from tests.models.sana_case import SanaCase
-from tests.models.wan_case import WanCase
 
 
 OPTIONS = {**WanCase.options, "output_gate": True}

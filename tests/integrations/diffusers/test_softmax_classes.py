@@ -15,12 +15,8 @@ from safetensors.torch import load_file, save_file
 import mhla_hf
 from mhla_hf.integrations.diffusers import loading as diffusers_loading
 from tests import tiny, tiny_images
-from tests.models.dit_case import DiTCase
+from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase
 from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
-from tests.models.pixart_case import PixArtCase
-from tests.models.sana_case import SanaCase
-from tests.models.sana_video_case import SanaVideoCase
-from tests.models.wan_case import WanCase
 
 
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each model family at tiny size, for the shared checks."""
+
+from diffusers import (
+    DiTTransformer2DModel,
+    PixArtTransformer2DModel,
+    SanaTransformer2DModel,
+    SanaVideoTransformer3DModel,
+    WanTransformer3DModel,
+)
+
+from mhla_hf import (
+    MHLADiTTransformer2DModel,
+    MHLAPixArtTransformer2DModel,
+    MHLASanaTransformer2DModel,
+    MHLASanaVideoTransformer3DModel,
+    MHLAWanTransformer3DModel,
+)
+from tests import tiny, tiny_images
+from tests.models.model_case import ModelCase
+
+
+class WanCase(ModelCase):
+    """Text-to-video; latents of 3×4×8 are a token grid of 3×2×4."""
+
+    upstream = WanTransformer3DModel
+    mhla_class = MHLAWanTransformer3DModel
+    options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    image_to_video = False
+    # Frames, height and width of the latents.
+    sizes = ((3, 4, 8), (1, 8, 12), (5, 6, 14))
+
+    def make(self, cls=None, **overrides):
+        return tiny.wan_transformer(cls, image_to_video=self.image_to_video, **overrides)
+
+    def inputs(self, size=0, **options):
+        frames, height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny.wan_inputs(
+            frames=frames, height=height, width=width, image_to_video=self.image_to_video, **options
+        )
+
+
+class WanImageToVideoCase(WanCase):
+    """With image cross-attention."""
+
+    image_to_video = True
+
+    def inputs(self, size=0, **options):
+        # The model tells image tokens from text by assuming 512 of text.
+        return super().inputs(size, **{"text_tokens": 512, **options})
+
+
+class DiTCase(ModelCase):
+    """Latents of 8×12 are a token grid of 4×6."""
+
+    upstream = DiTTransformer2DModel
+    mhla_class = MHLADiTTransformer2DModel
+    options = {"blocks": [2, 3], "grid": [4, 6]}
+    block_list = "transformer_blocks"
+    # Square images only.
+    upstream_size = (8, 8)
+    # Height and width of the latents.
+    sizes = ((8, 12), (4, 24), (10, 14))
+
+    def make(self, cls=None, **overrides):
+        model = tiny_images.dit_transformer(cls, **overrides)
+        for block in model.transformer_blocks:
+            # Labels are dropped at random in training: two runs would not be the same.
+            block.norm1.emb.class_embedder.dropout_prob = 0
+        return model
+
+    def inputs(self, size=0, **options):
+        height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_images.dit_inputs(height=height, width=width, **options)
+
+
+class PixArtCase(ModelCase):
+    """Latents of 8×12 are a token grid of 4×6."""
+
+    upstream = PixArtTransformer2DModel
+    mhla_class = MHLAPixArtTransformer2DModel
+    options = {"blocks": [2, 3], "grid": [4, 6]}
+    block_list = "transformer_blocks"
+    # Height and width of the latents.
+    sizes = ((8, 12), (4, 24), (10, 14))
+
+    def make(self, cls=None, **overrides):
+        return tiny_images.pixart_transformer(cls, **overrides)
+
+    def inputs(self, size=0, **options):
+        height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_images.pixart_inputs(height=height, width=width, **options)
+
+
+class SanaCase(ModelCase):
+    """Every latent is a token."""
+
+    upstream = SanaTransformer2DModel
+    mhla_class = MHLASanaTransformer2DModel
+    options = {"blocks": [2, 3], "grid": [4, 6]}
+    block_list = "transformer_blocks"
+    sprint = False
+    # Height and width of the latents.
+    sizes = ((4, 6), (2, 12), (5, 7))
+
+    def make(self, cls=None, **overrides):
+        return tiny_images.sana_transformer(cls, sprint=self.sprint, **overrides)
+
+    def inputs(self, size=0, **options):
+        height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_images.sana_inputs(height=height, width=width, sprint=self.sprint, **options)
+
+
+class SanaSprintCase(SanaCase):
+    """With norms of queries and keys, and the guidance scale as an input."""
+
+    sprint = True
+
+
+class SanaVideoCase(ModelCase):
+    """Latents of 3×4×8 are a token grid of 3×2×4."""
+
+    upstream = SanaVideoTransformer3DModel
+    mhla_class = MHLASanaVideoTransformer3DModel
+    options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    block_list = "transformer_blocks"
+    # Frames, height and width of the latents.
+    sizes = ((3, 4, 8), (1, 8, 12), (5, 6, 14))
+
+    def make(self, cls=None, **overrides):
+        return tiny_images.sana_video_transformer(cls, **overrides)
+
+    def inputs(self, size=0, **options):
+        frames, height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_images.sana_video_inputs(frames=frames, height=height, width=width, **options)
