@@ -8,13 +8,11 @@ classes and transformers the attention implementation `"mhla"` when they are imp
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from .integrations.adapters import register_with_peft
 from .integrations.diffusers.loading import guard_softmax_classes
 from .integrations.diffusers.namespace import register_with_diffusers
 from .integrations.transformers import register_with_transformers
+from .utils.lazy import lazy_names
 from .utils.versions import check_transformers
 
 
@@ -44,18 +42,7 @@ _PUBLIC_NAMES = {
 
 __all__ = ["__version__", *sorted(_PUBLIC_NAMES)]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC_NAMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
 
 check_transformers()
 register_with_diffusers()

@@ -6,8 +6,9 @@ Names are loaded when first used, so that the command line can read the options 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_names
 
 
 _PUBLIC_NAMES = {
@@ -37,9 +38,4 @@ if TYPE_CHECKING:
     from .runner import run_demo
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC_NAMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)

@@ -6,15 +6,16 @@ Names are loaded when first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..utils.lazy import lazy_names
 
 
 _PUBLIC_NAMES = {
-    "MatchingReport": "training.matching.matching",
-    "attention_matching_loss": "training.matching.layer_training",
-    "match_layers": "training.matching.matching",
-    "matching_losses": "training.matching.matching",
+    "MatchingReport": ".training.matching.matching",
+    "attention_matching_loss": ".training.matching.layer_training",
+    "match_layers": ".training.matching.matching",
+    "matching_losses": ".training.matching.matching",
 }
 
 __all__ = ["MatchingReport", "attention_matching_loss", "match_layers", "matching_losses"]
@@ -24,9 +25,4 @@ if TYPE_CHECKING:
     from ..training.matching.matching import MatchingReport, match_layers, matching_losses
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"..{_PUBLIC_NAMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
