@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import MHLAConfig
 from .integrations.diffusers.loading import loading_as_mhla
-from .models.component_options import is_by_component, options_by_component
+from .models.options import is_by_component, options_by_component
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
 from .utils.files import path_inside
 from .utils.json_files import read_json

@@ -116,7 +116,7 @@ def options_for_components(text: str | None, fields: Mapping[str, Any]) -> dict[
     """
     if text is None:
         return dict(fields)
-    from ..models.base import merge_options
+    from ..models.options import merge_options
     from ..utils.json_files import check_fields, parse_json, read_json
 
     if text.lstrip().startswith(("{", "[")):

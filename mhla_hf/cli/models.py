@@ -9,8 +9,7 @@ def models_command(
     json_output: bool = typer.Option(False, "--json", help="Write JSON instead of a table."),
 ) -> None:
     """List the supported models."""
-    from ..integrations.transformers.families import TransformersFamily, refused_families
-    from ..models.registry import ModelFamily, describe, supported_models
+    from ..models.registry import ModelFamily, TransformersFamily, describe, refused_families, supported_models
 
     families = refused_families() if refused else supported_models()
     if json_output:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..models.component_options import options_by_component
+from ..models.options import options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES
 from ..utils.destinations import Destination, claim_destination
 from ..utils.source_files import list_files

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
+from ..models.options import to_stored
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
-from ..models.stored_config import to_stored
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
 from ..utils.destinations import claim_destination
 from ..utils.messages import shorten_list, shorten_text, shorten_value

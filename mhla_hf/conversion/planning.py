@@ -15,8 +15,8 @@ import torch
 
 from ..config import MHLAConfig
 from ..models.bounds import check_layer_count, check_model_config, check_new_size
+from ..models.options import to_stored
 from ..models.registry import family_for, is_mhla_class
-from ..models.stored_config import to_stored
 from ..utils.messages import shorten_list, shorten_value
 from .options import parse_layers
 from .provenance import ComponentReport, WeightSetReport

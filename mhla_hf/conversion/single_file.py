@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import MHLAConfig
-from ..models.component_options import options_by_component
+from ..models.options import from_stored, options_by_component
 from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
 from ..models.single_file import find_single_file, is_url, read_config
-from ..models.stored_config import from_stored
 from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..utils.gguf_file import GGUFFile
 from ..utils.json_files import read_json

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
 
-from ..config import MHLAConfig, laid_over
+from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
 from . import adapter_modules
 from .bounds import check_layer_count, check_model_config, check_new_size
 from .context_parallel import check_parallelism, resolve_parallel_config
 from .fresh_parameters import advice, initialize_fresh
-from .stored_config import from_stored, to_stored
+from .options import from_stored, merge_options, to_stored
 
 
 logger = logging.getLogger(__name__)
@@ -395,15 +395,6 @@ class MHLAModelMixin(Upstream):
                 cls.__name__, len(fresh), layers, name, advice(model, fresh),
             )  # fmt: skip
         return (result[0], sorted({*result[1], *fresh}), *result[2:])
-
-
-def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Lays `given` options over `stored` ones; giving `blocks` drops a stored `block_size` and the other way round."""
-    merged = laid_over(stored, given)
-    for name, other in (("blocks", "block_size"), ("block_size", "blocks")):
-        if given.get(name) is not None and given.get(other) is None:
-            merged[other] = None
-    return merged
 
 
 def _check_overrides(name: Any, model: Any) -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 
 from ..config import MHLAConfig
-from .base import MHLAModelMixin
 from .registry import mhla_class_for
 
 
@@ -66,14 +65,14 @@ def check_convertible(model: Any, called: str = "model") -> None:
             floats, or hooks hold on to the methods of its class.
     """
     original = getattr(model, "_orig_mod", model)
-    name = type(original).__name__
+    name, is_mhla = type(original).__name__, hasattr(original, "mhla_modules")
     compiled = original is not model or any(module._compiled_call_impl is not None for module in model.modules())
-    if compiled and not isinstance(original, MHLAModelMixin):
+    if compiled and not is_mhla:
         raise ValueError(
             f"This {called} ({name}) is compiled, and would go on running the code of its softmax layers. Convert the "
             "model as it was loaded, and compile it afterwards."
         )
-    if isinstance(original, MHLAModelMixin):
+    if is_mhla:
         raise ValueError(f"This {called} ({name}) is MHLA already; load its softmax original to convert it anew.")
     mhla_class_for(name)
     for key, parameter in model.named_parameters():

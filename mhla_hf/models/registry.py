@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which upstream model class becomes which MHLA class, and the models that are supported altogether."""
+"""The registry of supported models: MHLA classes by diffusers class, and the tested architectures of transformers."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..integrations.transformers.families import TRANSFORMERS_FAMILIES, TransformersFamily
+
+TRANSFORMERS_DATA = Path(__file__).with_name("transformers_families.json")
+"""Results of `python -m tests.integrations.transformers.family_sweep`, which builds every transformers model at tiny
+size and compares it with itself. The tests of the same name keep the file up to date."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,35 @@ class ModelFamily:
     def load_class(self) -> Any:
         """Imports and returns the MHLA class."""
         return getattr(importlib.import_module(self.module), self.mhla_class)
+
+
+@dataclass(frozen=True)
+class TransformersFamily:
+    """One architecture of transformers.
+
+    Attributes:
+        name: Its `model_type`.
+        kind: `"language model"`, `"multi-modal"`, `"encoder"` or `"vision"`.
+        note: Remarks for users, the reason for a refusal, or an empty string.
+        layers: Location of the MHLA layers.
+        rope: Default position of its rotary embeddings, if it has any; see [`mhla_hf.MHLAConfig`].
+    """
+
+    name: str
+    kind: str
+    note: str = ""
+    layers: str = "self-attention `.mhla`"
+    rope: str = "after_feature_map"
+
+
+def _read_transformers(status: str) -> dict[str, TransformersFamily]:
+    models = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))["models"]
+    entries = [entry for entry in models if entry["status"] == status]
+    # Of a name that stands for several kinds, such as BERT as a decoder and as an encoder, the last counts.
+    return {
+        entry["name"]: TransformersFamily(entry["name"], entry["kind"], entry["note"], rope=entry["rope"])
+        for entry in entries
+    }
 
 
 _WAN = ModelFamily(
@@ -99,6 +133,9 @@ _SANA_VIDEO = ModelFamily(
 
 FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT, _PIXART, _SANA, _SANA_VIDEO)}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
+
+TRANSFORMERS_FAMILIES = _read_transformers("works")
+"""The tested architectures of transformers, by `model_type`."""
 
 LEGACY_CLASS = "Transformer2DModel"
 """What diffusers called several image models before each had a class of its own."""
@@ -182,3 +219,19 @@ def family_for(class_name: str) -> ModelFamily:
 def mhla_class_for(class_name: str) -> Any:
     """Returns the MHLA class for an upstream or MHLA class name; errors as in [`family_for`]."""
     return family_for(class_name).load_class()
+
+
+def refused_families() -> dict[str, TransformersFamily]:
+    """Returns the transformers architectures without an MHLA version; their notes give the reasons."""
+    families = _read_transformers("refused")
+    return {name: family for name, family in families.items() if name not in TRANSFORMERS_FAMILIES}
+
+
+def is_tested(model_type: str) -> bool:
+    """Returns whether a transformers `model_type` is among the tested ones."""
+    return model_type in TRANSFORMERS_FAMILIES
+
+
+def default_rope(model_type: str) -> str:
+    """Returns the default position of rotary embeddings: `"before_feature_map"` for untested models."""
+    return TRANSFORMERS_FAMILIES[model_type].rope if is_tested(model_type) else "before_feature_map"

@@ -18,8 +18,8 @@ from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
 from .bounds import check_layer_count, check_model_config
 from .converting import FLOATS, convert_model
 from .fresh_parameters import advice
+from .options import from_stored, merge_options
 from .registry import family_for
-from .stored_config import from_stored
 
 
 logger = logging.getLogger(__name__)
@@ -214,8 +214,6 @@ def _read(path: Path, dtype: torch.dtype | None, disable_mmap: bool) -> dict[str
 
 def _merged(stored: Mapping[str, Any] | None, given: MHLAConfig | Mapping[str, Any] | None) -> Any:
     """Options over those of a configuration that has some already."""
-    from .base import merge_options
-
     if stored is None or isinstance(given, MHLAConfig):
         return given
     return merge_options(stored, given or {})

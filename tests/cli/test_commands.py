@@ -14,7 +14,7 @@ import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.cli import errors
 from mhla_hf.cli.main import app
-from mhla_hf.integrations.transformers.families import TransformersFamily
+from mhla_hf.models.registry import TransformersFamily
 from tests import GOLDEN, ROOT, tiny
 
 

@@ -26,7 +26,7 @@ from mhla_hf.conversion.tensors import (
     split_into_shards,
     write_safetensors,
 )
-from mhla_hf.models.stored_config import to_stored
+from mhla_hf.models.options import to_stored
 from mhla_hf.utils.files import atomic_directory
 from mhla_hf.utils.source_files import list_files
 from tests import tiny

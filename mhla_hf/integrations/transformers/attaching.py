@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ...config import MHLAConfig
 from ...layers.mhla import MHLA
 from ...models.bounds import check_new_size
-from .families import default_rope, is_tested
+from ...models.registry import default_rope, is_tested
 from .geometry import (
     chooses_by_name,
     dispatches,

@@ -14,7 +14,6 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mhla_hf.integrations.transformers import families
 from mhla_hf.integrations.transformers.attaching import _attentions
 from mhla_hf.integrations.transformers.geometry import settings_without_windows
 from mhla_hf.integrations.transformers.towers import towers_of
+from mhla_hf.models.registry import TRANSFORMERS_DATA
 
 from .mhla_models import mhla_modules, unsettle
 from .shrinking import MAX_PARAMETERS, num_parameters, tiny_config
@@ -316,7 +315,7 @@ def main() -> None:
     found = [entry for kind in MAPPINGS for name in names(kind) for entry in entries(kind, name)]
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in found)
     head = f'"transformers": "{transformers.__version__}"'
-    Path(families.DATA).write_text(f'{{{head}, "models": [\n{lines}\n]}}\n', encoding="utf-8")
+    TRANSFORMERS_DATA.write_text(f'{{{head}, "models": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

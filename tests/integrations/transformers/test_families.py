@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.integrations.transformers.families import TRANSFORMERS_FAMILIES
+from mhla_hf.models.registry import TRANSFORMERS_FAMILIES
 
 from .mhla_models import UNSERVED, default_options, first_output, mhla_model, mhla_modules, served_names
 from .tiny_models import FAMILIES, inputs, names, softmax_model

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import app
-from mhla_hf.integrations.transformers import families
+from mhla_hf.models.registry import TRANSFORMERS_DATA
 
 from .family_sweep import MAPPINGS, entries, names
 
 
-STORED = json.loads(families.DATA.read_text(encoding="utf-8"))
+STORED = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))
 SAMPLE = {
     "language model": ("cohere2", "exaone4", "jamba", "mamba", "ministral", "qwen3_moe", "diffllama", "gemma4_text"),
     "encoder": ("bert", "deberta"),

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options for each denoiser of a pipeline that has several, such as the two experts of Wan 2.2."""
+"""MHLA options of diffusers models: by component of a pipeline, over stored ones, and in `config.json`.
+
+diffusers ignores entries and weights that a class does not know, with a warning. But it passes an unknown `dtype` on
+to the class's constructor, which refuses it. So one is written, for programs that never import this package; the
+warning before the error shows its text. MHLA classes drop it when they read the file. With this package imported, the
+softmax classes hand MHLA checkpoints over (`mhla_hf.integrations.diffusers.loading`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,12 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, laid_over
 from ..utils.messages import shorten_value
 
+
+UNREADABLE_FOR_SOFTMAX = {"dtype": "MHLA weights: import mhla_hf before you load them"}
+"""The entry by which softmax classes fail."""
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))
 
@@ -69,3 +78,30 @@ def is_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Col
         name in components or (name not in _FIELDS and isinstance(options, (Mapping, MHLAConfig)))
         for name, options in mhla.items()
     )
+
+
+def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Lays `given` options over `stored` ones; giving `blocks` drops a stored `block_size` and the other way round."""
+    merged = laid_over(stored, given)
+    for name, other in (("blocks", "block_size"), ("block_size", "blocks")):
+        if given.get(name) is not None and given.get(other) is None:
+            merged[other] = None
+    return merged
+
+
+def to_stored(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a model's configuration as it is written.
+
+    Args:
+        config: The configuration.
+    """
+    return {**config, **UNREADABLE_FOR_SOFTMAX}
+
+
+def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without what [`to_stored`] adds; files of earlier versions do not have it.
+
+    Args:
+        config: What was read.
+    """
+    return {name: value for name, value in config.items() if UNREADABLE_FOR_SOFTMAX.get(name) != value}
