@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has Triton interpret its kernels where there is no GPU: it decides that when it is first imported.
 
-Where there is one, float32 is exact. And what tests of several files share.
+Where there is one, float32 is exact. Also fixtures that tests of several files share, and the choice of slow tests.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
+from collections import defaultdict
 
 import pytest
 import torch
@@ -17,6 +19,24 @@ if torch.cuda.is_available():
     torch.backends.cudnn.allow_tf32 = False
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Half of the cases of every test of interpreted kernels are slow tests.
+
+    Which half depends on the hash of the case's name, so that all values of each parameter remain among the fast ones.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        interpreted = callspec is not None and "interpreted" in callspec.id.split("-")
+        if interpreted and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for group in cases.values():
+        group.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in group[(len(group) + 1) // 2 :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

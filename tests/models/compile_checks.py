@@ -45,11 +45,12 @@ class CompileChecks(ModelCase):
         "options, sizes", [("default", (0, 1)), ("everything", (2,))], ids=["default-two_grids", "everything-ragged"]
     )
     def test_traces_without_graph_breaks(self, options, sizes):
-        """Capture and differentiation of the whole graph; code generation is the next test's."""
+        """Capture and differentiation of the whole graph; code generation is tested by the slow tests below."""
         model = self.make_small(**OPTION_SETS[options])
         compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
         self.assert_equal_to_eager(model, compiled, sizes)
 
+    @pytest.mark.slow
     def test_compiles_forward_and_backward(self):
         """At a grid that the blocks do not divide."""
         model = self.make_small()

@@ -111,10 +111,7 @@ class TestPixArtModel(PixArtCase, SavingChecks, TrainingChecks, AdapterChecks, M
 
 
 class TestPixArtCompile(PixArtCase, CompileChecks):
-    # DiT and SANA have the same layers; the traced graph is compared by the other tests.
-    @pytest.mark.slow
-    def test_compiles_forward_and_backward(self):
-        super().test_compiles_forward_and_backward()
+    pass
 
 
 class PixArtPipelines(PromptedPipelineChecks):
