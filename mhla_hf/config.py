@@ -109,8 +109,12 @@ class MHLAConfig:
         TypeError: If an unknown option is passed to the constructor ([`MHLAConfig.from_dict`] raises `ValueError`).
 
     Example:
-        >>> MHLAConfig(blocks=(3, 5, 10)).to_dict()["blocks"]
+        >>> from mhla_hf import MHLAConfig
+        >>> config = MHLAConfig(blocks=(3, 5, 10), output_gate=True)
+        >>> config.to_dict()["blocks"]
         [3, 5, 10]
+        >>> config.replace(lepe_kernel=3).output_gate
+        True
     """
 
     feature_map: str = "relu"

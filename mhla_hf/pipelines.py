@@ -64,7 +64,11 @@ def load_pipeline(
         OSError: If there is no such directory or repository, or its weights are not in safetensors files.
 
     Example:
-        >>> pipe = load_pipeline("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", mhla={"blocks": [3, 5, 10]})  # doctest: +SKIP
+        >>> from mhla_hf import load_pipeline
+        >>> from mhla_hf.demo import base_pipeline_directory
+        >>> pipe = load_pipeline(base_pipeline_directory(), mhla={"blocks": [5, 4, 4]})  # a directory or a Hub id
+        >>> type(pipe.transformer).__name__
+        'MHLAWanTransformer3DModel'
     """
     if attn_implementation not in ATTN_IMPLEMENTATIONS:
         allowed = ", ".join(map(repr, ATTN_IMPLEMENTATIONS))
@@ -152,6 +156,14 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
     Raises:
         ValueError: If there is nothing to convert, or it is MHLA already, offloaded, hooked or quantised. Nothing is
             changed then.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> from mhla_hf import convert
+        >>> sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+        >>> model = convert(BertModel(BertConfig(**sizes)), {"block_size": [16], "layers": [1]})
+        >>> [name for name, _ in model.named_modules() if name.endswith(".mhla")]
+        ['encoder.layer.1.attention.self.mhla']
     """
     if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
         from .integrations.transformers.attaching import convert_transformers_model

@@ -92,8 +92,12 @@ def from_preset(
 
     Example:
         >>> from transformers import AutoModelForCausalLM
-        >>> config = from_preset("mhla-lm-340m", vocab_size=259)
-        >>> model = AutoModelForCausalLM.from_config(config)  # doctest: +SKIP
+        >>> from mhla_hf import from_preset
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> config = from_preset("mhla-lm-340m", vocab_size=259, num_key_value_heads=2, **sizes)
+        >>> model = AutoModelForCausalLM.from_config(config)
+        >>> type(model).__name__
+        'LlamaForCausalLM'
     """
     if name not in PRESETS:
         raise ValueError(f"{name!r} is not a preset. Presets: {', '.join(PRESETS)}.")

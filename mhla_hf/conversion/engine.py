@@ -94,6 +94,14 @@ def convert_pretrained(
     Raises:
         ValueError: If the source cannot be read or converted (not supported, converted already, quantised, pickles
             only, damaged or incomplete weights), an option is wrong, or the destination is taken or too small.
+
+    Example:
+        >>> from mhla_hf import convert_pretrained
+        >>> from mhla_hf.demo import base_pipeline_directory
+        >>> options = {"blocks": [5, 4, 4]}
+        >>> report = convert_pretrained(base_pipeline_directory(), "digits-mhla", options, layers="2/3", progress=False)
+        >>> report.components["transformer"].mhla_layers
+        [1, 2, 4]
     """
     started = time.monotonic()
     destination = Path(destination).expanduser()

@@ -44,6 +44,10 @@ class BlockLayout:
         ValueError: If not exactly one of `blocks` and `block_size` is given, or if an entry does not fit the grid.
 
     Example:
+        >>> from mhla_hf import BlockLayout
+        >>> layout = BlockLayout(grid=(21, 30, 52), blocks=(3, 5, 10))  # 52 columns in 10 blocks of 5 or 6
+        >>> layout.num_tokens, layout.num_blocks, layout.max_block_tokens
+        (32760, 150, 252)
         >>> BlockLayout(grid=(7,), blocks=(3,)).block_of_token
         tensor([0, 0, 1, 1, 2, 2, 2])
     """

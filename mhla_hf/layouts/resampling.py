@@ -71,6 +71,13 @@ def resample_mixing(
 
     Raises:
         ValueError: If `mixing` is not for `source_blocks`, or the two have another number of axes.
+
+    Example:
+        >>> import torch
+        >>> from mhla_hf import resample_mixing
+        >>> wider = resample_mixing(torch.full((6, 6), 1 / 6), source_blocks=(2, 3), target_blocks=(2, 5))
+        >>> wider.shape, round(wider.sum(dim=1)[0].item(), 3)
+        (torch.Size([10, 10]), 1.0)
     """
     source_blocks = block_axes("source_blocks", source_blocks)
     target_blocks = block_axes("target_blocks", target_blocks)

@@ -55,6 +55,15 @@ def mhla_attention(
 
     Raises:
         ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
+
+    Example:
+        >>> import torch
+        >>> from mhla_hf import BlockLayout, mhla_attention
+        >>> layout = BlockLayout(grid=(4, 6), blocks=(2, 3))
+        >>> query, key, value = torch.rand(3, 1, layout.num_tokens, 2, 8)
+        >>> mixing = torch.full((6, 6), 1 / 6)  # equal weights are vanilla linear attention
+        >>> mhla_attention(query, key, value, mixing, layout).shape
+        torch.Size([1, 24, 2, 8])
     """
     check_options(normalizer, causal, eps, backend)
     check_layout(layout, normalizer, causal)

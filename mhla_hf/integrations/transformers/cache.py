@@ -379,9 +379,16 @@ class MHLACache(DynamicCache):
         config: The model's configuration.
 
     Example:
-        >>> cache = MHLACache(config=model.config)  # doctest: +SKIP
-        >>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
-        >>> cache.num_bytes  # doctest: +SKIP
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM
+        >>> from mhla_hf import MHLACache, from_preset
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> config = from_preset("mhla-lm-340m", vocab_size=259, num_key_value_heads=2, **sizes)
+        >>> model = AutoModelForCausalLM.from_config(config).eval()
+        >>> cache = MHLACache(config=model.config)
+        >>> tokens = model.generate(torch.ones(1, 5, dtype=torch.long), past_key_values=cache, max_new_tokens=3)
+        >>> cache.num_bytes > 0
+        True
     """
 
     @property
