@@ -160,8 +160,8 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
     Example:
         >>> from transformers import BertConfig, BertModel
         >>> from mhla_hf import convert
-        >>> sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
-        >>> model = convert(BertModel(BertConfig(**sizes)), {"block_size": [16], "layers": [1]})
+        >>> config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> model = convert(BertModel(config), {"block_size": [16], "layers": [1]})
         >>> [name for name, _ in model.named_modules() if name.endswith(".mhla")]
         ['encoder.layer.1.attention.self.mhla']
     """

@@ -98,8 +98,9 @@ def convert_pretrained(
     Example:
         >>> from mhla_hf import convert_pretrained
         >>> from mhla_hf.demo import base_pipeline_directory
-        >>> options = {"blocks": [5, 4, 4]}
-        >>> report = convert_pretrained(base_pipeline_directory(), "digits-mhla", options, layers="2/3", progress=False)
+        >>> report = convert_pretrained(
+        ...     base_pipeline_directory(), "digits-mhla", {"blocks": [5, 4, 4]}, layers="2/3", progress=False
+        ... )
         >>> report.components["transformer"].mhla_layers
         [1, 2, 4]
     """
