@@ -8,6 +8,8 @@ classes and transformers the attention implementation `"mhla"` when they are imp
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .integrations.adapters import register_with_peft
 from .integrations.diffusers.loading import guard_softmax_classes
 from .integrations.diffusers.namespace import register_with_diffusers
@@ -15,6 +17,27 @@ from .integrations.transformers import register_with_transformers
 from .utils.lazy import lazy_names
 from .utils.versions import check_transformers
 
+
+if TYPE_CHECKING:
+    from .config import MHLAConfig as MHLAConfig
+    from .conversion import convert_pretrained as convert_pretrained
+    from .conversion import import_official as import_official
+    from .integrations.transformers.cache import MHLACache as MHLACache
+    from .layers.mhla import MHLA as MHLA
+    from .layouts.blocks import BlockLayout as BlockLayout
+    from .layouts.resampling import resample_mixing as resample_mixing
+    from .models.dit import MHLADiTTransformer2DModel as MHLADiTTransformer2DModel
+    from .models.pixart import MHLAPixArtTransformer2DModel as MHLAPixArtTransformer2DModel
+    from .models.registry import supported_models as supported_models
+    from .models.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
+    from .models.sana_video import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel
+    from .models.wan import MHLAWanTransformer3DModel as MHLAWanTransformer3DModel
+    from .ops import mhla_attention as mhla_attention
+    from .pipelines import convert as convert
+    from .pipelines import load_pipeline as load_pipeline
+    from .presets import from_preset as from_preset
+    from .recovery.calibration import calibrate as calibrate
+    from .recovery.recover import recover as recover
 
 __version__ = "0.1.0"
 
