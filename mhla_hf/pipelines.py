@@ -15,7 +15,7 @@ from .models.options import is_by_component, options_by_component
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
 from .utils.files import path_inside
 from .utils.json_files import read_json
-from .utils.sources import SourceNotFoundError, find_pipeline
+from .utils.locations import SourceNotFoundError, find_pipeline
 
 
 ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)

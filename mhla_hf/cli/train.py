@@ -108,7 +108,7 @@ def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache
     accelerator = make_accelerator(config)
     if config.model is not None:
         from ..training.loading import check_family, check_run
-        from ..utils.sources import find_pipeline
+        from ..utils.locations import find_pipeline
 
         with accelerator.main_process_first():
             source = find_pipeline(config.model, "model")
@@ -207,7 +207,7 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
     from ..config import MHLAConfig
     from ..conversion.options import parse_layers
     from ..training.loading import component_config
-    from ..utils.sources import find_pipeline
+    from ..utils.locations import find_pipeline
 
     if "mhla" in training:
         raise ValueError(f"mhla cannot be combined with {', '.join(shortcuts)}: give all options in one way")

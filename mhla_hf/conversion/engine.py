@@ -12,15 +12,16 @@ import torch
 
 from ..config import MHLAConfig
 from ..models.options import options_by_component
-from ..models.registry import FAMILIES, MHLA_CLASSES
+from ..models.source import Component, Source, read_source
 from ..utils.destinations import Destination, claim_destination
+from ..utils.files import write_json
+from ..utils.locations import find_directory
 from ..utils.source_files import list_files
+from ..utils.tensor_files import check_safetensors, write_shards
 from .options import parse_dtype, parse_size
 from .planning import ComponentPlan, plan_component
 from .provenance import ConversionReport, describe_file
-from .source import Component, Source, download_or_find, read_source
 from .staging import byte_progress, check_apart, check_space, copy_file
-from .tensors import check_safetensors, write_json, write_shards
 
 
 def convert_pretrained(
@@ -122,7 +123,7 @@ def convert_pretrained(
         check_apart(claimed, local if local.exists() else None)
         original = find_weights(source, hub)
         if original is None:
-            root, origin = download_or_find(source, subfolder=subfolder, **hub)
+            root, origin = find_directory(source, subfolder=subfolder, **hub)
         else:
             _check_unused({"subfolder": subfolder}, f"{source} is a file")
             root, origin = original
@@ -144,7 +145,7 @@ def convert_pretrained(
             return report
         _check_unused(original_only, f"{source} has other files and a configuration of its own")
         check_apart(claimed, root)
-        found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
+        found = read_source(root, str(source), origin)
         chosen = _choose(found, mhla, component)
         plans = [
             _plan(part, chosen[part.name], layers, dtype, variant, max_bytes)
@@ -238,7 +239,7 @@ def write_result(
                 noted.files = write_shards(
                     folder, weights.shards, stem=plan.names.stem, variant=noted.variant, on_bytes=advance
                 )
-            write_json(folder / "config.json", plan.config)
+            write_json(folder / "config.json", plan.config, sort_keys=False)
             describe(f"hashing {plan.name}")
             for weights in plan.weights:
                 weights.report.source_files = {path.name: describe_file(path, advance) for path in weights.sources}
@@ -246,7 +247,7 @@ def write_result(
             report.components[plan.name] = plan.report
         if source is not None and source.pipeline is not None:
             replaced = {plan.name: ["diffusers", plan.config["_class_name"]] for plan in plans}
-            write_json(staging / "model_index.json", {**source.pipeline, **replaced})
+            write_json(staging / "model_index.json", {**source.pipeline, **replaced}, sort_keys=False)
         describe("done")
         report.bytes_written = copied_bytes + written_bytes
         report.seconds = time.monotonic() - started
@@ -272,10 +273,10 @@ def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Pa
         owner = next((item for item in components if item.folder == (source.root / path).parent), None)
         if owner is not None and path.name == "config.json":
             continue
-        if owner is not None and owner.is_weight_file(path):
+        if owner is not None and owner.names.match(path):
             if path.suffix not in (".safetensors", ".json") or not path.name.startswith(owner.names.stem):
                 skipped.append(path)
             continue
-        exported = [item for item in components if item.is_export(path)]
+        exported = [item for item in components if item.names.is_export(path)]
         (skipped if exported else files).append(path)
     return files, skipped

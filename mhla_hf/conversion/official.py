@@ -15,11 +15,13 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..models.options import to_stored
-from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
+from ..models.registry import mhla_class_for
+from ..models.source import Source, open_source
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
 from ..utils.destinations import claim_destination
 from ..utils.messages import shorten_list, shorten_text, shorten_value
 from ..utils.source_files import check_entry, read_weight_map
+from ..utils.tensor_files import SafetensorsReader, TensorEntry, split_into_shards
 from .engine import write_result
 from .options import parse_dtype, parse_size
 from .planning import (
@@ -33,9 +35,7 @@ from .planning import (
     weight_set_report,
 )
 from .provenance import ConversionReport
-from .source import Source, download_or_find, read_source
 from .staging import check_apart
-from .tensors import SafetensorsReader, TensorEntry, split_into_shards
 from .torch_files import torch_entries
 
 
@@ -249,8 +249,7 @@ def _read_base(
     token: str | bool | None,
     cache_dir: str | Path | None,
 ) -> Source:
-    root, origin = download_or_find(base, revision=revision, token=token, cache_dir=cache_dir)
-    source = read_source(root, str(base), origin, {**FAMILIES, **MHLA_CLASSES})
+    source = open_source(base, revision=revision, token=token, cache_dir=cache_dir)
     component = next((item for item in source.components if item.name == "transformer"), None)
     if source.pipeline is None or component is None:
         raise ValueError(f"base {base} is not a pipeline directory with a transformer.")

@@ -17,12 +17,12 @@ from ..config import MHLAConfig
 from ..models.bounds import check_layer_count, check_model_config, check_new_size
 from ..models.options import to_stored
 from ..models.registry import family_for, is_mhla_class
+from ..models.source import Component
+from ..models.weight_files import DIFFUSERS_FILES, FileNames, WeightSet
 from ..utils.messages import shorten_list, shorten_value
+from ..utils.tensor_files import SafetensorsReader, TensorEntry, split_into_shards
 from .options import parse_layers
 from .provenance import ComponentReport, WeightSetReport
-from .source import Component
-from .tensors import SafetensorsReader, TensorEntry, split_into_shards
-from .weight_files import DIFFUSERS_FILES, FileNames, WeightSet
 
 
 @dataclass

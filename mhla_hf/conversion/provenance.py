@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .tensors import write_json
+from ..utils.files import write_json
 
 
 SCHEMA_VERSION = 2
@@ -123,7 +123,7 @@ class ConversionReport:
 
     def save(self, folder: Path) -> None:
         """Writes `conversion.json` into `folder`."""
-        write_json(folder / FILE_NAME, self.to_dict())
+        write_json(folder / FILE_NAME, self.to_dict(), sort_keys=False)
 
 
 def package_versions() -> Mapping[str, str]:

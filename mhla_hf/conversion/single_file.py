@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 from ..config import MHLAConfig
 from ..models.options import from_stored, options_by_component
-from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
+from ..models.registry import family_for, is_mhla_class
 from ..models.single_file import find_single_file, is_url, read_config
+from ..models.source import Component, Source, open_source
+from ..models.weight_files import WeightSet
 from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..utils.gguf_file import GGUFFile
 from ..utils.json_files import read_json
-from ..utils.sources import PIPELINE_INDEX
+from ..utils.locations import PIPELINE_INDEX
+from ..utils.tensor_files import TensorEntry
 from .official import TORCH_SUFFIXES, open_checkpoint
 from .planning import ComponentPlan, plan_component
-from .source import Component, Source, download_or_find, read_source
-from .tensors import TensorEntry
-from .weight_files import WeightSet
 
 
 UPSTREAM = "WanTransformer3DModel"
@@ -191,8 +191,7 @@ def _gguf_entries(file: GGUFFile) -> list[TensorEntry]:
 
 
 def _read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
-    root, origin = download_or_find(base, **hub)
-    source = read_source(root, str(base), origin, {**FAMILIES, **MHLA_CLASSES})
+    source = open_source(base, **hub)
     if source.pipeline is None:
         raise ValueError(f"base {base} is not a pipeline directory.")
     if name not in [part.name for part in source.components]:

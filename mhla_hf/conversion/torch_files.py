@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..utils.messages import shorten_list, shorten_text, shorten_value
-from .tensors import FLOAT_TYPES, TensorEntry
+from ..utils.tensor_files import FLOAT_TYPES, TensorEntry
 
 
 # Where training code keeps the weights inside a saved dict, outermost first.

@@ -18,8 +18,11 @@ from ..integrations.transformers.attaching import check_new_parameters
 from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
 from ..integrations.transformers.layer_count import check_layers, check_sizes
 from ..layers.mhla import MHLA
+from ..models.source import Component
+from ..models.weight_files import TRANSFORMERS_FILES, WeightSet
 from ..utils.json_files import read_json
 from ..utils.messages import shorten_text
+from ..utils.tensor_files import FLOAT_TYPES, SafetensorsReader, TensorEntry
 from .options import parse_layers
 from .planning import (
     ComponentPlan,
@@ -30,10 +33,7 @@ from .planning import (
     plan_files,
 )
 from .provenance import ComponentReport
-from .source import Component
-from .tensors import FLOAT_TYPES, SafetensorsReader, TensorEntry
 from .transformers_names import StoredNames
-from .weight_files import TRANSFORMERS_FILES, WeightSet
 
 
 # Heads that published checkpoints often lack, since nothing that they were made for uses them. transformers

@@ -10,21 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.source import Component, Source, download_or_find, read_source
-from ..models.registry import FAMILIES, MHLA_CLASSES, family_for, is_mhla_class
-from ..training.loading import check_weights, damage_named, recorded_sources
+from ..models.registry import family_for
+from ..models.source import Component, Source, find_original, open_source, softmax_version
 from ..training.matching.layers import mhla_layers
-from ..utils.files import path_inside
-from ..utils.messages import shorten_list, shorten_text
-from ..utils.sources import is_hub_id
+from ..utils.locations import download_repository
+from ..utils.messages import shorten_list
 from .probing import changed, cosine, diffusion_probes, movement, outputs, probe_grid, transformers_probes
 from .reading import LoraFile, read_lora
 from .report import LoraReport, ModuleChange, ProbeResult
 from .targets import ModelTargets, Target
-
-
-# Pipelines that were made from one another.
-_MOST_RECORDS = 8
 
 
 def check_lora(
@@ -67,8 +61,8 @@ def check_lora(
     for name, value, least in (("samples", samples, 0), ("max_tokens", max_tokens, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-    hub = {"token": token, "cache_dir": cache_dir}
-    source = _open(model, revision=revision, **hub)
+    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
+    source = open_source(model, revision=revision, **hub)
     part = _choose(source, component)
     family = None if part.is_transformers else family_for(part.class_name).name
     weights = read_lora(lora, component=part.name, family=family)
@@ -119,11 +113,6 @@ def _run(model: nn.Module, changes: Mapping[str, torch.Tensor], probes: Any) -> 
         return plain, outputs(model, probes)
 
 
-def _open(location: str | Path, **hub: Any) -> Source:
-    root, origin = download_or_find(location, **hub)
-    return read_source(root, str(location), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
-
-
 def _choose(source: Source, component: str | None) -> Component:
     """The component to check: the one asked for, or the first that is MHLA."""
     names = [part.name for part in source.components]
@@ -131,7 +120,7 @@ def _choose(source: Source, component: str | None) -> Component:
         raise ValueError(f"component={component!r} is not in {source.location}, which has {shorten_list(names)}.")
     wanted = [part for part in source.components if component in (None, part.name)]
     for part in wanted:
-        if is_mhla_class(part.class_name) or (part.is_transformers and _says_mhla(part.config)):
+        if part.is_mhla:
             return part
     raise ValueError(
         f"{source.location} has no MHLA model ({shorten_list(part.class_name for part in wanted)}): "
@@ -139,29 +128,8 @@ def _choose(source: Source, component: str | None) -> Component:
     )
 
 
-def _says_mhla(config: Mapping[str, Any]) -> bool:
-    """Whether a model of transformers, or one of its towers, is stored as MHLA."""
-    return any("mhla" in part for part in (config, *config.values()) if isinstance(part, dict))
-
-
 def _load(part: Component, device: str | torch.device, dtype: torch.dtype) -> Any:
-    check_weights(part.folder)
-    with damage_named(part.folder):
-        if part.is_transformers:
-            import transformers
-
-            model_class: Any = getattr(transformers, part.class_name, None)
-            is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-            if not is_model:
-                raise ValueError(f"{part.folder} is a {shorten_text(part.class_name)}, which transformers lacks.")
-            model = model_class.from_pretrained(part.folder, dtype=dtype)
-        elif is_mhla_class(part.class_name):
-            model = family_for(part.class_name).load_class().from_pretrained(part.folder, torch_dtype=dtype)
-        else:
-            import diffusers
-
-            model = getattr(diffusers, part.class_name).from_pretrained(part.folder, torch_dtype=dtype)
-    return model.to(device).eval().requires_grad_(False)
+    return part.load(dtype=dtype).to(device).eval().requires_grad_(False)
 
 
 def _check_some_apply(targets: Mapping[str, Target], lora: LoraFile, model: str) -> None:
@@ -209,44 +177,16 @@ def _find_original(
         ValueError: If the given one is not the original of such a model.
     """
     if original is not None:
-        found = _softmax_part(_open(original, **hub), part)
-        if found is None:
+        given = softmax_version(open_source(original, **hub), part)
+        if given is None:
             raise ValueError(f"original {original} has no softmax model for {part.name}.")
-        return found, str(original)
-    waiting = [(source.root, location) for location in recorded_sources(source.root)]
-    if not waiting:
+        return given, str(original)
+    records = source.records()
+    if not records:
         return None, f"unknown: {source.location} has no record of its conversion; name it with --original"
-    first = waiting[0][1]
-    for _ in range(_MOST_RECORDS):
-        if not waiting:
-            break
-        owner, location = waiting.pop(0)
-        try:
-            opened = _open(location if is_hub_id(location) else _beside(owner, location), **hub)
-        except (OSError, ValueError):
-            continue
-        found = _softmax_part(opened, part)
-        if found is not None:
-            return found, location
-        waiting += [(opened.root, further) for further in recorded_sources(opened.root)]
-    return None, f"not found: {first} is neither on the Hub nor beside {source.location}; name it with --original"
-
-
-def _beside(owner: Path, location: str) -> Path:
-    """The folder that a record names, which must be beside the one with the record: others' records lead nowhere."""
-    folder = owner.resolve().parent
-    name = str(Path(location).relative_to(folder)) if Path(location).is_absolute() else location
-    return path_inside(folder, name, f"the record of {owner}")
-
-
-def _softmax_part(source: Source, part: Component) -> Component | None:
-    """The softmax model of the same class and name among a source's, or the only one there is."""
-    named = [candidate for candidate in source.components if candidate.name == part.name]
-    for candidate in named or source.components[:1]:
-        if part.is_transformers:
-            same = candidate.class_name == part.class_name and not _says_mhla(candidate.config)
-        else:
-            same = candidate.class_name == family_for(part.class_name).upstream
-        if same:
-            return candidate
-    return None
+    found = find_original(source, part, lambda repository: download_repository(repository, **hub))
+    if found is None:
+        return None, (
+            f"not found: {records[0]} is neither on the Hub nor beside {source.location}; name it with --original"
+        )
+    return found[1], found[0]

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from ..conversion.provenance import FILE_NAME
-from ..conversion.source import Component, Source, read_source
-from ..conversion.tensors import TensorEntry, write_safetensors
-from ..models.registry import MHLA_CLASSES, family_for
-from ..training.loading import check_weights, damage_named
+from ..models.registry import MHLA_CLASSES
+from ..models.source import Component, Source, read_source
+from ..models.weight_files import check_weights, damage_named
 from ..training.matching.layers import Batch, is_linear, mhla_layers
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, write_json
 from ..utils.json_files import read_json
 from ..utils.source_files import list_files
+from ..utils.tensor_files import TensorEntry, write_safetensors
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
 from .probes import DEFAULT_SAMPLES, data_batches, pipeline_batches
 
@@ -72,7 +72,7 @@ def calibrate_directory(
     root = Path(directory).expanduser()
     if not root.is_dir():
         raise ValueError(f"{directory} is no directory; give one that mhla-hf convert wrote.")
-    source = read_source(root, str(directory), {}, MHLA_CLASSES, transformers=True)
+    source = read_source(root, str(directory), wanted=MHLA_CLASSES)
     check_untrained(root, force)
     destination = root if output is None else Path(output).expanduser()
     with claim_destination(destination, overwrite=output is None or overwrite) as claimed:
@@ -150,26 +150,14 @@ def open_probe(
 
 
 def load_component(part: Component) -> nn.Module:
-    """A model of a directory, in fp32; errors as in [`load_weights`], and `ValueError` if it is no MHLA model."""
-    model = load_weights(part)
-    mhla_layers(model)
-    return model.eval()
-
-
-def load_weights(part: Component) -> nn.Module:
-    """A model of a directory as it was saved, in fp32.
+    """Loads an MHLA model of a directory in fp32.
 
     Raises:
-        ValueError: If files are damaged.
+        ValueError: If files are damaged, or the model has no MHLA layer.
     """
-    check_weights(part.folder)
-    with damage_named(part.folder):
-        if not part.is_transformers:
-            return family_for(part.class_name).load_class().from_pretrained(part.folder, torch_dtype=torch.float32)
-        import transformers
-
-        model_class: Any = getattr(transformers, part.class_name, None) or transformers.AutoModel
-        return model_class.from_pretrained(part.folder, dtype=torch.float32).eval()
+    model = part.load().eval()
+    mhla_layers(model)
+    return model
 
 
 def _touched(model: nn.Module) -> set[str]:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.source import download_or_find, read_source
 from ..layers.original import original_attention
-from ..models.registry import FAMILIES, MHLA_CLASSES
+from ..models.source import open_source
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
@@ -28,7 +27,6 @@ from ..training.matching.layers import (
     run,
 )
 from .calibration import CalibrationReport, calibrate_model
-from .directories import load_weights
 from .fits import Changes, replaced
 from .probes import DEFAULT_SAMPLES, data_batches, pipeline_batches
 
@@ -338,8 +336,8 @@ def select_layers_of(
     Raises:
         ValueError: If the source cannot be converted, data are missing, or an argument is wrong.
     """
-    root, origin = download_or_find(source, **(hub or {}))
-    found = read_source(root, str(source), origin, {**FAMILIES, **MHLA_CLASSES}, transformers=True)
+    found = open_source(source, **(hub or {}))
+    root = found.root
     names = [part.name for part in found.components]
     if component is None and len(names) > 1:
         raise ValueError(f"component must be given, for {source} has {', '.join(names)}: select for each by itself.")
@@ -356,7 +354,7 @@ def select_layers_of(
     elif part.is_transformers:
         from ..pipelines import convert
 
-        pipeline, model = None, convert(load_weights(part), dict(mhla or {})).to(device)
+        pipeline, model = None, convert(part.load().eval(), dict(mhla or {})).to(device)
     else:
         raise ValueError(f"{source} is a transformer alone; give the pipeline that it belongs to.")
     if data is not None:

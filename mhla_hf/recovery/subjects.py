@@ -13,16 +13,14 @@ import torch
 from torch import nn
 
 from ..conversion.provenance import FILE_NAME
-from ..conversion.source import Component, download_or_find, read_source
-from ..models.registry import FAMILIES as DIFFUSERS
-from ..models.registry import MHLA_CLASSES, family_for, is_mhla_class
-from ..training.loading import check_weights
+from ..models.registry import family_for, is_mhla_class
+from ..models.source import Component, open_source, read_source
+from ..models.weight_files import check_weights
 from ..utils.files import atomic_directory, link_or_copy, write_json
 from ..utils.json_files import read_json
 from ..utils.messages import shorten_list
 from ..utils.source_files import list_files
 from ..utils.tensor_files import read_header
-from .directories import load_weights
 
 
 logger = logging.getLogger(__name__)
@@ -59,8 +57,7 @@ def find_subject(location: str | Path, component: str | None = None, **hub: Any)
         ValueError: If it is no such thing, has no version with MHLA, is MHLA already, or of a kind that takes its
             inputs from several places.
     """
-    root, origin = download_or_find(location, **hub)
-    source = read_source(root, str(location), origin, {**DIFFUSERS, **MHLA_CLASSES}, transformers=True)
+    source = open_source(location, **hub)
     names = [part.name for part in source.components]
     chosen = component or names[0]
     if chosen not in names:
@@ -72,7 +69,7 @@ def find_subject(location: str | Path, component: str | None = None, **hub: Any)
         raise ValueError(f"{location} is a transformer alone; give the pipeline that it belongs to")
     check_weights(part.folder)
     family = _transformers_family(part) if part.is_transformers else family_for(part.class_name).name
-    return Subject(str(location), root, part, source.pipeline is not None, family)
+    return Subject(str(location), source.root, part, source.pipeline is not None, family)
 
 
 def _transformers_family(component: Component) -> str:
@@ -102,7 +99,7 @@ def load_converted(directory: Path, component: str, device: torch.device) -> nn.
     Raises:
         ValueError: If files are damaged.
     """
-    return load_weights(_component(directory, component)).to(device).eval()
+    return _component(directory, component).load().to(device).eval()
 
 
 def write_recovered(
@@ -129,7 +126,7 @@ def write_recovered(
     with atomic_directory(destination) as temporary:
         for path in list_files(converted):
             own = (converted / path).parent == part.folder
-            if own and (path.name == "config.json" or part.is_weight_file(path)):
+            if own and (path.name == "config.json" or part.names.match(path)):
                 continue
             (temporary / path).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(converted / path, temporary / path)
@@ -142,8 +139,7 @@ def write_recovered(
 
 
 def _component(directory: Path, name: str) -> Component:
-    source = read_source(directory, str(directory), {}, {**DIFFUSERS, **MHLA_CLASSES}, transformers=True)
-    return next(part for part in source.components if part.name == name)
+    return read_source(directory).component(name)
 
 
 def _stored_dtypes(folder: Path) -> dict[str, torch.dtype]:

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from ..utils.files import atomic_directory, write_json
+from ..utils.locations import PIPELINE_INDEX
 from ..utils.source_files import list_files
-from ..utils.sources import PIPELINE_INDEX
 from . import zero3
 from .checkpoints import full_tensor
 from .parameters import lora_options, lora_state_dict, mhla_state_dict

@@ -3,23 +3,17 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from ..models.registry import current_class, is_mhla_class, mhla_class_for
+from ..models.weight_files import check_weights, damage_named
 from ..utils.files import path_inside
 from ..utils.json_files import Types, read_json
-from ..utils.messages import shorten_text
-from ..utils.sources import download_pipeline, find_pipeline, is_hub_id
-from ..utils.tensor_files import read_header
+from ..utils.locations import download_pipeline, find_pipeline, is_hub_id
 from .config import UNCONVERTED, TrainingConfig
 from .families import objective_class
 from .parameters import check_takes_adapters
@@ -76,49 +70,6 @@ def check_run(directory: Path, config: TrainingConfig) -> None:
             model_class.from_config({**stored, "mhla": config.mhla})
     if config.transfer_steps or config.distill_steps:
         find_teacher(directory, config.component, config.teacher)
-
-
-def check_weights(folder: Path) -> int:
-    """Checks that the weight files of a component are whole, by their headers and sizes.
-
-    Returns:
-        How many tensors they hold.
-
-    Raises:
-        ValueError: If one of them is truncated or damaged; the message names it.
-    """
-    tensors = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        if not path.is_file():
-            raise ValueError(f"weights {path} are not a regular file")
-        try:
-            tensors += len(read_header(path)[0])
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
-    return tensors
-
-
-# What libraries raise for damaged weights, and for configurations whose fields have other types.
-_DAMAGE = (
-    AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError,
-    pickle.UnpicklingError,
-)  # fmt: skip
-
-
-@contextmanager
-def damage_named(folder: Path) -> Iterator[None]:
-    """Names the folder that is loaded from when a library meets damaged files there.
-
-    Raises:
-        ValueError: In place of exceptions that only say what is wrong with the bytes.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except _DAMAGE as error:
-        reason = shorten_text(str(error), 200) or type(error).__name__
-        raise ValueError(f"{folder} cannot be loaded: files are damaged or of another model ({reason})") from error
 
 
 def student_class(directory: Path, component: str, mhla: dict | str | None) -> Any:

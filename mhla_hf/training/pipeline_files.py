@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.json_files import Types, read_json
-from ..utils.sources import PIPELINE_INDEX
+from ..utils.locations import PIPELINE_INDEX
 
 
 _NULL = type(None)

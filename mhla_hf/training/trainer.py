@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..models.registry import is_mhla_class
+from ..utils.locations import find_pipeline
 from ..utils.source_files import list_files
-from ..utils.sources import find_pipeline
 from . import loading, parameters
 from .base_trainer import Trainer, TrainingResult
 from .config import TrainingConfig

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.source import Component, download_or_find, read_source
+from ..models.source import Component, read_source
+from ..models.weight_files import check_weights, damage_named
 from ..utils.files import atomic_directory, path_inside, write_json
 from ..utils.json_files import read_json
+from ..utils.locations import find_directory, is_hub_id
 from ..utils.source_files import list_files
-from ..utils.sources import is_hub_id
 from .config import UNCONVERTED
 from .export import RECORD
-from .loading import check_weights, damage_named
 
 
 _RECORDS = ("conversion.json", "training.json")
@@ -29,7 +29,7 @@ def find_model(location: str) -> Path:
     Raises:
         ValueError: If there is none.
     """
-    directory, _ = download_or_find(location)
+    directory, _ = find_directory(location)
     component_of(directory)
     return directory
 
@@ -40,7 +40,7 @@ def component_of(directory: Path) -> Component:
     Raises:
         ValueError: If there is none of transformers.
     """
-    component = read_source(directory, str(directory), {}, {}, transformers=True).components[0]
+    component = read_source(directory, wanted={}).components[0]
     if not component.is_transformers:
         raise ValueError(f"model: {directory} is not a model of transformers")
     return component
@@ -126,7 +126,7 @@ def export_model(source: Path, destination: Path, model: nn.Module, record: dict
     with atomic_directory(destination) as temporary:
         for path in list_files(source):
             own = (source / path).parent == component.folder
-            replaced = own and (path.name == "config.json" or component.is_weight_file(path))
+            replaced = own and (path.name == "config.json" or component.names.match(path))
             if replaced or path.name == RECORD or path.parts[0].startswith("."):
                 continue
             (temporary / path).parent.mkdir(parents=True, exist_ok=True)

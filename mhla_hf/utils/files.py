@@ -59,10 +59,10 @@ def atomic_file(destination: Path) -> Iterator[Path]:
         raise
 
 
-def write_json(destination: Path, value: Any) -> None:
-    """Writes a JSON file atomically."""
+def write_json(destination: Path, value: Any, *, sort_keys: bool = True) -> None:
+    """Writes indented JSON with a final newline, atomically."""
     with atomic_file(destination) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(value, indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 
 def path_inside(root: Path, name: Any, where: str) -> Path:

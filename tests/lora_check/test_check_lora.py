@@ -298,7 +298,7 @@ def test_wrong_models_give_one_line(wan, llama, tmp_path):
     weights = next((tmp_path / "wan").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-8])
     for model, lora, message in (
-        (tmp_path / "llama", llama / "lora", "is a AutoTokenizer, which transformers lacks"),
+        (tmp_path / "llama", llama / "lora", "is a AutoTokenizer, which transformers"),
         (tmp_path / "wan", wan / "model-lora", "are damaged"),
         (tmp_path / "none", wan / "model-lora", "is neither a directory nor a Hub id"),
         (wan / "model-lora", wan / "model-lora", "has neither model_index.json"),

@@ -33,7 +33,7 @@ from mhla_hf.training.parameters import (
 )
 from mhla_hf.training.stages.diffusion import FineTuning
 from mhla_hf.training.stages.matching import LayerMatching
-from mhla_hf.utils.sources import find_pipeline
+from mhla_hf.utils.locations import find_pipeline
 
 from .. import tiny
 from .cases import CASES

@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from ...utils.locations import find_pipeline
 from ...utils.locks import PATIENCE_SECONDS, take_lock
-from ...utils.sources import find_pipeline
 from ..config import DIGITS, GENERATED, VIDEO_FAMILIES, CacheConfig, TrainingConfig
 from ..families.sizes import PipelineSizes
 from . import cache_building

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...models.weight_files import check_weights, damage_named
 from ...utils.json_files import read_json
 from ..config import COMPONENTS, CacheConfig
-from ..loading import check_weights, damage_named
 from ..pipeline_files import read_index
 
 

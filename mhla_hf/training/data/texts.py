@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...utils.locations import is_hub_id
 from ...utils.messages import shorten_list, shorten_text
-from ...utils.sources import is_hub_id
 from .captions import json_rows, text_lines
 from .data_folder import DataFolder
 from .fingerprints import file_fingerprint

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight files of models: their names in each library, complete sets of them, and checks that they are whole."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
+from ..utils.messages import shorten_list, shorten_text
+from ..utils.source_files import read_weight_map
+from ..utils.tensor_files import SafetensorsReader, read_header
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx")
+# Exceptions of libraries for damaged weights, and for configurations whose fields have other types.
+_DAMAGE = (
+    AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError,
+    pickle.UnpicklingError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """The files that hold one complete set of a model's weights.
+
+    Attributes:
+        variant: Part of the file names such as `fp16`; `None` for the main set.
+        files: The safetensors files.
+        index: The file that lists them; `None` for a single file.
+    """
+
+    variant: str | None
+    files: tuple[Path, ...]
+    index: Path | None = None
+
+    @property
+    def where(self) -> str:
+        """Location of the weights, for errors."""
+        return str(self.files[0].parent)
+
+    def called(self, name: str) -> str:
+        """Name of a weight in its file, for errors."""
+        return name
+
+    def open(self, *, floats_only: bool = True) -> list[SafetensorsReader]:
+        """Opens every file; errors as in [`SafetensorsReader`], and `ValueError` for a tensor in two of them."""
+        readers = [SafetensorsReader(path, floats_only=floats_only) for path in self.files]
+        seen: dict[str, Path] = {}
+        for reader in readers:
+            for name in reader.shapes:
+                if name in seen:
+                    raise ValueError(f"{shorten_text(name)} is both in {seen[name]} and in {reader.path}.")
+                seen[name] = reader.path
+        return readers
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """Names of a library for the weight files of a model.
+
+    Attributes:
+        stem: Beginning of the names.
+        exports: Whether repositories hold the same weights for other programs, too.
+        holder: What `from_pretrained` loads, for errors.
+    """
+
+    stem: str
+    exports: bool
+    holder: str
+
+    @property
+    def index(self) -> re.Pattern[str]:
+        """The list of shards."""
+        return re.compile(rf"{self.stem}\.safetensors\.index(?:\.(?P<variant>[^.]+))?\.json")
+
+    @property
+    def single(self) -> re.Pattern[str]:
+        """A file that holds all weights."""
+        return re.compile(rf"{self.stem}(?:\.(?P<variant>[^.]+))?\.safetensors")
+
+    @property
+    def shard(self) -> re.Pattern[str]:
+        """One of several files."""
+        return re.compile(rf"{self.stem}.*-\d{{5}}-of-\d{{5}}.*\.safetensors")
+
+    def find(self, folder: Path, variant: str | None = None) -> list[WeightSet]:
+        """Finds the sets of weights in a folder.
+
+        Args:
+            folder: The model's folder.
+            variant: Only this variant; `None` for every set.
+
+        Raises:
+            ValueError: If there are none, only pickles, shards without an index, or not the variant asked for.
+        """
+        sets = []
+        listed: set[Path] = set()
+        for path in sorted(folder.iterdir()):
+            match = self.index.fullmatch(path.name)
+            if match:
+                files = tuple(read_weight_map(path))
+                listed.update(files)
+                sets.append(WeightSet(match["variant"], files, path))
+        for path in sorted(folder.glob("*.safetensors")):
+            if path in listed:
+                continue
+            if self.shard.fullmatch(path.name):
+                raise ValueError(f"{path} is one of several shards, but no index in {folder} lists it.")
+            match = self.single.fullmatch(path.name)
+            if match:
+                sets.append(WeightSet(match["variant"], (path,)))
+        if not sets:
+            pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in _PICKLES]
+            remedy = f"Load the {self.holder} with from_pretrained and write it with save_pretrained first."
+            if pickles:
+                raise ValueError(
+                    f"{folder} has its weights only as {shorten_list(pickles)}; those can run code when read. {remedy}"
+                )
+            raise ValueError(
+                f"{folder} has no {self.stem}*.safetensors; weights in other formats are not read. {remedy}"
+            )
+        if variant is not None:
+            found = [weights.variant or "(none)" for weights in sets]
+            sets = [weights for weights in sets if weights.variant == variant]
+            if not sets:
+                raise ValueError(f"variant={variant!r} is not in {folder}, which has {shorten_list(found)}.")
+        return sets
+
+    def match(self, path: Path) -> bool:
+        """Whether a file belongs to the model's weights, whatever the format."""
+        name = path.name
+        return bool(
+            self.index.fullmatch(name)
+            or self.single.fullmatch(name)
+            or self.shard.fullmatch(name)
+            or path.suffix in _PICKLES
+            or ".bin.index" in name
+            or (self.exports and any(path.match(pattern) for pattern in EXPORT_FILES))
+        )
+
+    def is_export(self, path: Path) -> bool:
+        """Whether a file, relative to the model's folder, holds the same weights for other programs."""
+        return self.exports and path.parts[0] in EXPORT_FOLDERS
+
+
+DIFFUSERS_FILES = FileNames("diffusion_pytorch_model", False, "pipeline (or the model alone)")
+TRANSFORMERS_FILES = FileNames("model", True, "model")
+
+
+def check_weights(folder: Path) -> int:
+    """Checks that the safetensors files of a folder are whole, by their headers and sizes.
+
+    Returns:
+        The number of tensors in them.
+
+    Raises:
+        ValueError: If one of them is truncated or damaged; the message names it.
+    """
+    tensors = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        if not path.is_file():
+            raise ValueError(f"weights {path} are not a regular file")
+        try:
+            tensors += len(read_header(path)[0])
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
+    return tensors
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Names the folder that is loaded from when a library meets damaged files there.
+
+    Raises:
+        ValueError: In place of exceptions that only describe the bytes.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except _DAMAGE as error:
+        reason = shorten_text(str(error), 200) or type(error).__name__
+        raise ValueError(f"{folder} cannot be loaded: files are damaged or of another model ({reason})") from error

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the path or Hub id that a user gives to a directory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from .files import path_inside
+from .json_files import read_json
+from .messages import LIST_LENGTH, shorten_text
+from .source_files import named_file, read_weight_map
+
+
+PIPELINE_INDEX = "model_index.json"
+
+EXPORT_FOLDERS = ("onnx", "openvino", "coreml", "original")
+"""Folders in which repositories of transformers models keep the same weights for other programs."""
+EXPORT_FILES = ("consolidated*.safetensors", "consolidated*.json", "*.gguf", "*.ot", "*.tflite")
+"""Files that hold the same weights for other programs."""
+
+# A first part of dots alone is a path.
+_HUB_ID = re.compile(r"(?!\.+/)[\w.-]+/[\w.-]+")
+# Other formats of the same weights, which are never read.
+_NOT_DOWNLOADED = (
+    "*.msgpack",
+    "*.h5",
+    "*.onnx",
+    "*.onnx_data",
+    "transformer*/*.bin",
+    "pytorch_model*.bin",
+    *EXPORT_FILES,
+    *(f"{name}/*" for name in EXPORT_FOLDERS),
+)
+
+
+class SourceNotFoundError(OSError, ValueError):
+    """A location with nothing to read: a mistake of the user, and a missing file."""
+
+
+def is_hub_id(location: str) -> bool:
+    """Whether a location reads like the id of a Hub repository, `owner/name`."""
+    return _HUB_ID.fullmatch(location) is not None
+
+
+def local_directory(location: str | os.PathLike[str], argument: str) -> Path | None:
+    """Returns the directory that a location names, or `None` for the id of a Hub repository.
+
+    Args:
+        location: A directory (`~` is the home directory), or a Hub id `owner/name`. A directory goes first.
+        argument: Name of the argument, for the error.
+
+    Raises:
+        SourceNotFoundError: If it is neither.
+    """
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return path
+    if not is_hub_id(os.fspath(location)):
+        raise SourceNotFoundError(f"{argument} {location} is neither a directory nor a Hub id (owner/name).")
+    return None
+
+
+def find_directory(
+    location: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    subfolder: str | None = None,
+    local_files_only: bool = False,
+) -> tuple[Path, dict[str, Any]]:
+    """Returns the directory for a path or Hub id, and its origin. Repositories are downloaded with every variant.
+
+    Args:
+        location: A directory, or a Hub id `owner/name`.
+        revision: Branch, tag or commit of a Hub repository.
+        token: Access token for the Hub.
+        cache_dir: Cache folder for downloads.
+        subfolder: Only this folder.
+        local_files_only: Use earlier downloads alone.
+
+    Raises:
+        ValueError: If it is neither a directory nor a readable Hub repository.
+    """
+    origin: dict[str, Any] = {"location": str(location)}
+    if subfolder:
+        origin["subfolder"] = subfolder
+    if Path(location).expanduser().is_file():
+        raise ValueError(
+            f"source {location} is a file; give a directory of diffusers or transformers, a Hub id, or a file of "
+            "weights (.safetensors, .gguf; for the checkpoints of MHLA's authors: mhla-hf import-official)."
+        )
+    path = local_directory(location, "source")
+    if path is not None:
+        # The name alone: records are published, and the rest of the path is private.
+        origin["location"] = path.resolve().name
+    else:
+        patterns = None if subfolder is None else f"{subfolder}/*"
+        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        path = download_repository(str(location), allow_patterns=patterns, **hub)
+        origin["revision"] = revision
+        if re.fullmatch(r"[0-9a-f]{40}", path.name):
+            origin["commit"] = path.name
+    if subfolder:
+        path = path_inside(path, subfolder, "subfolder")
+        if not path.is_dir():
+            raise ValueError(f"subfolder={subfolder!r} is not in {location}.")
+    return path, origin
+
+
+def download_repository(repository: str, **options: Any) -> Path:
+    """Downloads a Hub repository, without copies of the weights in formats that are never read.
+
+    Not the files of a pipeline alone: the repository may hold a bare model, and every variant is converted.
+
+    Args:
+        repository: Hub id.
+        **options: Options of `snapshot_download`.
+
+    Raises:
+        ValueError: If the repository cannot be read.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, ignore_patterns=list(_NOT_DOWNLOADED), **options))
+    except (OSError, ValueError) as error:
+        reason = shorten_text(str(error) or type(error).__name__, LIST_LENGTH)
+        raise ValueError(
+            f"source {repository} is neither a directory nor a Hub repository that can be read: {reason}"
+        ) from error
+
+
+def find_pipeline(location: str | os.PathLike[str], argument: str, **options: Any) -> Path:
+    """Returns the directory of a pipeline; of a Hub repository, only the pipeline's own files are downloaded.
+
+    Args:
+        location: A directory or a Hub id.
+        argument: Name of the argument, for the error.
+        **options: Options of `DiffusionPipeline.download`; safetensors unless `use_safetensors` says otherwise.
+
+    Raises:
+        SourceNotFoundError: If it is neither, or a directory without `model_index.json`.
+        ValueError: If names of components or weight files lead out of the directory.
+        OSError: If there is no such repository.
+    """
+    directory = local_directory(location, argument)
+    if directory is None:
+        return download_pipeline(os.fspath(location), **options)
+    if not (directory / PIPELINE_INDEX).exists():
+        raise SourceNotFoundError(f"{argument} {directory} has no {PIPELINE_INDEX}: it is not a pipeline directory.")
+    return _checked(directory)
+
+
+def download_pipeline(repository: str, **options: Any) -> Path:
+    """Downloads a pipeline from the Hub; options and errors as in [`find_pipeline`]."""
+    from diffusers import DiffusionPipeline
+
+    return _checked(Path(DiffusionPipeline.download(repository, **{"use_safetensors": True, **options})))
+
+
+def _checked(directory: Path) -> Path:
+    """Checks that the components of a pipeline, and the weight files that they list, are inside its directory."""
+    path = directory / PIPELINE_INDEX
+    for name, entry in read_json(path, "the pipeline's index").items():
+        if isinstance(entry, list):
+            folder = named_file(directory, name, str(path))
+            for pattern in ("*.safetensors.index*.json", "*.bin.index*.json"):
+                for index in sorted(folder.glob(pattern)):
+                    read_weight_map(index)
+    return directory
