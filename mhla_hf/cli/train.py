@@ -101,10 +101,8 @@ def _training_command(family: str, help: str) -> Callable[..., None]:
 
 
 def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache_only: bool) -> None:
-    from ..training.launch import join_launched_processes
-    from ..training.runtime import make_accelerator
+    from ..training.processes import make_accelerator
 
-    join_launched_processes()
     accelerator = make_accelerator(config)
     if config.model is not None:
         from ..training.loading import check_family, check_run
@@ -164,10 +162,8 @@ def cache_command(**options: Any) -> None:
     if cache_config.data is None:
         raise ValueError("data must be given: a folder of videos or pictures, or 'digits'")
 
-    from ..training.launch import join_launched_processes
-    from ..training.runtime import make_accelerator
+    from ..training.processes import make_accelerator
 
-    join_launched_processes()
     _make_cache(config, cache_config, make_accelerator(config))
 
 

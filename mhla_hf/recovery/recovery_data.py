@@ -85,7 +85,7 @@ def _latents(
     from ..training.data.cache import LatentDataset
     from ..training.data.cache_step import make_cache
     from ..training.families import objective_for
-    from ..training.runtime import make_accelerator
+    from ..training.processes import make_accelerator
 
     options = recipe.data
     sizes = {name: getattr(options, name) for name in ("height", "width", "num_frames")}

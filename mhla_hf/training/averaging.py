@@ -14,6 +14,7 @@ from torch import nn
 
 from . import checkpoints
 from .config import TrainingConfig
+from .sharding import full_tensor
 
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class WeightAverage:
 
     def collect(self) -> tuple[dict[str, torch.Tensor], int]:
         """The averages by parameter name, whole, and the number of steps in them. Every process must call it."""
-        whole = [checkpoints.full_tensor(average) for average in self.ema.shadow_params]
+        whole = [full_tensor(average) for average in self.ema.shadow_params]
         return dict(zip(self.names, whole, strict=True)), self.ema.optimization_step
 
     def load(self, checkpoint: Path) -> None:

@@ -17,12 +17,13 @@ from ..utils.files import remove_leftovers, write_json
 from . import parameters
 from .checkpoints import Position
 from .config import TrainingConfig
-from .export import package_versions, unsharded
+from .export import package_versions
 from .loop import Callback, Run, StageLoop, Validator
 from .matching.teacher import SharedTeacher
 from .metrics import MetricsFile
+from .processes import check_distribution, make_accelerator, open_trackers
 from .resuming import find_start
-from .runtime import check_distribution, make_accelerator, open_trackers
+from .sharding import unsharded
 from .stages.diffusion import Stage
 from .stages.teachers import Teacher, memory_of, share_weights
 from .stopping import StopSignals, TrainingStopped

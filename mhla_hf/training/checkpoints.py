@@ -25,8 +25,8 @@ from torch import nn
 
 from ..utils.files import atomic_directory, remove_directory
 from ..utils.json_files import check_fields, read_json
-from . import zero3
 from .data.fingerprints import file_fingerprint
+from .sharding import full_moments, full_shape, full_tensor, load_moment, shard_like
 
 
 # In the order that a run goes through them; it may leave some out.
@@ -133,29 +133,15 @@ def _newest_whole(available: Sequence[Path]) -> Path | None:
     return None
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, gathered if it is sharded over processes, on the CPU."""
-    if zero3.is_sliced(tensor):
-        whole = zero3.whole_parameter(tensor)  # type: ignore[arg-type]
-    else:
-        gather = getattr(tensor, "full_tensor", None)
-        whole = gather() if gather is not None else tensor
-    return whole.detach().cpu().contiguous()
-
-
 def collect_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights by parameter name, and optimizer tensors by `<parameter>::<kind>`. Every process must call it."""
     parameters = dict(model.named_parameters())
     weights = {name: full_tensor(parameters[name]) for name in names}
-    moments = {}
-    for name in names:
-        parameter = parameters[name]
-        sliced = zero3.is_sliced(parameter)
-        state = zero3.whole_moments(parameter) if sliced else optimizer.state.get(parameter, {})
-        for kind, value in state.items():
-            moments[f"{name}::{kind}"] = full_tensor(torch.as_tensor(value))
+    moments = {
+        f"{name}::{kind}": value for name in names for kind, value in full_moments(optimizer, parameters[name]).items()
+    }
     return weights, moments
 
 
@@ -295,7 +281,7 @@ def load_tensors(checkpoint: Path, file: str, tensors: dict[str, torch.Tensor]) 
     with torch.no_grad():
         for name, value in saved.items():
             _check_shape(checkpoint, name, value, tensors[name])
-            tensors[name].copy_(_like(value, tensors[name]))
+            tensors[name].copy_(shard_like(value, tensors[name]))
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
@@ -317,27 +303,13 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
             _check_shape(checkpoint, key, value, parameter)
         elif value.ndim:
             raise ValueError(f"checkpoint {checkpoint} has {key} of shape {tuple(value.shape)}, and not one number")
-        if zero3.is_sliced(parameter):
-            zero3.load_moment(parameter, kind, value)
-        else:
-            # A single number, the step count, stays on the CPU, where AdamW makes it.
-            optimizer.state[parameter][kind] = value if kind == "step" else _like(value, parameter)
+        load_moment(optimizer, parameter, kind, value)
     position = checkpoint_position(checkpoint)
     broken = next((name for name, kinds in found.items() if not kinds >= _KINDS), None)
     if broken is not None or (not found and (position is None or position.step)):
         raise ValueError(
             f"checkpoint {checkpoint} is damaged: {MOMENTS} lacks the moments of {broken or 'every parameter'}"
         )
-
-
-def _like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The value on the parameter's device, sharded as the parameter is."""
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
-        return value.to(device=parameter.device, dtype=parameter.dtype)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(parameter.dtype), mesh, parameter.placements)
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
@@ -357,9 +329,6 @@ def _check_names(checkpoint: Path, saved: Iterable[str], names: Iterable[str]) -
 
 
 def _check_shape(checkpoint: Path, name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    # Under DeepSpeed a parameter has no elements while it is not in use.
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    if value.shape != shape:
-        raise ValueError(
-            f"checkpoint {checkpoint} has {name} of shape {tuple(value.shape)}, the model has {tuple(shape)}"
-        )
+    if value.shape != full_shape(parameter):
+        expected = tuple(full_shape(parameter))
+        raise ValueError(f"checkpoint {checkpoint} has {name} of shape {tuple(value.shape)}, the model has {expected}")

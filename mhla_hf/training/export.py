@@ -15,8 +15,6 @@ from safetensors.torch import save_file
 from ..utils.files import atomic_directory, write_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.source_files import list_files
-from . import zero3
-from .checkpoints import full_tensor
 from .parameters import lora_options, lora_state_dict, mhla_state_dict
 from .pipeline_files import read_index
 
@@ -48,21 +46,6 @@ def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> N
         save_file(adapter, temporary / LORA_FILE, metadata=metadata)
         if ours:
             save_file(ours, temporary / MHLA_FILE, metadata={"format": "pt"})
-
-
-def unsharded(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, or a whole copy on the CPU if its parameters are sharded. Every process must call it."""
-    sharded = (hasattr(each, "full_tensor") or zero3.is_sliced(each) for each in model.parameters())
-    if not any(sharded):
-        return model
-    # The entries of a state dict are no parameters any more, which DeepSpeed needs to gather them.
-    tensors = {**model.state_dict(), **dict(model.named_parameters())}
-    state = {name: full_tensor(tensor) for name, tensor in tensors.items()}
-    # fully_shard gives the model a class of its own; the one to save as is the first of its bases with a config.
-    cls: Any = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
-    copy = cls.from_config(model.config)
-    copy.load_state_dict(state)
-    return copy
 
 
 def export_pipeline(

@@ -26,6 +26,7 @@ from .data.prefetch import Prefetcher
 from .divergence import divergence_error
 from .metrics import MetricsFile
 from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
+from .sharding import full_tensor
 from .stages.diffusion import Stage
 from .stopping import StopSignals, TrainingStopped
 
@@ -175,7 +176,7 @@ class StageLoop:
             samples.append(batch.indices)
         norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
         # DeepSpeed gives a plain number.
-        gradient_norm = float(checkpoints.full_tensor(norm) if torch.is_tensor(norm) else norm)
+        gradient_norm = float(full_tensor(norm) if torch.is_tensor(norm) else norm)
         total = torch.stack(losses).sum()
         told_to_stop = torch.tensor(float(self.shared.signals.received is not None), device=total.device)
         # Both in one message: all processes stop after the same step.

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM in training: the step ends, a checkpoint is saved, and the run says how to go on."""
+"""Ctrl-C, SIGTERM and launchers that die: the step ends, a checkpoint is saved, and the run says how to go on."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
 from typing import Any
 
-from .launch import outlive_parent
 
-
+# Set by `accelerate launch` and torchrun.
+_LAUNCHER_MARKS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+_SET_PARENT_DEATH_SIGNAL = 1
 # One Ctrl-C can arrive twice: from the terminal, and from a launcher that hands it on.
 _ONE_PRESS_SECONDS = 0.2
 
@@ -65,6 +69,20 @@ class StopSignals:
         if self.received is None:
             self.received, self._time = number, now
             # A launcher that the same signal ends must not take this process along.
-            outlive_parent()
+            _set_parent_death_signal(0)
         elif number == signal.SIGINT and now - self._time > _ONE_PRESS_SECONDS:
             raise KeyboardInterrupt
+
+
+def end_with_launcher() -> None:
+    """Has this process stop, as by SIGTERM, when the launcher that started it dies, and save a last checkpoint.
+
+    A launcher that is killed leaves its processes behind otherwise. Does nothing outside a launcher.
+    """
+    _set_parent_death_signal(signal.SIGTERM)
+
+
+def _set_parent_death_signal(number: int) -> None:
+    """Has Linux send a launched process a signal when its parent dies, or none for 0; other systems cannot."""
+    if sys.platform.startswith("linux") and any(name in os.environ for name in _LAUNCHER_MARKS):
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
-from mhla_hf.training import launch
 from mhla_hf.training.metrics import read_metrics
 from tests import ROOT
 
@@ -143,34 +142,55 @@ def test_help_lists_the_options_of_the_family(family):
         assert (f"--{name.replace('_', '-')}"[:20].rstrip("s") in text) == listed, name
 
 
-def test_the_missing_process_is_started(monkeypatch, tmp_path):
-    """What `accelerate launch --cpu --num_processes 2` starts sees the environment of two processes."""
+PROBE = """
+import os, sys
+from mhla_hf.cli.errors import run_script
+from mhla_hf.training import TrainingConfig
+from mhla_hf.training.processes import make_accelerator
+
+def probe(folder: str):
+    accelerator = make_accelerator(TrainingConfig(device="cpu"))
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    line = " ".join([accelerator.distributed_type.value, *(os.environ[name] for name in names)])
+    open(f"{folder}/rank{accelerator.process_index}", "w").write(line)
+    accelerator.end_training()
+
+run_script(probe)
+"""
+
+
+def launch_probe(tmp_path, *arguments):
     probe = tmp_path / "probe.py"
-    probe.write_text(
-        "import os\n"
-        "from mhla_hf.training.launch import join_launched_processes\n"
-        "join_launched_processes()\n"
-        "line = ' '.join(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'))\n"
-        f"open(r'{tmp_path}/rank' + os.environ['RANK'], 'w').write(line)\n"
-        "import time\n"
-        f"while not os.path.exists(r'{tmp_path}/rank1'): time.sleep(0.05)\n"
-    )
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--main_process_port", "29611", str(probe)], env=environment, capture_output=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert (tmp_path / "rank0").read_text() == "0 0 2 29611"
-    assert (tmp_path / "rank1").read_text() == "1 1 2 29611"
+    probe.write_text(PROBE)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments, str(probe), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_outside_a_launcher_nothing_is_started(monkeypatch):
-    for name in (*launch._LAUNCHER_MARKS, *launch._RANK_VARIABLES):
+def test_accelerate_starts_processes_on_cpus(tmp_path):
+    done = launch_probe(tmp_path, "--multi_gpu", "--num_processes", "2", "--main_process_port", "29611")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rank0").read_text() == "MULTI_CPU 0 0 2 29611"
+    assert (tmp_path / "rank1").read_text() == "MULTI_CPU 1 1 2 29611"
+
+
+def test_one_process_of_several_is_refused(tmp_path):
+    """`accelerate launch --cpu --num_processes 2` starts one."""
+    done = launch_probe(tmp_path, "--cpu", "--num_processes", "2", "--quiet")
+    assert done.returncode != 0 and not list(tmp_path.glob("rank*"))
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "launch with --multi_gpu in place of --cpu" in line and "torchrun --nproc_per_node N" in line
+
+
+def test_outside_a_launcher_nothing_changes(monkeypatch):
+    from mhla_hf.training import processes, stopping
+
+    for name in (*stopping._LAUNCHER_MARKS, *processes._ADDRESS, *processes._WORLD_SIZES):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(stopping.ctypes, "CDLL", lambda name: pytest.fail("the process is changed"))
     before = dict(os.environ)
-    launch.join_launched_processes()
-    assert dict(os.environ) == before
+    stopping.end_with_launcher()
+    assert processes.wait_for_processes(1) is None and dict(os.environ) == before
 
 
 @pytest.mark.slow
@@ -178,10 +198,11 @@ def test_two_processes_killed_and_resumed_end_at_the_same_loss(wan, tmp_path):
     cached = invoke("cache", "--model", wan, "--cache", tmp_path / "cache", *DIGITS, *QUIET)
     assert cached.exit_code == 0, cached.output
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
         str(ROOT / "conversion" / "train_wan.py"), "--model", str(wan), "--cache", str(tmp_path / "cache"),
         "--blocks", "1,1,1", "--transfer-steps", "10", "--max-steps", "30", "--batch-size", "2",
         "--learning-rate", "1e-3", "--checkpointing-steps", "5", "--resume", "latest", "--no-progress",
+        "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

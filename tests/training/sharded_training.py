@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.other import get_free_port
 
 from mhla_hf.training import TrainingConfig
-from mhla_hf.training.launch import _free_port
-from mhla_hf.training.runtime import make_accelerator
+from mhla_hf.training.processes import make_accelerator
 from tests import ROOT
 
 from .training_process import make_trainer
@@ -60,7 +60,7 @@ def train_together(name: str, runs: list[tuple[Path, dict[str, Any]]], processes
     context = multiprocessing.get_context("forkserver")
     # Imported once and not in every process.
     context.set_forkserver_preload([__name__])
-    address = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    address = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     environment = {**launch_environment(name), **address}
     started = [
         context.Process(target=_train, args=(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, runs))

@@ -111,7 +111,7 @@ def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
     from mhla_hf.training import CacheConfig
     from mhla_hf.training.data.cache_step import make_cache
     from mhla_hf.training.data.samples import DataSample
-    from mhla_hf.training.runtime import make_accelerator
+    from mhla_hf.training.processes import make_accelerator
 
     config = TrainingConfig(
         model=str(source), output=str(tmp_path / "run"), train="full", max_steps=3, learning_rate=1e-2,

@@ -9,9 +9,10 @@ import pytest
 import torch
 from accelerate import DistributedType
 
-from mhla_hf.training import TrainingConfig, zero3
+from mhla_hf.training import TrainingConfig
 from mhla_hf.training.data.data_order import DataOrder
-from mhla_hf.training.runtime import check_distribution, make_accelerator
+from mhla_hf.training.processes import check_distribution, make_accelerator
+from mhla_hf.training.sharding import set_deepspeed_options
 
 from .sharded_training import CONFIGURATIONS, OPTIONS, launch_arguments, launch_environment, train_together
 from .training_process import make_trainer
@@ -94,7 +95,7 @@ class TestConfigurations:
             distributed_type=DistributedType.DEEPSPEED, state=SimpleNamespace(deepspeed_plugin=plugin)
         )
         config = TrainingConfig(batch_size=3, max_grad_norm=0.5, mixed_precision="bf16")
-        zero3.set_options(accelerator, config)
+        set_deepspeed_options(accelerator, config)
         check_distribution(accelerator, config)
         assert plugin.zero_stage == 3 and not plugin.zero3_init_flag
         options = plugin.deepspeed_config

@@ -17,7 +17,6 @@ from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, Wa
 from mhla_hf.training.checkpoints import list_checkpoints
 from mhla_hf.training.data.batches import DataOrder, LatentBatches
 from mhla_hf.training.data.prefetch import Prefetcher
-from mhla_hf.training.export import unsharded
 from mhla_hf.training.families.wan import sigma_range
 from mhla_hf.training.loading import default_teacher, load_student, load_teacher
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
@@ -31,6 +30,7 @@ from mhla_hf.training.parameters import (
     set_trainable,
     trainable_names,
 )
+from mhla_hf.training.sharding import unsharded
 from mhla_hf.training.stages.diffusion import FineTuning
 from mhla_hf.training.stages.matching import LayerMatching
 from mhla_hf.utils.locations import find_pipeline

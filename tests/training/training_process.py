@@ -16,8 +16,7 @@ import torch
 
 from mhla_hf.cli.errors import run_script
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
-from mhla_hf.training.launch import join_launched_processes
-from mhla_hf.training.runtime import make_accelerator
+from mhla_hf.training.processes import make_accelerator
 
 from .cases import CASES
 
@@ -44,7 +43,6 @@ def make_trainer(output, callback=None, accelerator=None, **options):
 
 def train(output: Path, options: str = "{}") -> None:
     """Trains; every step takes as many seconds as the environment says, and each finished one leaves a file."""
-    join_launched_processes()
     given = json.loads(options)
     accelerator = make_accelerator(TrainingConfig(device="cpu", **given))
     rank, pause = accelerator.process_index, float(os.environ.get("STEP_SECONDS", "0"))

@@ -15,7 +15,7 @@ from mhla_hf.training.data.batch_sources import PackedText
 from mhla_hf.training.data.cache_step import make_cache
 from mhla_hf.training.data.data_order import stable_seed
 from mhla_hf.training.data.generated import generate_text, read_prompts
-from mhla_hf.training.runtime import make_accelerator
+from mhla_hf.training.processes import make_accelerator
 from tests import tiny, tiny_images
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import softmax_model

@@ -13,7 +13,7 @@ from mhla_hf.training.checkpoints import STAGES, Position, checkpoint_position, 
 from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.loop import Run, StageLoop
 from mhla_hf.training.metrics import MetricsFile
-from mhla_hf.training.runtime import make_accelerator
+from mhla_hf.training.processes import make_accelerator
 from mhla_hf.training.stopping import StopSignals
 
 

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters sharded over processes, by FSDP 2 or DeepSpeed ZeRO-3: made whole, and cut again.
+
+FSDP 2 makes `DTensor`s of parameters. Those that DeepSpeed has taken over have a `ds_id`, and one slice in every
+process. Every process must call these functions for the same parameters in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from .config import TrainingConfig
+
+
+# AdamW's state of each element of a parameter.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def uses_deepspeed() -> bool:
+    """Whether `accelerate launch` was told to use DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+
+
+def set_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Gives DeepSpeed the options of a run; does nothing without it."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    options = accelerator.state.deepspeed_plugin.deepspeed_config
+    options["train_micro_batch_size_per_gpu"] = config.batch_size
+    options["gradient_accumulation_steps"] = 1
+    options["gradient_clipping"] = config.max_grad_norm
+    precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision == "bf16":
+        # DeepSpeed's own bf16 mode would round rotary tables and all inputs.
+        options["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+
+
+def check_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Refuses options that do not run under DeepSpeed.
+
+    Raises:
+        ValueError: The message names the option.
+    """
+    stage = accelerator.state.deepspeed_plugin.zero_stage
+    if stage != 3:
+        raise ValueError(f"zero_stage must be 3 in accelerate's DeepSpeed configuration, got {stage}")
+    if config.gradient_accumulation_steps != 1:
+        raise ValueError("gradient_accumulation_steps must be 1 under DeepSpeed; use FSDP 2, or a larger batch_size")
+    if config.ema_decay is not None:
+        raise ValueError("ema_decay does not run under DeepSpeed; use FSDP 2")
+    if "fp16" in (config.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION")):
+        raise ValueError("mixed_precision must be bf16 or no under DeepSpeed, got 'fp16'")
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, gathered if it is sharded over processes, on the CPU; fp32 if DeepSpeed trains it."""
+    if _is_sliced(tensor):
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if tensor.requires_grad:
+            return safe_get_full_fp32_param(tensor).detach().cpu().contiguous()
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone().cpu().contiguous()
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather is not None else tensor).detach().cpu().contiguous()
+
+
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of the whole of a parameter; under DeepSpeed it has no elements while it is not in use."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole tensor on the device and in the type of a parameter, sharded as that is."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return value.to(device=parameter.device, dtype=parameter.dtype)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(parameter.dtype), mesh, parameter.placements)
+
+
+def full_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """AdamW's state of a parameter, whole and on the CPU, under the names it has in torch."""
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    if _is_sliced(parameter):
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        state = {kind: safe_get_full_optimizer_state(parameter, kind) for kind in _MOMENTS}
+        # One step count stands for many parameters; files hold it for each.
+        state = {**state, "step": torch.as_tensor(_flat_state(parameter)[1]["step"]).clone()}
+    return {kind: full_tensor(torch.as_tensor(value)) for kind, value in state.items()}
+
+
+def load_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
+    """Puts one of the tensors of `full_moments` into the optimizer.
+
+    Args:
+        optimizer: AdamW.
+        parameter: The parameter.
+        kind: Name of the tensor.
+        value: The tensor, whole.
+    """
+    if not _is_sliced(parameter):
+        # The step count stays on the CPU, where AdamW makes it unless it is fused.
+        on_cpu = kind == "step" and not optimizer.defaults.get("fused")
+        if kind == "step":
+            value = value if on_cpu else value.to(parameter.device)
+        else:
+            value = shard_like(value, parameter)
+        optimizer.state[parameter][kind] = value
+        return
+    from deepspeed.utils import safe_set_local_optimizer_state
+
+    flat, state = _flat_state(parameter)
+    if kind == "step":
+        state[kind] = value
+        return
+    # As before the optimizer's first step, which would make them.
+    state.setdefault(kind, torch.zeros_like(flat))
+    size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+    begin = size * torch.distributed.get_rank()
+    # The slice of the last process is filled up with zeros.
+    piece = value.flatten()[begin : begin + size]
+    piece = torch.cat([piece, piece.new_zeros(size - len(piece))])
+    safe_set_local_optimizer_state(parameter, piece.to(flat.device, flat.dtype), kind)
+
+
+def unsharded(model: nn.Module) -> nn.Module:
+    """The model itself, or a whole copy on the CPU if its parameters are sharded. Every process must call it."""
+    if not any(hasattr(each, "full_tensor") or _is_sliced(each) for each in model.parameters()):
+        return model
+    # The entries of a state dict are no parameters any more, which DeepSpeed needs to gather them.
+    tensors = {**model.state_dict(), **dict(model.named_parameters())}
+    state = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    # fully_shard gives the model a class of its own; the one to save as is the first of its bases with a config.
+    cls: Any = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
+    copy = cls.from_config(model.config)
+    copy.load_state_dict(state)
+    return copy
+
+
+def _is_sliced(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is one of DeepSpeed's."""
+    return hasattr(tensor, "ds_id")
+
+
+def _flat_state(parameter: nn.Parameter) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The slices of many parameters, which DeepSpeed's optimizer holds as one, and its state of them."""
+    optimizer = parameter._z3_optimizer  # type: ignore[attr-defined]
+    group, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    flat = optimizer.fp32_partitioned_groups_flat[group]
+    return flat, optimizer.optimizer.state[flat]
