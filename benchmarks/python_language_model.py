@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small language model to convert: a Llama of 12M parameters, trained on the source code of installed packages.
 
-Nothing is downloaded, and an interrupted run goes on from its last checkpoint:
+Nothing is downloaded, and an interrupted run resumes from its last checkpoint:
 
     python benchmarks/python_language_model.py python-lm --minutes 60
 
@@ -24,7 +24,7 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
+from mhla_hf.utils.files import atomic_file
 
 
 PACKAGES = ("torch", "transformers", "diffusers", "accelerate", "peft", "sklearn", "scipy", "pandas", "matplotlib")
@@ -138,10 +138,10 @@ def main() -> None:
     ]
     rates = (MATRIX_RATE, OTHER_RATE)
     seconds, step = 0.0, 0
-    found = load_checkpoint(arguments.directory / "checkpoint")
-    if found is not None:
-        tensors, state = found
-        model.load_state_dict(tensors, strict=False)
+    checkpoint = arguments.directory / "checkpoint.pt"
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
         for optimizer, values in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(values)
         seconds, step = state["seconds"], state["step"]
@@ -172,9 +172,14 @@ def main() -> None:
         if step % 20 == 0:
             print(f"step {step}, {seconds:.0f} s, loss {sum(losses[-20:]) / 20:.4f}", flush=True)
         if step % CHECKPOINT_EVERY == 0:
-            state = {"optimizers": [optimizer.state_dict() for optimizer in optimizers], "seconds": seconds}
-            weights = {name: value.clone() for name, value in model.state_dict().items()}
-            save_checkpoint(arguments.directory / "checkpoint", step, weights, state)
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "seconds": seconds,
+                "step": step,
+            }
+            with atomic_file(checkpoint) as temporary:
+                torch.save(state, temporary)
             model.save_pretrained(arguments.directory)
     model.save_pretrained(arguments.directory)
     parameters = sum(parameter.numel() for parameter in model.parameters())

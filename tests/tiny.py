@@ -4,7 +4,7 @@
 Sizes are the smallest at which nothing degenerates: two heads of width 12 (the narrowest that rotary embeddings over
 three axes can split), two layers, 16 latent channels as in Wan 2.1, and a character tokenizer built in memory.
 `wan_transformer` makes the model alone, `wan_inputs` what its `forward` takes, `wan_pipeline` everything, and
-`digits_model` gives the sizes of the demo's own model. The image models have the same in `tiny_images.py`.
+`DIGITS_MODEL` holds the sizes of the demo's own model. The image models have the same in `tiny_images.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from mhla_hf.demo.base_model import BaseModelConfig
-
 
 TEXT_DIM = 32
 IMAGE_DIM = 16
@@ -51,6 +49,19 @@ WAN: dict[str, Any] = {
     "rope_max_seq_len": 64,
 }
 """Constructor arguments of the text-to-video transformer."""
+
+DIGITS_MODEL: dict[str, Any] = {
+    "latent_channels": 4,
+    "vae_dim": 2,
+    "num_heads": 2,
+    "head_dim": 12,
+    "num_layers": 2,
+    "ffn_dim": 32,
+    "frequency_dim": 32,
+    "text_dim": 16,
+    "text_layers": 1,
+}
+"""Sizes of the demo's base model at their smallest."""
 
 WAN_IMAGE_TO_VIDEO: dict[str, Any] = {
     **WAN,
@@ -208,19 +219,3 @@ def wan_pipeline(
         pipeline = WanPipeline(**parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def digits_model(**overrides: Any) -> BaseModelConfig:
-    """Sizes of the demo's base model at their smallest; `overrides` replace single ones."""
-    sizes: dict[str, Any] = {
-        "latent_channels": 4,
-        "vae_dim": 2,
-        "num_heads": 2,
-        "head_dim": 12,
-        "num_layers": 2,
-        "ffn_dim": 32,
-        "frequency_dim": 32,
-        "text_dim": 16,
-        "text_layers": 1,
-    }
-    return BaseModelConfig(**{**sizes, **overrides})

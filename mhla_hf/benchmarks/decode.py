@@ -21,7 +21,7 @@ import torch
 
 from ..conversion.options import parse_dtype
 from ..integrations.transformers.cache import MHLACacheLayer, cache_layer_bytes
-from .machine import choose_device, machine_facts, synchronize
+from ..utils.machine import choose_device, machine_facts, synchronize
 
 
 CACHES = ("dynamic", "static")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ..utils.machine import last_cache_bytes
 from .contestants import CONTESTANTS, Contestant, Inputs, choose_contestants, make_inputs
-from .machine import last_cache_bytes
 from .shapes import OperatorShape, choose_shapes
 from .speed import SpeedOptions, check_environment, fill_rows
 from .timing import COPY_BYTES, copy_bandwidth, failure_reason, free_memory

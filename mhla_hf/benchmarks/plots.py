@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..demo.figures import new_figure, save_figure
+from ..utils.figures import new_figure, save_figure
 from .contestants import CONTESTANTS
 from .models import VARIANTS
 

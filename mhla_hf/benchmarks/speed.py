@@ -14,7 +14,7 @@ import torch
 
 from ..conversion.options import parse_dtype
 from ..ops.backends import ENVIRONMENT_VARIABLE
-from .machine import choose_device, machine_facts
+from ..utils.machine import choose_device, machine_facts
 from .memory import peak_memory
 from .timing import Timing, failure_reason, time_in_turns
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .machine import last_cache_bytes, synchronize
+from ..utils.machine import last_cache_bytes, synchronize
 
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}

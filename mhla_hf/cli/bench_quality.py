@@ -40,9 +40,10 @@ def quality_command(
 
     import torch
 
-    from ..benchmarks.quality_dit import SETTINGS
-    from ..benchmarks.quality_dit.runner import measure_quality, write_measurement
+    from ..utils.checkout import import_from_checkout
 
+    SETTINGS = import_from_checkout("benchmarks.quality_dit", "mhla-hf bench quality").SETTINGS
+    runner = import_from_checkout("benchmarks.quality_dit.runner", "mhla-hf bench quality")
     if setting not in SETTINGS:
         raise ValueError(f"setting={setting!r} must be one of {', '.join(SETTINGS)}.")
     if threads is not None:
@@ -53,9 +54,9 @@ def quality_command(
     given["seeds"] = None if seeds is None else parse_numbers(seeds, "seeds")
     options = replace(SETTINGS[setting], **{name: value for name, value in given.items() if value is not None})
     directory = work or Path("runs") / f"quality_dit-{setting}"
-    measurement = measure_quality(options, directory, setting=setting, device=device, show_progress=not quiet)
+    measurement = runner.measure_quality(options, directory, setting=setting, device=device, show_progress=not quiet)
     stem = "quality_dit" if setting == "small" else f"quality_dit_{setting}"
-    paths = write_measurement(measurement, output, stem)
+    paths = runner.write_measurement(measurement, output, stem)
     _show(measurement.report)
     for path in paths:
         typer.echo(f"wrote {path}", err=True)

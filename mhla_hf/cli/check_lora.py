@@ -37,9 +37,9 @@ def check_lora_command(
     """Say which weights of a LoRA made for the softmax model apply to its MHLA version, and how far outputs move."""
     import torch
 
-    from ..benchmarks.machine import choose_device
     from ..lora_check import check_lora
     from ..utils.files import write_json
+    from ..utils.machine import choose_device
 
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in types:

@@ -100,7 +100,7 @@ def draw_selection(report: "SelectionReport", path: Path) -> None:
         report: See `select_layers`.
         path: PNG file to write.
     """
-    from ..demo.figures import new_figure, save_figure
+    from ..utils.figures import new_figure, save_figure
 
     places = range(len(report.layers))
     figure = new_figure(max(6.0, 0.35 * len(report.layers)), 5.5)

@@ -226,7 +226,7 @@ def _make_cache(config: TrainingConfig, cache_config: CacheConfig, accelerator: 
 
 def _digit_videos(config: CacheConfig) -> "list[DataSample]":
     """The videos of the demo, in the size that the options ask for."""
-    from ..demo.digits import MovingDigits, MovingDigitsConfig
+    from ..training.data.digits import MovingDigits, MovingDigitsConfig
     from ..training.data.samples import DataSample
 
     assert config.num_frames is not None and config.height is not None and config.num_samples is not None

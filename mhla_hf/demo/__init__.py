@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: moving handwritten digits, a small Wan pipeline pretrained on them, and its life as an MHLA pipeline.
+"""The demo: a small Wan pipeline of moving handwritten digits, converted to MHLA, recovered and compared.
 
-Names are loaded when first used, so that the command line can read the options quickly.
+Names are loaded on first use, so that the command line reads the options quickly.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ..utils.lazy import lazy_names
 
 _PUBLIC_NAMES = {
     "DemoConfig": "config",
-    "MovingDigits": "digits",
-    "MovingDigitsConfig": "digits",
+    "MovingDigits": ".training.data.digits",
+    "MovingDigitsConfig": ".training.data.digits",
     "PretrainingConfig": "pretraining",
     "base_pipeline_directory": "config",
     "pretrain": "pretraining",
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from ..training.data.digits import MovingDigits, MovingDigitsConfig
     from .config import DemoConfig, base_pipeline_directory
-    from .digits import MovingDigits, MovingDigitsConfig
     from .pretraining import PretrainingConfig, pretrain
     from .runner import run_demo
 

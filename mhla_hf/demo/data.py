@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's training and held-out sets: moving digits, encoded by the base pipeline and kept in memory."""
+"""Training and held-out sets of the demo: moving digits, encoded by the base pipeline and kept in memory."""
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,18 +11,19 @@ from typing import Any
 
 import torch
 
+from ..training.data.digits import MovingDigits, stack_videos
 from ..training.data.encoding import encode_videos
-from ..utils.tensor_files import read_tensors
-from .checkpoints import write_safetensors
-from .digits import MovingDigits, MovingDigitsConfig, stack_videos
-from .text import PRETRAINING_TEXT_LENGTH
+from ..utils.tensor_files import read_tensors, write_tensors
 
 
+# Enough for the longest caption, four digits: 19 words and the end mark.
+TEXT_LENGTH = 24
 _ENCODE_BATCH = 8
+_NAMES = ("latents", "prompt_embeds", "null_prompt_embeds")
 
 
 class DigitLatents:
-    """Encoded videos as `mhla_hf.training` takes them.
+    """Encoded videos in the form that `mhla_hf.training` reads.
 
     Args:
         latents: `[N, C, F, H, W]`, normalised.
@@ -50,65 +50,77 @@ def encode_digits(
     count: int,
     *,
     seed: int,
-    appearance: MovingDigitsConfig | None = None,
     on_encoded: Callable[[int], None] = lambda number: None,
 ) -> DigitLatents:
-    """Encode videos and captions with a Wan pipeline, or read them where that has been done.
+    """Encodes videos and captions with a Wan pipeline, or reads the file of an earlier run.
 
     Args:
         pipeline: The base pipeline, on the CPU.
-        path: File that keeps the result.
+        path: File of the result.
         split: `"train"` or `"held_out"`.
         count: Number of videos.
-        seed: Chooses them.
-        appearance: What the videos look like.
-        on_encoded: Called with a number of videos when they are encoded.
+        seed: Seed of the videos.
+        on_encoded: Called with the number of videos just encoded.
 
-    Returns:
-        The set.
+    Raises:
+        ValueError: If the file is damaged.
     """
-    if not path.is_file():
-        dataset = MovingDigits(split, count, seed=seed, config=appearance)
+    if path.is_file():
+        on_encoded(count)
+    else:
+        dataset = MovingDigits(split, count, seed=seed)
         captions = [dataset[index].caption for index in range(count)]
         with torch.no_grad():
-            prompts, null = pipeline.encode_prompt(captions, max_sequence_length=PRETRAINING_TEXT_LENGTH)
-        tensors = {
-            "latents": _encode(pipeline.vae, dataset, on_encoded),
-            "prompt_embeds": prompts.float(),
-            "null_prompt_embeds": null[0].float().clone(),
-        }
-        write_safetensors(path, tensors)
-    else:
-        on_encoded(count)
-    names = ("latents", "prompt_embeds", "null_prompt_embeds")
-    tensors = read_tensors(path, "remove it to encode the videos again", names)
-    return DigitLatents(**{name: tensors[name] for name in names})
+            prompts, null = pipeline.encode_prompt(captions, max_sequence_length=TEXT_LENGTH)
+        latents = encode_moving_digits(
+            pipeline.vae, dataset, 0, count, workers=torch.get_num_threads(), on_encoded=on_encoded
+        )
+        write_tensors(path, dict(zip(_NAMES, (latents, prompts.float(), null[0].float().clone()))))
+    tensors = read_tensors(path, "remove it to encode the videos again", _NAMES)
+    return DigitLatents(**{name: tensors[name] for name in _NAMES})
 
 
-def _encode(vae: Any, dataset: MovingDigits, on_encoded: Callable[[int], None]) -> torch.Tensor:
-    """Encode a whole data set, `[N, C, F, H, W]`, batches side by side on the CPU's cores.
+def encode_moving_digits(
+    vae: Any,
+    dataset: MovingDigits,
+    start: int,
+    stop: int,
+    *,
+    workers: int = 1,
+    on_encoded: Callable[[int], None] = lambda number: None,
+) -> torch.Tensor:
+    """Encodes videos `start` to `stop` of a data set, on a CPU in several threads.
 
     Small convolutions gain little from several threads each, but several batches at a time keep all cores busy. The
-    VAE keeps the frames it has seen in itself, so each thread has a copy.
+    VAE caches the frames that it has seen, so each thread has a copy.
+
+    Args:
+        vae: The VAE.
+        dataset: The videos.
+        start: First video.
+        stop: End of the videos, exclusive.
+        workers: Threads; a GPU takes one.
+        on_encoded: Called with the number of videos just encoded.
+
+    Returns:
+        Latents `[stop - start, C, F, H, W]` on the CPU, normalised.
     """
     threads = torch.get_num_threads()
-    workers = max(1, min(threads, os.cpu_count() or 1, 8))
-    starts = list(range(0, len(dataset), _ENCODE_BATCH))
+    workers = max(1, min(workers, 8)) if vae.device.type == "cpu" else 1
+    starts = range(start, stop, _ENCODE_BATCH)
 
-    def encode_some(worker: int) -> dict[int, torch.Tensor]:
+    def encode_share(worker: int) -> dict[int, torch.Tensor]:
         torch.set_num_threads(1)
         own, encoded = copy.deepcopy(vae), {}
-        for start in starts[worker::workers]:
-            videos, _ = stack_videos(dataset, start, min(start + _ENCODE_BATCH, len(dataset)))
-            encoded[start] = encode_videos(own, videos)
+        for first in starts[worker::workers]:
+            videos, _ = stack_videos(dataset, first, min(first + _ENCODE_BATCH, stop))
+            encoded[first] = encode_videos(own, videos).cpu()
             on_encoded(len(videos))
         return encoded
 
     try:
         with ThreadPoolExecutor(max_workers=workers) as pool:
-            parts: dict[int, torch.Tensor] = {}
-            for encoded in pool.map(encode_some, range(workers)):
-                parts |= encoded
+            parts = {first: part for share in pool.map(encode_share, range(workers)) for first, part in share.items()}
     finally:
         torch.set_num_threads(threads)
-    return torch.cat([parts[start] for start in starts]).contiguous()
+    return torch.cat([parts[first] for first in starts]).contiguous()

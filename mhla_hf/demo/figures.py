@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..layouts.blocks import BlockLayout
+from ..utils.figures import new_figure, save_figure
 from ..utils.files import atomic_file
 
 
@@ -24,24 +24,6 @@ STAGE_TITLES = {
     "distill": "distilled",
 }
 FRAMES_PER_SECOND = 8
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Make an empty matplotlib figure, width and height in inches."""
-    # A figure without pyplot needs no display and leaves a notebook's backend alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure as a PNG file, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png", facecolor="white")
 
 
 def plot_recovery(path: Path, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:

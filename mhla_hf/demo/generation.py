@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
+from ..training.data.digits import MovingDigitsConfig
 from ..utils.files import atomic_file, write_json
 from ..utils.json_files import read_json
 from ..utils.tensor_files import read_tensors
 from .config import DemoConfig
-from .digits import MovingDigitsConfig
 from .progress import DemoProgress
 
 

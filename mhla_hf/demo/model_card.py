@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .digits import MovingDigitsConfig
+from ..training.data.digits import MovingDigitsConfig
 
 
 _CARD = """---

@@ -224,7 +224,7 @@ def _saying_how_to_go_on() -> Iterator[None]:
 
 def token_grid(base: Path) -> tuple[int, int, int]:
     """The token grid of the demo's videos in a base pipeline: `(frames, rows, columns)`."""
-    from .digits import MovingDigitsConfig
+    from ..training.data.digits import MovingDigitsConfig
 
     appearance = MovingDigitsConfig()
     sizes = PipelineSizes.of_pipeline(base)

@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from .files import write_json
+from .files import atomic_file, write_json
 from .messages import shorten_text
 
 
@@ -82,6 +82,12 @@ def read_tensors(path: Path, remedy: str, names: tuple[str, ...] = ()) -> dict[s
     if missing:
         raise ValueError(f"{path} has no tensor {', '.join(missing)}; {remedy}")
     return tensors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file atomically."""
+    with atomic_file(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from mhla_hf.benchmarks import paths
 from mhla_hf.benchmarks.contestants import CONTESTANTS, EPS, Contestant, make_inputs
-from mhla_hf.benchmarks.machine import choose_device, last_cache_bytes, machine_facts
 from mhla_hf.benchmarks.memory import held_bytes, peak_memory
 from mhla_hf.benchmarks.operator import OperatorOptions, measure_operator
 from mhla_hf.benchmarks.plots import plot_report
@@ -26,6 +25,7 @@ from mhla_hf.benchmarks.speed import fill_rows
 from mhla_hf.benchmarks.timing import copy_bandwidth, time_in_turns
 from mhla_hf.cli.main import app
 from mhla_hf.ops import naive_mhla_attention
+from mhla_hf.utils.machine import choose_device, last_cache_bytes, machine_facts
 from tests import ROOT
 
 

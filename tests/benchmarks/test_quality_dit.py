@@ -10,19 +10,19 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from mhla_hf.benchmarks.quality_dit import SETTINGS, VARIANTS, QualityOptions
-from mhla_hf.benchmarks.quality_dit.data import NUM_CLASSES, held_out_batches, load_pictures, training_batch
-from mhla_hf.benchmarks.quality_dit.fidelity import (
+from benchmarks.quality_dit import SETTINGS, VARIANTS, QualityOptions
+from benchmarks.quality_dit.data import NUM_CLASSES, held_out_batches, load_pictures, training_batch
+from benchmarks.quality_dit.fidelity import (
     FeatureStatistics,
     accuracy,
     feature_statistics,
     frechet_distance,
     train_classifier,
 )
-from mhla_hf.benchmarks.quality_dit.models import make_model
-from mhla_hf.benchmarks.quality_dit.report import METRICS, curve, summarize
-from mhla_hf.benchmarks.quality_dit.runner import measure_quality, write_measurement
-from mhla_hf.benchmarks.quality_dit.training import held_out_losses, make_scheduler, sample, train
+from benchmarks.quality_dit.models import make_model
+from benchmarks.quality_dit.report import METRICS, curve, summarize
+from benchmarks.quality_dit.runner import measure_quality, write_measurement
+from benchmarks.quality_dit.training import held_out_losses, make_scheduler, sample, train
 from mhla_hf.cli.main import app
 from mhla_hf.training.stages.noise_prediction import NoiseSchedule
 

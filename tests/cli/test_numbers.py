@@ -9,7 +9,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from mhla_hf.benchmarks.quality_dit.options import QualityOptions
+from benchmarks.quality_dit.options import QualityOptions
 from mhla_hf.cli.main import app
 from mhla_hf.conversion.options import parse_axes, parse_layers, parse_size
 from mhla_hf.demo.config import DemoConfig

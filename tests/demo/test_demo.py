@@ -18,24 +18,11 @@ from safetensors.numpy import load_file
 from mhla_hf.cli.demo import run_command
 from mhla_hf.demo import DemoConfig, base_pipeline_directory, run_demo
 from mhla_hf.demo.figures import side_by_side
-from mhla_hf.demo.pretraining import PretrainingConfig, pretrain
 from mhla_hf.demo.runner import Demo, token_grid
 
-from .. import tiny
+from .test_pretraining import TINY_PRETRAINING
 
 
-TINY_PRETRAINING = {
-    "model": tiny.digits_model(),
-    "vae_crop_steps": 1,
-    "vae_full_steps": 1,
-    "decoder_steps": 1,
-    "pool_size": 8,
-    "held_out_size": 4,
-    "workers": 1,
-    "steps": 2,
-    "batch_size": 2,
-    "device": "cpu",
-}
 TINY_DEMO = {
     "layers": "all",
     "match_steps": 2,
@@ -221,37 +208,6 @@ def test_the_package_ships_a_small_base_pipeline():
     assert token_grid(directory) == (5, 8, 8)
     config = json.loads((directory / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "WanTransformer3DModel"
-
-
-def test_pretraining_goes_on_where_it_stopped(tmp_path):
-    options = {**TINY_PRETRAINING, "steps": 4, "ema_decay": 0.5, "snapshot_minutes": 0.0}
-    whole = pretrain(PretrainingConfig(**options), tmp_path / "whole", tmp_path / "work", log=lambda line: None)
-    # A time limit of nothing stops after the first step; the rest of the work directory is shared.
-    (tmp_path / "work" / "transformer_checkpoint").rename(tmp_path / "done")
-    for minutes in (0.0, 0.0, None):
-        config = PretrainingConfig(**options, minutes=minutes)
-        lines: list[str] = []
-        parts = pretrain(config, tmp_path / "parts", tmp_path / "work", log=lines.append)
-    assert "resumed at step 2" in lines
-    expected = whole.transformer.state_dict()
-    for name, tensor in parts.transformer.state_dict().items():
-        assert torch.allclose(tensor, expected[name], atol=1e-6), name
-    assert (tmp_path / "work" / "snapshot" / "model_index.json").is_file()
-    facts = json.loads((tmp_path / "parts" / "pretraining.json").read_text())
-    assert facts["steps"] == 4 and facts["parameters"] > 0
-
-
-def test_pretraining_goes_on_from_a_finished_pipeline(finished, tmp_path):
-    from diffusers import WanPipeline
-
-    base = finished[0] / "base"
-    config = PretrainingConfig(**{**TINY_PRETRAINING, "steps": 0, "base": str(base)})
-    pipeline = pretrain(config, tmp_path / "further", tmp_path / "work", log=lambda line: None)
-    before = WanPipeline.from_pretrained(base, torch_dtype=torch.float32)
-    for component in ("transformer", "text_encoder", "vae"):
-        expected = getattr(before, component).state_dict()
-        for name, tensor in getattr(pipeline, component).state_dict().items():
-            assert torch.equal(tensor, expected[name]), name
 
 
 def test_side_by_side_has_sizes_for_codecs():

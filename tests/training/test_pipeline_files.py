@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from mhla_hf.benchmarks.quality_dit import SETTINGS
-from mhla_hf.benchmarks.quality_dit.runner import measure_quality
+from benchmarks.quality_dit import SETTINGS
+from benchmarks.quality_dit.runner import measure_quality
+from conversion.digits.checkpoints import load_checkpoint, save_checkpoint
 from mhla_hf.cli.main import app
-from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
 from mhla_hf.demo.config import DemoConfig, base_pipeline_directory
 from mhla_hf.demo.data import encode_digits
 from mhla_hf.demo.runner import Demo, token_grid
@@ -194,11 +194,14 @@ class TestRecords:
         save_file({"latents": torch.zeros(1)}, path)
         with pytest.raises(ValueError, match="has no tensor prompt_embeds, null_prompt_embeds; remove it"):
             encode_digits(None, path, "train", 1, seed=0, on_encoded=lambda count: None)
-        save_checkpoint(tmp_path / "checkpoint", 3, {"weight": torch.zeros(2)}, {"optimizer": 1})
-        for name in ("weights.safetensors", "state.pt"):
-            (tmp_path / "checkpoint" / name).write_bytes(b"damaged")
-            with pytest.raises(ValueError, match=f"{name} cannot be read .*remove .*checkpoint to start again"):
-                load_checkpoint(tmp_path / "checkpoint")
+        save_checkpoint(tmp_path / "checkpoint.pt", {"step": 3, "weights": {"weight": torch.zeros(2)}})
+        whole = (tmp_path / "checkpoint.pt").read_bytes()
+        for content in (b"damaged", whole[: len(whole) // 2]):
+            (tmp_path / "checkpoint.pt").write_bytes(content)
+            with pytest.raises(
+                ValueError, match=r"checkpoint\.pt cannot be read .*remove .* to start this stage again"
+            ):
+                load_checkpoint(tmp_path / "checkpoint.pt")
         (tmp_path / "work").mkdir()
         save_file({"weight": torch.zeros(1)}, tmp_path / "work" / "classifier.safetensors")
         with pytest.raises(ValueError, match=r"classifier\.safetensors holds another classifier; remove it to train"):

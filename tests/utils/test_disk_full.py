@@ -205,15 +205,15 @@ class TestCommands:
 
 
 def test_a_checkpoint_of_pretraining(disk, capsys):
-    from mhla_hf.demo.checkpoints import load_checkpoint, save_checkpoint
+    from conversion.digits.checkpoints import load_checkpoint, save_checkpoint
 
-    save_checkpoint(disk / "state", 1, {"weight": torch.ones(3)}, {"note": "old"})
+    save_checkpoint(disk / "state", {"step": 1, "weight": torch.ones(3), "note": "old"})
     fill(disk, leave=20 * BLOCK)
-    for weights, note in ((torch.zeros(100_000), "new"), (torch.zeros(3), torch.zeros(100_000))):
+    for weight, note in ((torch.zeros(100_000), "new"), (torch.zeros(3), torch.zeros(100_000))):
         with one_line(capsys, disk / "state"):
-            save_checkpoint(disk / "state", 2, {"weight": weights}, {"note": note})
-        tensors, state = load_checkpoint(disk / "state")
-        assert tensors["weight"].tolist() == [1, 1, 1] and (state["step"], state["note"]) == (1, "old")
+            save_checkpoint(disk / "state", {"step": 2, "weight": weight, "note": note})
+        state = load_checkpoint(disk / "state")
+        assert state["weight"].tolist() == [1, 1, 1] and (state["step"], state["note"]) == (1, "old")
         assert sorted(os.listdir(disk)) == ["filling", "state"]
 
 

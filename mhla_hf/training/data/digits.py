@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of handwritten digits, from the real scans in scikit-learn's `load_digits`.
+"""Images and videos of handwritten digits, made from the real scans in scikit-learn's `load_digits`.
 
 The data set needs no download: 1,797 scans of 8x8 pixels come with scikit-learn (the test part of the UCI "Optical
-Recognition of Handwritten Digits" data).
+Recognition of Handwritten Digits" data). An image shows one of them. In a video one to four move over a black square
+and bounce off its edges; its caption names each digit and the direction in which it sets off. A video is a function of
+`(split, seed, index)` alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.data import Dataset
 
 from .samples import DataSample
 
@@ -22,8 +27,12 @@ DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "e
 SPLITS = ("train", "held_out")
 """The two disjoint parts: every sixth scan is only ever seen in `held_out`."""
 
+DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+"""Caption word to unit step `(rows, columns)`."""
+
 _HELD_OUT_EVERY = 6
 _SCAN_SIZE = 8
+_PLACEMENT_CANDIDATES = 8
 
 
 @lru_cache(maxsize=4)
@@ -88,3 +97,167 @@ def digit_pictures(count: int, size: int, *, captions: bool, split: str = "train
         return DataSample(key, digit, load, DIGIT_WORDS[digit])
 
     return [sample(index) for index in range(min(count, len(scans)))]
+
+
+def caption_for(digits: Sequence[int], directions: Sequence[str]) -> str:
+    """Write the caption of a video, such as `"a three moves left and a seven moves up"`.
+
+    Args:
+        digits: One to four digits, 0 to 9.
+        directions: As many of the keys of `DIRECTIONS`.
+
+    Returns:
+        The caption, in lower case.
+
+    Raises:
+        ValueError: If the two differ in length, or hold anything else than digits and directions.
+    """
+    if len(digits) != len(directions) or not digits:
+        raise ValueError(f"digits and directions must be as many, and at least one; got {digits} and {directions}.")
+    for direction in directions:
+        if direction not in DIRECTIONS:
+            raise ValueError(f"directions must be among {', '.join(DIRECTIONS)}; got {direction!r}.")
+    for digit in digits:
+        if not 0 <= digit <= 9:
+            raise ValueError(f"digits must be 0 to 9; got {digit}.")
+    return " and ".join(
+        f"a {DIGIT_WORDS[digit]} moves {direction}" for digit, direction in zip(digits, directions, strict=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovingDigitsConfig:
+    """What the videos look like.
+
+    Args:
+        num_frames: Frames per video.
+        size: Height and width in pixels.
+        digit_size: Side of one digit in pixels.
+        speeds: Speeds to draw from, in whole pixels per frame.
+        count_weights: Relative frequency of one, two, three and four digits.
+    """
+
+    num_frames: int = 17
+    size: int = 64
+    digit_size: int = 28
+    speeds: tuple[int, ...] = (1, 2, 3)
+    count_weights: tuple[float, ...] = (0.6, 0.3, 0.07, 0.03)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digit_size <= self.size:
+            raise ValueError(f"digit_size must be between 1 and size ({self.size}); got {self.digit_size}.")
+        if self.num_frames < 1:
+            raise ValueError(f"num_frames must be at least 1; got {self.num_frames}.")
+        if not 1 <= len(self.count_weights) <= 4 or sum(self.count_weights) <= 0:
+            raise ValueError(f"count_weights must hold one to four weights; got {self.count_weights}.")
+
+
+@dataclass(frozen=True)
+class DigitVideo:
+    """One example.
+
+    Attributes:
+        frames: `[num_frames, size, size]` uint8, white on black.
+        caption: What it shows.
+        digits: The digits in the order of the caption.
+        directions: Their first directions.
+    """
+
+    frames: np.ndarray
+    caption: str
+    digits: tuple[int, ...] = field(default=())
+    directions: tuple[str, ...] = field(default=())
+
+    def tensor(self) -> torch.Tensor:
+        """Return the video as the VAE wants it: `[3, num_frames, size, size]` float32 in -1..1."""
+        return frames_to_tensor(self.frames)
+
+
+def frames_to_tensor(frames: np.ndarray) -> torch.Tensor:
+    """Turn grey uint8 frames `[..., F, H, W]` into `[..., 3, F, H, W]` float32 in -1..1."""
+    video = torch.from_numpy(np.ascontiguousarray(frames)).float() / 127.5 - 1.0
+    return video.unsqueeze(-4).expand(*video.shape[:-3], 3, *video.shape[-3:]).contiguous()
+
+
+class MovingDigits(Dataset):
+    """A deterministic data set of `DigitVideo`s.
+
+    Args:
+        split: One of `SPLITS`.
+        length: Number of videos; index `i` shows the same video whatever the length.
+        seed: Another seed gives other videos.
+        config: Appearance; the default makes 17 frames of 64x64.
+
+    Raises:
+        ValueError: If the split does not exist.
+    """
+
+    def __init__(self, split: str, length: int, *, seed: int = 0, config: MovingDigitsConfig | None = None) -> None:
+        self.config = config or MovingDigitsConfig()
+        self.scans, self.labels = load_scans(split, self.config.digit_size)
+        self.split = split
+        self.seed = seed
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> DigitVideo:
+        if not 0 <= index < self.length:
+            raise IndexError(f"index must be 0 to {self.length - 1}; got {index}.")
+        random = np.random.default_rng([self.seed, SPLITS.index(self.split), index])
+        weights = np.asarray(self.config.count_weights)
+        count = int(random.choice(len(weights), p=weights / weights.sum())) + 1
+        chosen = random.integers(len(self.scans), size=count)
+        directions = tuple(list(DIRECTIONS)[number] for number in random.integers(len(DIRECTIONS), size=count))
+        paths = self._paths(directions, random)
+        digits = tuple(int(self.labels[number]) for number in chosen)
+        frames = self._draw([self.scans[number] for number in chosen], paths)
+        return DigitVideo(frames, caption_for(digits, directions), digits, directions)
+
+    def _paths(self, directions: Sequence[str], random: np.random.Generator) -> np.ndarray:
+        """Draw positions `[count, num_frames, 2]`; of a few candidates the one in which digits overlap least."""
+        candidates = _PLACEMENT_CANDIDATES if len(directions) > 1 else 1
+        placements = [np.stack([self._path(direction, random) for direction in directions]) for _ in range(candidates)]
+        return min(placements, key=self._overlap)
+
+    def _overlap(self, paths: np.ndarray) -> float:
+        """How far the digits of paths `[count, num_frames, 2]` overlap, added up over pairs and frames."""
+        distance = np.abs(paths[:, None] - paths[None]).max(axis=-1)
+        closeness = np.clip(self.config.digit_size - distance, 0, None)
+        return float(closeness.sum() - np.trace(closeness.sum(axis=-1)))
+
+    def _path(self, direction: str, random: np.random.Generator) -> np.ndarray:
+        room = self.config.size - self.config.digit_size
+        start = random.integers(room + 1, size=2)
+        speed = int(random.choice(self.config.speeds))
+        step = np.asarray(DIRECTIONS[direction])
+        axis = int(np.flatnonzero(step)[0])
+        # The digit sets off from the half that it moves away from, so that the caption's direction is plain to see.
+        half = random.integers(room // 2 + 1)
+        start[axis] = half if step[axis] > 0 else room - half
+        travelled = start[None] + np.arange(self.config.num_frames)[:, None] * step[None] * speed
+        if room == 0:
+            return np.zeros_like(travelled)
+        folded = np.mod(travelled, 2 * room)
+        return np.where(folded > room, 2 * room - folded, folded)
+
+    def _draw(self, scans: Sequence[np.ndarray], paths: np.ndarray) -> np.ndarray:
+        side = self.config.digit_size
+        shape = (self.config.num_frames, self.config.size, self.config.size)
+        frames: np.ndarray = np.zeros(shape, dtype=np.float32)
+        for scan, path in zip(scans, paths, strict=True):
+            for frame, (row, column) in zip(frames, path, strict=True):
+                window = frame[row : row + side, column : column + side]
+                np.maximum(window, scan, out=window)
+        return np.rint(frames * 255.0).astype(np.uint8)
+
+
+def stack_videos(dataset: MovingDigits, start: int, stop: int) -> tuple[torch.Tensor, list[str]]:
+    """Collect videos `start` to `stop` (exclusive).
+
+    Returns:
+        `[stop - start, 3, F, H, W]` float32 in -1..1, and the captions.
+    """
+    examples = [dataset[index] for index in range(start, stop)]
+    return frames_to_tensor(np.stack([example.frames for example in examples])), [e.caption for e in examples]

@@ -9,8 +9,9 @@ import torch
 from diffusers import DiTTransformer2DModel
 from torch import nn
 
-from ...models.converting import convert_model
-from ...training.data.batches import stable_seed
+from mhla_hf.models.converting import convert_model
+from mhla_hf.training.data.batches import stable_seed
+
 from .data import NUM_CLASSES
 from .options import QualityOptions
 

@@ -13,12 +13,13 @@ from typing import IO, Any
 import torch
 from safetensors.torch import save_file
 
-from ...demo.progress import DemoProgress
-from ...utils.files import atomic_directory, atomic_file, remove_leftovers, write_json
-from ...utils.json_files import read_json
-from ...utils.locks import lock_output
-from ...utils.tensor_files import read_tensors
-from ..machine import choose_device, machine_facts, synchronize
+from mhla_hf.demo.progress import DemoProgress
+from mhla_hf.utils.files import atomic_directory, atomic_file, remove_leftovers, write_json
+from mhla_hf.utils.json_files import read_json
+from mhla_hf.utils.locks import lock_output
+from mhla_hf.utils.machine import choose_device, machine_facts, synchronize
+from mhla_hf.utils.tensor_files import read_tensors
+
 from .data import NUM_CLASSES, Pictures, load_pictures
 from .fidelity import (
     DigitClassifier,

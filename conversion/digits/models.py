@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the demo's base model: a complete, small Wan text-to-video pipeline with softmax attention."""
+"""Components of the demo's base model: a complete, small Wan text-to-video pipeline with softmax attention."""
 
 from __future__ import annotations
 
@@ -12,43 +12,31 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers.hf_argparser import HfArg
 
-from ..utils.files import atomic_directory
-from .checkpoints import write_safetensors
-from .digits import DIGIT_WORDS, DIRECTIONS
+from mhla_hf.training.data.digits import DIGIT_WORDS, DIRECTIONS
+from mhla_hf.utils.files import atomic_directory
+from mhla_hf.utils.tensor_files import write_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModelConfig:
-    """Sizes of the pipeline. The defaults give 5x8x8 tokens for 17 frames of 64x64 pixels.
+    """Sizes of the pipeline. The defaults give 5x8x8 tokens for 17 frames of 64x64 pixels."""
 
-    Args:
-        latent_channels: Channels of the VAE's latents.
-        vae_dim: Width of the VAE at full resolution.
-        num_heads: Attention heads of the transformer.
-        head_dim: Width of one head; must be even.
-        num_layers: Transformer blocks.
-        ffn_dim: Width of their feed-forward layers.
-        frequency_dim: Sinusoidal features of the timestep.
-        text_dim: Width of the text encoder.
-        text_layers: Its layers.
-        flow_shift: Timestep shift of the flow, the same in training and sampling.
-    """
-
-    latent_channels: int = 8
-    vae_dim: int = 8
-    num_heads: int = 4
-    head_dim: int = 32
-    num_layers: int = 5
-    ffn_dim: int = 384
-    frequency_dim: int = 128
-    text_dim: int = 64
-    text_layers: int = 2
-    flow_shift: float = 3.0
+    latent_channels: int = HfArg(default=8, help="Channels of the VAE's latents.")
+    vae_dim: int = HfArg(default=8, help="Width of the VAE at full resolution.")
+    num_heads: int = HfArg(default=4, help="Attention heads of the transformer.")
+    head_dim: int = HfArg(default=32, help="Width of one head; must be even.")
+    num_layers: int = HfArg(default=5, help="Transformer blocks.")
+    ffn_dim: int = HfArg(default=384, help="Width of their feed-forward layers.")
+    frequency_dim: int = HfArg(default=128, help="Sinusoidal features of the timestep.")
+    text_dim: int = HfArg(default=64, help="Width of the text encoder.")
+    text_layers: int = HfArg(default=2, help="Layers of the text encoder.")
+    flow_shift: float = HfArg(default=3.0, help="Timestep shift of the flow, the same in training and sampling.")
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the word-level tokenizer of the captions; words that no caption holds become `<unk>`."""
+    """Makes the word-level tokenizer of the captions; all other words become `<unk>`."""
     words = ["<pad>", "</s>", "<unk>", "a", "and", "moves", *DIGIT_WORDS, *DIRECTIONS]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -60,7 +48,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_vae(config: BaseModelConfig) -> AutoencoderKLWan:
-    """Make an untrained VAE that compresses time and both sides four times each."""
+    """Makes an untrained VAE that compresses time and both sides four times each."""
     channels = config.latent_channels
     vae = AutoencoderKLWan(
         base_dim=config.vae_dim,
@@ -80,7 +68,7 @@ def build_vae(config: BaseModelConfig) -> AutoencoderKLWan:
 
 
 def build_text_encoder(config: BaseModelConfig, vocabulary_size: int) -> UMT5EncoderModel:
-    """Make an untrained text encoder for `vocabulary_size` words."""
+    """Makes an untrained text encoder for `vocabulary_size` words."""
     return UMT5EncoderModel(
         UMT5Config(
             vocab_size=vocabulary_size,
@@ -100,7 +88,7 @@ def build_text_encoder(config: BaseModelConfig, vocabulary_size: int) -> UMT5Enc
 
 
 def build_transformer(config: BaseModelConfig) -> WanTransformer3DModel:
-    """Make an untrained softmax transformer whose first prediction is zero."""
+    """Makes an untrained softmax transformer whose first prediction is zero."""
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=config.num_heads,
@@ -121,7 +109,7 @@ def build_transformer(config: BaseModelConfig) -> WanTransformer3DModel:
 
 
 def build_scheduler(config: BaseModelConfig) -> UniPCMultistepScheduler:
-    """Make the scheduler that Wan pipelines ship with, at the training's flow shift."""
+    """Makes the scheduler that Wan pipelines ship with, at the training's flow shift."""
     return UniPCMultistepScheduler(
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
@@ -137,7 +125,7 @@ def assemble_pipeline(
     vae: AutoencoderKLWan,
     transformer: WanTransformer3DModel,
 ) -> WanPipeline:
-    """Put the parts together."""
+    """Puts the components together."""
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder.eval(),
@@ -148,12 +136,12 @@ def assemble_pipeline(
 
 
 def write_pipeline(pipeline: WanPipeline, destination: Path, facts: dict) -> None:
-    """Save a pipeline with half-precision weights and a `pretraining.json`, under a temporary name until complete."""
+    """Saves a pipeline with half-precision weights and a `pretraining.json`, under a temporary name until complete."""
     with atomic_directory(destination) as fresh:
         pipeline.save_pretrained(fresh)
         # Half precision is enough on disk. Only the transformer: diffusers loads it as fp32 unless told otherwise,
         # while transformers would keep a text encoder in the dtype that it finds.
         weights = fresh / "transformer" / "diffusion_pytorch_model.safetensors"
         half = {name: value.half() for name, value in load_file(weights).items()}
-        write_safetensors(weights, half, {"format": "pt"})
+        write_tensors(weights, half, {"format": "pt"})
         (fresh / "pretraining.json").write_text(json.dumps(facts, indent=2) + "\n")

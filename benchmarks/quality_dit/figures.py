@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...demo.figures import new_figure, save_figure
+from mhla_hf.utils.figures import new_figure, save_figure
+
 from .options import VARIANTS
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...demo.digits import load_scans
-from ...training.data.batches import DataOrder, stable_seed
-from ...training.stages.noise_prediction import NoiseSchedule, add_noise, timesteps_from_uniform
+from mhla_hf.training.data.batches import DataOrder, stable_seed
+from mhla_hf.training.data.digits import load_scans
+from mhla_hf.training.stages.noise_prediction import NoiseSchedule, add_noise, timesteps_from_uniform
+
 from .options import QualityOptions
 
 

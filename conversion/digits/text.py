@@ -16,13 +16,11 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from transformers import PreTrainedTokenizerBase, UMT5EncoderModel
 
-
-PRETRAINING_TEXT_LENGTH = 24
-"""Enough for the longest caption, four digits: 19 words and the end mark."""
+from mhla_hf.demo.data import TEXT_LENGTH
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, captions: list[str], length: int = PRETRAINING_TEXT_LENGTH
+    tokenizer: PreTrainedTokenizerBase, captions: list[str], length: int = TEXT_LENGTH
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokenize captions.
 
@@ -86,7 +84,7 @@ def install_padded_text(transformer: WanTransformer3DModel) -> PaddedTextProcess
 
 def draw_padded_length(generator: torch.Generator) -> int:
     """Draw the padded text length of one batch: short as in the demo's training, or 512 as in the pipeline."""
-    choices = (PRETRAINING_TEXT_LENGTH, 64, 226, 512)
+    choices = (TEXT_LENGTH, 64, 226, 512)
     weights = torch.tensor([0.45, 0.05, 0.05, 0.45])
     return choices[int(torch.multinomial(weights, 1, generator=generator))]
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from diffusers import DDIMScheduler
 
-from ...demo.muon import Muon
-from ...training.data.batches import stable_seed
-from ...training.optimization import learning_rate_factor, set_learning_rate
-from ...training.stages.noise_prediction import NoiseSchedule, own_class_dropping_off, squared_errors
+from conversion.digits.muon import Muon
+from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
+from mhla_hf.training.stages.noise_prediction import NoiseSchedule, own_class_dropping_off, squared_errors
+
 from .data import EVALUATION_BATCH, NUM_CLASSES, NoisyBatch, Pictures, held_out_batches, training_batch
 from .options import QualityOptions
 
