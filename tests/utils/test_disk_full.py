@@ -207,14 +207,14 @@ class TestCommands:
 def test_a_checkpoint_of_pretraining(disk, capsys):
     from conversion.digits.checkpoints import load_checkpoint, save_checkpoint
 
-    save_checkpoint(disk / "state", {"step": 1, "weight": torch.ones(3), "note": "old"})
+    save_checkpoint(disk / "state.pt", {"step": 1, "weight": torch.ones(3), "note": "old"})
     fill(disk, leave=20 * BLOCK)
     for weight, note in ((torch.zeros(100_000), "new"), (torch.zeros(3), torch.zeros(100_000))):
-        with one_line(capsys, disk / "state"):
-            save_checkpoint(disk / "state", {"step": 2, "weight": weight, "note": note})
-        state = load_checkpoint(disk / "state")
+        with one_line(capsys, disk / "state.pt"):
+            save_checkpoint(disk / "state.pt", {"step": 2, "weight": weight, "note": note})
+        state = load_checkpoint(disk / "state.pt")
         assert state["weight"].tolist() == [1, 1, 1] and (state["step"], state["note"]) == (1, "old")
-        assert sorted(os.listdir(disk)) == ["filling", "state"]
+        assert sorted(os.listdir(disk)) == ["filling", "state.pt"]
 
 
 def test_pictures_and_videos_of_the_demo(disk, capsys):
