@@ -32,7 +32,6 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 
 # Imports against the order, as (package, package): to be removed.
 EXCEPTIONS: set[tuple[str, str]] = {
-    ("benchmarks", "demo"),
     ("conversion", "__init__"),
     ("demo", "__init__"),
     ("layouts", "config"),

@@ -18,8 +18,9 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         path: File to write.
         state: State dictionaries, numbers and strings, as `torch.load(weights_only=True)` reads them.
     """
-    with atomic_file(path) as temporary:
-        torch.save(state, temporary)
+    # Through a file object, which is closed on errors too; torch keeps a file that it opened itself.
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
+        torch.save(state, file)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
