@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import defaultdict
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -37,6 +38,15 @@ def pytest_collection_modifyitems(items):
         group.sort(key=lambda item: zlib.crc32(item.name.encode()))
         for item in group[(len(group) + 1) // 2 :]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_that_imitates_a_gpu():
+    """Kernels that are interpreted round and multiply as compiled ones do."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        from .ops.interpreter import imitate_gpu
+
+        imitate_gpu()
 
 
 @pytest.fixture

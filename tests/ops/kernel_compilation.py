@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 import triton
+from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from mhla_hf import BlockLayout
 from mhla_hf.ops.triton import launching
 
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-         torch.bool: "i1"}  # fmt: skip
 COMPILER_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -39,40 +39,33 @@ class Compilations:
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
+        self.backend = make_backend(self.target)
         self.results: list[dict[str, Any]] = []
         self.seen: set[str] = set()
         self.only_counts = False
 
     def launch(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        """Compiles `kernel` for these arguments."""
-        options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
-        given = {**dict(zip(kernel.arg_names, args)), **keywords}
-        constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        """Compiles `kernel` for these arguments, specialised as Triton would for a launch."""
         # The tensors lie on the CPU, where kernels are meant to be interpreted.
-        if "INTERPRETED" in constants:
-            constants["INTERPRETED"] = False
-        signature, attributes = {}, {}
-        for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params)):
-            value = given[name]
-            specialized = isinstance(value, int) and name not in constants and not parameter.do_not_specialize
-            if specialized and value == 1:
-                constants[name] = 1
-            if name in constants:
-                signature[name] = "constexpr"
-            elif isinstance(value, torch.Tensor):
-                signature[name] = f"*{TYPES[value.dtype]}"
-                attributes[(index,)] = [["tt.divisibility", 16]]
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if specialized and value % 16 == 0:
-                    attributes[(index,)] = [["tt.divisibility", 16]]
-        description = f"{kernel.__name__} {signature} {attributes} {constants} {options}"
+        if "INTERPRETED" in keywords:
+            keywords["INTERPRETED"] = False
+        signature_of = create_function_from_signature(kernel.signature, kernel.params, self.backend)
+        given, specialization, options = signature_of(*args, **keywords)
+        types = [kind for kind, _ in specialization]
+        paths = find_paths_if(types, lambda _, kind: kind == "constexpr")
+        constants = {path: get_iterable_path(list(given.values()), path) for path in paths}
+        hints = ["" if kind == "constexpr" else hint for kind, hint in specialization]
+        paths = find_paths_if(hints, lambda _, hint: isinstance(hint, str))
+        attributes = {path: get_iterable_path(hints, path) for path in paths}
+        named = {name: given[name] for path, name in enumerate(given) if (path,) in constants}
+        description = f"{kernel.__name__} {types} {attributes} {named} {options}"
         if description in self.seen:
             return
         self.seen.add(description)
         if self.only_counts:
             return
-        constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        attributes = {path: self.backend.parse_attr(hint) for path, hint in attributes.items()}
+        signature = dict(zip(given, types, strict=True))
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=self.target, options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -81,9 +74,9 @@ class Compilations:
             tool = [COMPILER_TOOLS / "cuobjdump", "-res-usage", file.name]
             usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
         used = {name: int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK", "LOCAL")}
-        types = sorted({kind for kind in signature.values() if kind.startswith("*")})
+        pointers = sorted(set(re.findall(r"'(\*\w+)'", str(types))))
         self.results.append({
-            "kernel": kernel.__name__, "types": " ".join(types), "warps": options.get("num_warps", 4),
+            "kernel": kernel.__name__, "types": " ".join(pointers), "warps": options.get("num_warps", 4),
             "registers": used["REG"], "stack": used["STACK"], "local": used["LOCAL"],
             "shared": compiled.metadata.shared, "constants": description,
         })  # fmt: skip

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,51 @@ from ..backends import tf32_is_allowed
 FEW_PROGRAMS = 512
 # Elements of a tile that a program accumulates: 128 x 128 in float32 is half of a multiprocessor's registers.
 MAX_TILE = 128 * 128
+
+
+class Rows(NamedTuple):
+    """A token tensor `[B, T, H, D]` as kernels take it.
+
+    Attributes:
+        data: The tensor; its last axis is dense.
+        stride_batch: Stride of a batch entry.
+        stride_token: Stride of a token.
+        stride_head: Stride of a head.
+    """
+
+    data: torch.Tensor
+    stride_batch: int
+    stride_token: int
+    stride_head: int
+
+
+def as_rows(tokens: torch.Tensor | None) -> Rows | None:
+    """Rows of `[B, T, H, D]`, copied only where the last axis is not dense; None stays None."""
+    if tokens is None:
+        return None
+    tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+    return Rows(tokens, *tokens.stride()[:3])
+
+
+def block_arguments(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, Any]:
+    """Kernel arguments for a table of slots, `[B, M, N]` or `[M, N]` for all batch entries, of `[B, T, H, D]`."""
+    return {
+        "table": table,
+        "num_tokens": tokens.shape[1],
+        "num_blocks": table.shape[-2],
+        "table_stride_batch": table.stride(0) if table.dim() == 3 else 0,
+        "slots": table.shape[-1],
+    }
+
+
+def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
+    """PRECISION of matrix products between token rows and summaries, see `device_functions`.
+
+    bfloat16 where both are. Otherwise float32, see [`multiplies_exactly`].
+    """
+    if tokens == summaries == torch.bfloat16:
+        return "bf16"
+    return "tf32x3" if multiplies_exactly(tokens) else "tf32"
 
 
 def padded(width: int) -> int:
@@ -138,3 +183,57 @@ def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
     """Makes the tensor's GPU the current one, which Triton launches on."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def dense_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor of the same shape, dense in memory."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def product_flops(tokens: torch.Size, columns: int) -> int:
+    """Floating-point operations of one product of every row of `[B, T, H, K]` with a matrix: 2 B T H K V."""
+    return 2 * tokens.numel() * columns
+
+
+def matrix_options(
+    rows: torch.Tensor, matrices: torch.Tensor, table: torch.Tensor, columns: int
+) -> tuple[int, int, dict[str, Any]]:
+    """Launch of a kernel that multiplies each token's row with the matrix of its block.
+
+    Args:
+        rows: `[B, T, H, D]`.
+        matrices: `[B, G, M, ...]`.
+        table: Token of each slot, `[M, N]` or `[B, M, N]`.
+        columns: Columns of a matrix.
+
+    Returns:
+        Number of programs, columns of matrices that each takes, and the arguments that such kernels share.
+    """
+    batch, _, heads, width = rows.shape
+    groups, blocks = matrices.shape[1:3]
+    columns_tile, tokens_tile = column_tile(width, columns), token_tile(table.shape[-1], width)
+    from_shared_memory = multiplies_from_shared_memory(rows.device)
+    if multiplies_exactly(rows.dtype):
+        # Both halves of the factors have to find room.
+        columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
+        tokens_tile = min(tokens_tile, max(16, 2048 // padded(width)))
+    elif matrices.dtype == torch.float32 and not from_shared_memory:
+        # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
+        fewest = 16 if rows.dtype == torch.float32 else 32
+        tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
+    programs = batch * heads * blocks * triton.cdiv(columns, columns_tile)
+    splits, share = split_slots(table.shape[-1], tokens_tile, programs)
+    options = {
+        **block_arguments(table, rows),
+        "splits": splits,
+        "split_slots": share,
+        "HEADS": groups,
+        "REPEATS": heads // groups,
+        "WIDTH": width,
+        "BLOCK_WIDTH": padded(width),
+        "BLOCK_TOKENS": tokens_tile,
+        "PRECISION": product_precision(rows.dtype, matrices.dtype),
+        "num_warps": warps(width, columns_tile),
+        "num_stages": 2,
+    }
+    return programs * splits, columns_tile, options

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device functions of all kernels: token rows behind a table of slots, matrix products, and non-finite numbers.
+
+Token tensors `[B, T, H, D]` reach kernels as [`launching.Rows`], a tensor and its strides; inside a kernel, the rows
+of one head are a pair of pointer and token stride. PRECISION names the factors of a product: `"bf16"`, `"fp16"`, or
+float32 through `"tf32"` or, exactly, `"tf32x3"`.
+"""
+
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
+import triton
+import triton.language as tl
+
+
+# Arguments that change with the tokens given. Kernels are not compiled anew where one happens to be 1 or a multiple of
+# 16; strides of rows stay out of this, since wide loads need to know of them.
+COUNTS = (
+    "num_tokens", "num_blocks", "blocks", "slots", "splits", "split_slots", "lines", "count", "share", "column_share",
+    "column_shares", "table_stride_batch", "share_stride_part", "valid_stride_batch", "starts_stride_batch",
+    "mixing_stride_batch", "mixing_stride_head", "mixing_stride_diagonal",
+)  # fmt: skip
+
+
+@triton.jit
+def place_of_program(parts, num_blocks, HEADS: tl.constexpr):
+    """Batch entry, head, block and part of the block of this program, of a launch over all of them on one axis.
+
+    Heads run fastest: they lie side by side in the row of a token, so programs that run at the same time read
+    neighbouring bytes. Parts come next, since those of a block read the same rows, and batch entries last.
+    """
+    program = tl.program_id(0)
+    head, rest = program % HEADS, program // HEADS
+    part, rest = rest % parts, rest // parts
+    return (rest // num_blocks).to(tl.int64), head.to(tl.int64), (rest % num_blocks).to(tl.int64), part
+
+
+@triton.jit
+def head_rows(rows, batch, head):
+    """Pointer and token stride of one head of [`launching.Rows`]."""
+    return rows.data + batch * rows.stride_batch + head * rows.stride_head, rows.stride_token
+
+
+@triton.jit
+def dense_head_rows(data, batch, head, num_tokens, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointer and token stride of one head of a dense tensor `[B, T, HEADS, WIDTH]`."""
+    return data + (batch * num_tokens * HEADS + head) * WIDTH, HEADS * WIDTH
+
+
+@triton.jit
+def slot_tokens(block_table, slot, stop, num_tokens):
+    """Tokens of some slots of a block, and which of the slots hold one; `block_table` points to the block's slots."""
+    inside = slot < stop
+    tokens = tl.load(block_table + slot, mask=inside, other=num_tokens)
+    present = inside & (tokens < num_tokens)
+    return tl.where(present, tokens, 0).to(tl.int64), present
+
+
+@triton.jit
+def load_rows(rows, tokens, present, column, WIDTH: tl.constexpr):
+    """Rows of one head, zero where there is no token or no column."""
+    pointers = rows[0] + tokens[:, None] * rows[1] + column[None, :]
+    return tl.load(pointers, mask=present[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(rows, tokens, present, column, values, WIDTH: tl.constexpr):
+    """Writes rows of one head in the type of its tensor."""
+    pointers = rows[0] + tokens[:, None] * rows[1] + column[None, :]
+    tl.store(pointers, values.to(rows[0].dtype.element_ty), mask=present[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def load_matrix(start, row, column, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of a matrix, zero outside."""
+    pointers = start + row[:, None] * stride_row + column[None, :] * stride_column
+    return tl.load(pointers, mask=(row < ROWS)[:, None] & (column < COLUMNS)[None, :], other=0.0)
+
+
+@triton.jit
+def to_tf32(values):
+    """float32 rounded to the nearest number of TF32. Tensor cores would cut the last 13 bits off, towards zero."""
+    bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+
+
+@triton.jit
+def to_matrix(values, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Converts a matrix that other kernels will multiply rows with: to the nearest value that their products can use.
+
+    Beside bfloat16 and through TF32, float32 keeps the bits of TF32 only.
+    """
+    if TYPE == tl.float32 and (PRECISION == "tf32" or PRECISION == "bf16"):
+        values = to_tf32(values)
+    return values.to(TYPE)
+
+
+@triton.jit
+def product(left, right, PRECISION: tl.constexpr):
+    """left @ right in float32.
+
+    For TF32, a float32 `left` is rounded. So should a float32 `right` be that was computed here; one that
+    [`to_matrix`] made comes rounded, and goes past the registers.
+    """
+    # Half precision is exact in TF32.
+    if PRECISION == "tf32" and left.dtype == tl.float32:
+        left = to_tf32(left)
+    return raw_product(left, right, PRECISION)
+
+
+@triton.jit
+def raw_product(left, right, PRECISION: tl.constexpr):
+    """[`product`], but a float32 `left` is cut off for TF32.
+
+    For rows of float32 tokens, which go past the registers then: where they meet many others, these would be too few.
+    """
+    TYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float16 if PRECISION == "fp16" else tl.float32
+    return tl.dot(left.to(TYPE), right.to(TYPE), input_precision="tf32x3" if PRECISION == "tf32x3" else "tf32")
+
+
+@triton.jit
+def token_product(left, right, PRECISION: tl.constexpr):
+    """[`raw_product`] of token rows, in their own type where they share one, which float32 sums hold exactly."""
+    if left.dtype == tl.bfloat16 and right.dtype == tl.bfloat16:
+        result = raw_product(left, right, "bf16")
+    elif left.dtype == tl.float16 and right.dtype == tl.float16:
+        result = raw_product(left, right, "fp16")
+    else:
+        result = raw_product(left, right, "tf32x3" if PRECISION == "tf32x3" else "tf32")
+    return result
+
+
+@triton.jit
+def is_finite(rows):
+    """Which numbers are neither NaN nor infinite."""
+    return tl.abs(rows.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def finite_or_zero(rows):
+    """The rows, zero where they are not finite: zero times NaN would reach sums that leave the number out."""
+    return tl.where(is_finite(rows), rows, 0.0).to(rows.dtype)
+
+
+@triton.jit
+def first_bad_slot(rows, slot, slots):
+    """The first of the slots whose row is not finite; `slots` if there is none."""
+    return tl.min(tl.min(tl.where(is_finite(rows), slots, slot[:, None]), axis=1), axis=0).to(tl.int32)

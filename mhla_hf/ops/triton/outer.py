@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of outer products of token rows within each block: summaries, and gradients of mixed summaries.
+
+    products_b = factor Σ_{t in b} left_t ⊗ (scale_t right_t)      [K, V]
+    sums_b     = Σ_{t in b} weight_t plain_t                       [P]
+
+Tokens are read where they lie: a table gives the token of every slot of every block, so blocks need neither be
+contiguous nor of one size. Sums are in float32. Widths that are no power of two are padded with zeros inside the
+kernel only.
+
+Shape letters: B batch, T tokens, H heads, G heads of the products (H or a divisor), K and V widths, P width of the
+plain rows, M blocks, N slots of a block.
+"""
+
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
+
+import torch
+import triton
+import triton.language as tl
+
+from .device_functions import (
+    COUNTS,
+    finite_or_zero,
+    first_bad_slot,
+    head_rows,
+    load_rows,
+    place_of_program,
+    product,
+    slot_tokens,
+    to_matrix,
+    to_tf32,
+)
+from .launching import (
+    as_matrices,
+    as_rows,
+    block_arguments,
+    column_tile,
+    is_padded,
+    multiplies_from_shared_memory,
+    padded,
+    product_precision,
+    split_slots,
+    token_tile,
+    warps,
+)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def outer_kernel(
+    left,
+    right,
+    plain,
+    scale,
+    weight,
+    limit,
+    table,
+    products,
+    sums,
+    first_bad,
+    factor,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
+    slots,
+    splits,
+    split_slots,
+    lines,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr,
+    BLOCK_RIGHT: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    LIMIT_REPEATS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sums above over one share of a block's slots.
+
+    HEADS is the number of heads of `products` `[splits, B, HEADS, M, LEFT, RIGHT]`; each sums REPEATS heads of the
+    rows. `scale` and `weight` are `[B, T, HEADS · REPEATS]`. `plain` is `left` where it is None, and nothing is summed
+    where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads of the rows share
+    one. With `first_bad` `[parts, B, HEADS, M]`, a part for each share and column tile, numbers that are not finite
+    count as zero and the first slot that has one is written there, or `slots`. `lines` is B · HEADS · M.
+    """
+    COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
+    batch, head, block, part = place_of_program(splits * COLUMN_TILES, num_blocks, HEADS)
+    split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
+    left_column = tl.arange(0, BLOCK_LEFT)
+    right_column = column_tile * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
+    plain_column = tl.arange(0, BLOCK_PLAIN)
+    accumulator = tl.zeros((BLOCK_LEFT, BLOCK_RIGHT), tl.float32)
+    total = tl.zeros((BLOCK_PLAIN,), tl.float32)
+    block_table = table + batch * table_stride_batch + block * slots
+    first = split * split_slots
+    stop = tl.minimum(first + split_slots, slots)
+    found_bad = tl.full((), slots, tl.int32)
+    for repeat in range(REPEATS):
+        row_head = head * REPEATS + repeat
+        if limit is not None:
+            limit_heads = HEADS * REPEATS // LIMIT_REPEATS
+            limit_matrix = (batch * limit_heads + row_head // LIMIT_REPEATS) * num_blocks + block
+            stop = tl.minimum(tl.minimum(first + split_slots, slots), tl.load(limit + limit_matrix))
+        left_head, right_head = head_rows(left, batch, row_head), head_rows(right, batch, row_head)
+        for offset in range(first, stop, BLOCK_TOKENS):
+            slot = offset + tl.arange(0, BLOCK_TOKENS)
+            tokens, present = slot_tokens(block_table, slot, stop, num_tokens)
+            per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
+            left_rows = load_rows(left_head, tokens, present, left_column, LEFT)
+            right_rows = load_rows(right_head, tokens, present, right_column, RIGHT)
+            if first_bad is not None:
+                found_bad = tl.minimum(found_bad, first_bad_slot(left_rows, slot, slots))
+                found_bad = tl.minimum(found_bad, first_bad_slot(right_rows, slot, slots))
+                left_rows, right_rows = finite_or_zero(left_rows), finite_or_zero(right_rows)
+            if scale is not None:
+                row_scale = tl.load(scale + per_token, mask=present, other=0.0)
+                right_rows = right_rows.to(tl.float32) * row_scale[:, None]
+                if PRECISION == "tf32":
+                    right_rows = to_tf32(right_rows)
+            accumulator += product(tl.trans(left_rows), right_rows, PRECISION)
+            if sums is not None:
+                if plain is not None:
+                    plain_rows = load_rows(head_rows(plain, batch, row_head), tokens, present, plain_column, PLAIN)
+                    if first_bad is not None:
+                        found_bad = tl.minimum(found_bad, first_bad_slot(plain_rows, slot, slots))
+                        plain_rows = finite_or_zero(plain_rows)
+                else:
+                    plain_rows = left_rows
+                plain_rows = plain_rows.to(tl.float32)
+                if weight is not None:
+                    row_weight = tl.load(weight + per_token, mask=present, other=0.0)
+                    plain_rows *= row_weight[:, None]
+                total += tl.sum(plain_rows, axis=0)
+    matrix = (batch * HEADS + head) * num_blocks + block
+    split_matrix = split.to(tl.int64) * lines + matrix
+    inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
+    pointers = products + split_matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
+    tl.store(pointers, to_matrix(accumulator * factor, products.dtype.element_ty, PRECISION), mask=inside)
+    if sums is not None:
+        if column_tile == 0:
+            tl.store(sums + split_matrix * PLAIN + plain_column, total, mask=plain_column < PLAIN)
+    if first_bad is not None:
+        tl.store(first_bad + part.to(tl.int64) * lines + matrix, found_bad)
+
+
+def outer(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    table: torch.Tensor,
+    num_heads: int,
+    *,
+    factor: float,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
+    total: bool = False,
+    plain: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    limit: torch.Tensor | None = None,
+    finite: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
+
+    Args:
+        left: `[B, T, H, K]`.
+        right: `[B, T, H, V]`.
+        table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
+        num_heads: G; H / G heads in a row are summed.
+        factor: Factor of the products.
+        dtype: Dtype of the products.
+        scale: float32 `[B, T, H]`; 1 if not given.
+        total: Whether to sum `plain` too.
+        plain: `[B, T, H, P]`; `left` if not given.
+        weight: float32 `[B, T, H]`; 1 if not given.
+        limit: int32 `[B, H', M]`, H' a divisor of H: the slots of a block from there on are left out.
+        finite: Count numbers that are not finite as zero, and find the first slot of each block that has one.
+
+    Returns:
+        The products `[B, G, M, K, V]`; the sums, float32 `[B, G, M, P]` (empty if not `total`); and with `finite`, the
+        first slot of each block whose rows were not all finite, int32 `[B, G, M]`, N where all were.
+    """
+    batch, _, heads, width = left.shape
+    value, (blocks, slots) = right.shape[-1], table.shape[-2:]
+    plain_width = width if plain is None else plain.shape[-1]
+    value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
+    # Without a scale the rows enter as they are, whatever the type of the products.
+    precision = product_precision(left.dtype, left.dtype if scale is None else dtype)
+    if scale is None and left.dtype == torch.float16:
+        precision = "fp16"
+    exact = precision == "tf32x3"
+    few_registers = (exact or left.dtype == torch.float32) and not multiplies_from_shared_memory(left.device)
+    limits = few_registers, exact, is_padded(width)
+    if any(limits):
+        tile = min(tile, 16 if sum(limits) > 1 else 32)
+    tiles, lines = triton.cdiv(value, value_tile), batch * num_heads * blocks
+    splits, share = split_slots(slots, tile, tiles * lines)
+    product_dtype = dtype if splits == 1 else torch.float32
+    products = left.new_empty(splits, batch, num_heads, blocks, width, value, dtype=product_dtype)
+    sums_shape = (splits, batch, num_heads, blocks, plain_width) if total else (0,)
+    sums = left.new_empty(sums_shape, dtype=torch.float32)
+    parts = splits * tiles
+    first_bad = left.new_empty((parts, batch, num_heads, blocks) if finite else (0,), dtype=torch.int32)
+    with torch.cuda.device_of(left):
+        outer_kernel[(lines * parts,)](
+            as_rows(left),
+            as_rows(right),
+            as_rows(plain),
+            scale,
+            weight,
+            limit,
+            **block_arguments(table, left),
+            products=products,
+            sums=sums if total else None,
+            first_bad=first_bad if finite else None,
+            factor=factor,
+            splits=splits,
+            split_slots=share,
+            lines=lines,
+            HEADS=num_heads,
+            REPEATS=heads // num_heads,
+            LEFT=width,
+            RIGHT=value,
+            PLAIN=plain_width,
+            BLOCK_LEFT=padded(width),
+            BLOCK_RIGHT=value_tile,
+            BLOCK_PLAIN=padded(plain_width),
+            BLOCK_TOKENS=tile,
+            LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1],
+            PRECISION=precision,
+            num_warps=warps(width, value_tile),
+            num_stages=2,
+        )
+    if finite:
+        first_bad = first_bad[0] if parts == 1 else first_bad.amin(0)
+    if splits == 1:
+        return products[0], sums[0] if total else sums, first_bad
+    return as_matrices(products.sum(0), left.dtype, dtype), sums.sum(0) if total else sums, first_bad
