@@ -101,26 +101,26 @@ def _training_command(family: str, help: str) -> Callable[..., None]:
 
 
 def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache_only: bool) -> None:
+    from ..training.data.cache_step import make_cache
+    from ..training.loading import PipelineSource
     from ..training.processes import make_accelerator
 
     accelerator = make_accelerator(config)
+    source = None
     if config.model is not None:
-        from ..training.loading import check_family, check_run
-        from ..utils.locations import find_pipeline
-
         with accelerator.main_process_first():
-            source = find_pipeline(config.model, "model")
-            check_family(source, config.component, family)
+            source = PipelineSource.find(config.model, config.component, config.teacher)
+            source.check_family(family)
             if not cache_only:
-                check_run(source, config)
+                source.check_run(config)
     if cache_config.data is not None:
-        _make_cache(config, cache_config, accelerator)
+        make_cache(config, cache_config, accelerator, _digit_videos, source)
     if cache_only:
         return
 
     from ..training.trainer import DiffusionTrainer
 
-    result = DiffusionTrainer(config, accelerator=accelerator).run()
+    result = DiffusionTrainer(config, accelerator=accelerator, source=source).run()
     if accelerator.is_main_process:
         for stage, losses in result.losses.items():
             if losses:
@@ -162,9 +162,10 @@ def cache_command(**options: Any) -> None:
     if cache_config.data is None:
         raise ValueError("data must be given: a folder of videos or pictures, or 'digits'")
 
+    from ..training.data.cache_step import make_cache
     from ..training.processes import make_accelerator
 
-    _make_cache(config, cache_config, make_accelerator(config))
+    make_cache(config, cache_config, make_accelerator(config), _digit_videos)
 
 
 app.command("wan")(wan_command)
@@ -202,8 +203,7 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
     """MHLA options from the shortcuts `--blocks`, `--layers`, ..., checked by `MHLAConfig`."""
     from ..config import MHLAConfig
     from ..conversion.options import parse_layers
-    from ..training.loading import component_config
-    from ..utils.locations import find_pipeline
+    from ..training.loading import PipelineSource
 
     if "mhla" in training:
         raise ValueError(f"mhla cannot be combined with {', '.join(shortcuts)}: give all options in one way")
@@ -212,16 +212,10 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
     values = mhla_fields(shortcuts)
     if "layers" in shortcuts:
         component = training.get("component", "transformer")
-        config = component_config(find_pipeline(training["model"], "model"), component)
-        values["layers"] = parse_layers(shortcuts["layers"], config["num_layers"])
+        source = PipelineSource.find(training["model"], component)
+        values["layers"] = parse_layers(shortcuts["layers"], source.model.config["num_layers"])
     # Models have defaults of their own for what was not given.
     return MHLAConfig.from_dict(values).given_options()
-
-
-def _make_cache(config: TrainingConfig, cache_config: CacheConfig, accelerator: Any) -> None:
-    from ..training.data.cache_step import make_cache
-
-    make_cache(config, cache_config, accelerator, _digit_videos)
 
 
 def _digit_videos(config: CacheConfig) -> "list[DataSample]":

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..training.data.videos import write_video
-from ..training.loading import load_student
+from ..training.loading import PipelineSource
 from ..utils.files import atomic_directory, atomic_file, write_json
 from ..utils.json_files import read_json
 from ..utils.tensor_files import read_header
@@ -220,7 +220,7 @@ def render_report(report: dict[str, Any]) -> str:
 
 
 def _plot_mixing(path: Path, directory: Path) -> None:
-    model = load_student(directory)
+    model = PipelineSource(directory).load_model()
     modules = model.mhla_modules()
     grid = model.mhla_config.grid
     layout = next(iter(modules.values())).layout_for(grid)

@@ -19,6 +19,7 @@ from ..recovery.recover import recover
 from ..training import objective_for
 from ..training.data.batch_sources import Latents
 from ..training.families.sizes import PipelineSizes
+from ..training.loading import PipelineSource
 from ..utils.destinations import TEMPORARY_PREFIX
 from ..utils.files import remove_directory, remove_leftovers, write_json
 from ..utils.json_files import read_json
@@ -227,7 +228,7 @@ def token_grid(base: Path) -> tuple[int, int, int]:
     from ..training.data.digits import MovingDigitsConfig
 
     appearance = MovingDigitsConfig()
-    sizes = PipelineSizes.of_pipeline(base)
+    sizes = PipelineSizes.of_pipeline(PipelineSource(base))
     if sizes.family != "wan":
         raise ValueError(f"base {base} is a {sizes.family} pipeline; the demo takes those of Wan")
     model = base / "transformer" / "config.json"

@@ -135,8 +135,7 @@ def _rates(options: DistillOptions | FinetuneOptions) -> dict[str, Any]:
 
 def _train(run: StageRun, options: dict[str, Any]) -> dict[str, Any]:
     """A stage of the training engine."""
-    from ..training.trainer import DiffusionTrainer
-    from ..training.transformers_trainer import TransformersTrainer
+    from ..training.trainer import DiffusionTrainer, TransformersTrainer
 
     source = run.source
     config = TrainingConfig(

@@ -19,8 +19,8 @@ _PUBLIC_NAMES = {
     "LatentDataset": "data.cache",
     "SanaObjective": "families",
     "TrainingConfig": "config",
-    "TrainingResult": "base_trainer",
-    "TransformersTrainer": "transformers_trainer",
+    "TrainingResult": "trainer",
+    "TransformersTrainer": "trainer",
     "WanObjective": "families",
     "add_noise": "stages.flow_matching",
     "evaluate": "evaluation",
@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from .evaluation import EvaluationResult, evaluate, evaluate_batches, evaluation_batches
     from .families import DiTObjective, SanaObjective, WanObjective, objective_for
     from .stages.flow_matching import add_noise, flow_matching_loss, sample_sigmas
-    from .trainer import DiffusionTrainer, TrainingResult
-    from .transformers_trainer import TransformersTrainer
+    from .trainer import DiffusionTrainer, TrainingResult, TransformersTrainer
 
 
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)

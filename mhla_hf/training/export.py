@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from ..utils.files import atomic_directory, write_json
+from ..utils.json_files import read_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.source_files import list_files
 from .parameters import lora_options, lora_state_dict, mhla_state_dict
-from .pipeline_files import read_index
 
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -63,7 +63,7 @@ def export_pipeline(
     Raises:
         ValueError: If links in the source lead out of it, see `list_files`.
     """
-    index = read_index(source)
+    index = read_json(source / PIPELINE_INDEX, "the pipeline's index")
     index[component] = ["diffusers", type(model).__name__]
     with atomic_directory(destination) as temporary:
         for path in list_files(source):

@@ -1,196 +1,328 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding and loading what a run trains: the student and its teacher, the model that it was converted from."""
+"""Sources of a run: the pipeline or model that it starts from, found once, then read, checked, loaded and exported."""
 
 from __future__ import annotations
 
+import inspect
+import os
+import shutil
+from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import init_empty_weights
 
-from ..models.registry import current_class, is_mhla_class, mhla_class_for
+from ..models.registry import current_class, mhla_class_for
+from ..models.source import TRAINING_RECORD, Component, Source, find_original, read_source
 from ..models.weight_files import check_weights, damage_named
-from ..utils.files import path_inside
+from ..utils.files import atomic_directory, write_json
 from ..utils.json_files import Types, read_json
-from ..utils.locations import download_pipeline, find_pipeline, is_hub_id
-from .config import UNCONVERTED, TrainingConfig
+from ..utils.locations import PIPELINE_INDEX, download_pipeline, download_repository, find_directory, find_pipeline
+from ..utils.source_files import list_files
+from .config import COMPONENTS, UNCONVERTED, TrainingConfig
+from .export import export_pipeline
 from .families import objective_class
 from .parameters import check_takes_adapters
 
 
-def component_config(directory: Path, component: str) -> dict[str, Any]:
-    """Reads a component's `config.json`; `_class_name` is what diffusers calls the class today.
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-    Raises:
-        ValueError: If the pipeline lacks the component, or it is a transformer that cannot be trained here, such as
-            one for image-to-video or a distilled one.
-    """
-    path = directory / component / "config.json"
-    if not path.exists():
-        raise ValueError(f"component: {directory} has no {component}")
-    channels: dict[str, Types] = {"in_channels": int, "out_channels": (int, type(None))}
-    config = read_json(path, "the model's configuration", required={"_class_name": str}, optional=channels)
-    name = current_class(config["_class_name"], config)
-    objective_class(name, f"component: {component} of {directory}").check_config(config)
-    return {**config, "_class_name": name}
-
-
-def check_family(directory: Path, component: str, family: str) -> None:
-    """Checks that a command for one family of models is given one of them.
-
-    Raises:
-        ValueError: If it is not; the message names the command to use instead.
-    """
-    name = component_config(directory, component)["_class_name"]
-    found = objective_class(name).family().name
-    if found != family:
-        raise ValueError(f"model is a {name}: use `mhla-hf train {found}`")
+_NULL = type(None)
+_INDEX_FIELDS: dict[str, Types] = {"id2label": (dict, _NULL), "boundary_ratio": (float, _NULL)}
+_CHANNELS: dict[str, Types] = {"in_channels": int, "out_channels": (int, _NULL)}
+_SCHEDULER_NUMBERS = ("flow_shift", "shift", "beta_start", "beta_end")
+_SCHEDULER_FIELDS: dict[str, Types] = {
+    "_class_name": str,
+    "prediction_type": str,
+    "beta_schedule": str,
+    "num_train_timesteps": int,
+    "trained_betas": (list, _NULL),
+    **dict.fromkeys(_SCHEDULER_NUMBERS, (float, _NULL)),
+}
+_MOST_TIMESTEPS = 100_000
+# Shifts are below a hundred and betas below one.
+_LARGEST = 10**6
+_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
 
 
-def check_run(directory: Path, config: TrainingConfig) -> None:
-    """Checks what the options of a run and the configurations of its pipeline tell, before data are encoded for it.
+class TrainingSource(ABC):
+    """The pipeline or model directory that a run starts from.
+
+    Its files are read when they are first needed and remembered: one source serves a whole run.
 
     Args:
-        directory: The pipeline that training starts from.
-        config: The options.
-
-    Raises:
-        ValueError: If options, pipeline and teacher do not fit together.
+        directory: The directory.
+        component: Name of the transformer to train, of a pipeline.
+        teacher_location: Directory or Hub id of the ordinary model to match. None takes the source itself if it is
+            ordinary, else the one that it was converted from.
     """
-    stored = component_config(directory, config.component)
-    objective_class(stored["_class_name"]).from_run(config, directory)
-    for name in (config.component, "vae", "text_encoder"):
-        check_weights(directory / name)
-    model_class = student_class(directory, config.component, config.mhla)
-    if config.train == "lora":
-        check_takes_adapters(model_class)
-    if isinstance(config.mhla, dict):
-        with init_empty_weights():
-            model_class.from_config({**stored, "mhla": config.mhla})
-    if config.transfer_steps or config.distill_steps:
-        find_teacher(directory, config.component, config.teacher)
+
+    kind: ClassVar[str]
+
+    def __init__(self, directory: Path, component: str = "transformer", teacher_location: str | None = None) -> None:
+        self.directory, self.component, self.teacher_location = Path(directory), component, teacher_location
+
+    @classmethod
+    def find(
+        cls,
+        location: str,
+        component: str = "transformer",
+        teacher_location: str | None = None,
+        argument: str = "model",
+    ) -> Self:
+        """Finds a directory, or downloads a Hub repository.
+
+        Args:
+            location: A directory or a Hub id.
+            component: See the class.
+            teacher_location: See the class.
+            argument: Name of the argument that gives the location, for errors.
+
+        Raises:
+            ValueError: If there is no pipeline or model.
+        """
+        return cls(cls._locate(location, argument), component, teacher_location)
+
+    @classmethod
+    @abstractmethod
+    def _locate(cls, location: str, argument: str) -> Path: ...
+
+    @staticmethod
+    @abstractmethod
+    def _download(repository: str) -> Path: ...
+
+    @property
+    @abstractmethod
+    def model(self) -> Component:
+        """The model to train.
+
+        Raises:
+            ValueError: If the directory has none that can be trained here.
+        """
+
+    @abstractmethod
+    def export(self, destination: Path, model: torch.nn.Module, record: dict[str, Any]) -> None:
+        """Writes a copy of the directory with the trained model in it.
+
+        Args:
+            destination: Directory to make; written under a temporary name, then moved.
+            model: The trained model, whole and without LoRA.
+            record: Contents of `training.json`.
+        """
+
+    def load_model(self, mhla: dict | str | None = None) -> torch.nn.Module:
+        """Loads the model to train, with fp32 weights.
+
+        Args:
+            mhla: MHLA options for an ordinary source, which is converted on load; `none` leaves it as it is.
+
+        Raises:
+            ValueError: If an ordinary source comes without options or an MHLA one with them, files are damaged, or
+                the model cannot be trained here, such as an image-to-video one.
+        """
+        self._check_conversion(mhla)
+        return self.model.load(mhla if isinstance(mhla, dict) else None)
+
+    def _check_conversion(self, mhla: dict | str | None) -> None:
+        if self.model.is_mhla and mhla is not None:
+            raise ValueError(f"mhla: {self.directory} is MHLA already; its options are fixed")
+        if not self.model.is_mhla and mhla is None:
+            raise ValueError(
+                f"model: {self.directory} is an ordinary {self.kind}; say how to convert it (mhla, blocks, ...), "
+                "convert it first with `mhla-hf convert`, or pass mhla='none' to train it as it is"
+            )
+
+    @cached_property
+    def teacher(self) -> Component:
+        """The ordinary model behind this one; see `find_original` for where it is looked for.
+
+        Raises:
+            ValueError: If it is unknown, gone, elsewhere or MHLA itself.
+        """
+        if self.teacher_location is not None:
+            given = self.find(self.teacher_location, self.component, argument="teacher").model
+            if given.is_mhla:
+                raise ValueError(
+                    f"teacher: {self.teacher_location} is MHLA itself; it must be an ordinary {self.kind}"
+                )
+            return given
+        if not self.model.is_mhla:
+            return self.model
+        source = Source(str(self.directory), self.directory, None, (self.model,))
+        records = source.records()
+        if not records:
+            raise ValueError(
+                f"teacher must be given: {self.directory} does not say which {self.kind} it was converted from"
+            )
+        found = find_original(source, self.model, self._download)
+        if found is None:
+            raise ValueError(
+                f"teacher must be given: {records[0]}, which {self.directory} comes from, is not there (only Hub "
+                "repositories and folders beside it are looked for)"
+            )
+        return found[1]
 
 
-def student_class(directory: Path, component: str, mhla: dict | str | None) -> Any:
-    """The class of the transformer to train; arguments and errors as in `load_student`."""
-    name = component_config(directory, component)["_class_name"]
-    if is_mhla_class(name):
-        if mhla is not None:
-            raise ValueError(f"mhla: {directory} is MHLA already; its options are fixed")
-        return mhla_class_for(name)
-    if mhla is None:
-        raise ValueError(
-            f"model: {directory} is an ordinary pipeline; say how to convert it (mhla, blocks, ...), "
-            "convert it first with `mhla-hf convert`, or pass mhla='none' to train it as it is"
-        )
-    return _upstream_class(name) if mhla == UNCONVERTED else mhla_class_for(name)
+class TransformersSource(TrainingSource):
+    """A model directory of transformers."""
 
+    kind = "model"
+    _download = staticmethod(download_repository)
 
-def load_student(directory: Path, component: str = "transformer", mhla: dict | str | None = None) -> torch.nn.Module:
-    """Loads the transformer to train, with fp32 weights.
-
-    Args:
-        directory: An MHLA pipeline, or an ordinary one that is converted on load.
-        component: `transformer` or `transformer_2`.
-        mhla: MHLA options for an ordinary pipeline; `none` leaves it as it is.
-
-    Raises:
-        ValueError: If an ordinary pipeline comes without options, an MHLA one with them, or the model is of a kind
-            that cannot be trained here, such as image-to-video.
-    """
-    options: dict[str, Any] = {"subfolder": component, "torch_dtype": torch.float32}
-    if isinstance(mhla, dict):
-        options["mhla"] = mhla
-    model_class = student_class(directory, component, mhla)
-    check_weights(directory / component)
-    with damage_named(directory / component):
-        return model_class.from_pretrained(directory, **options)
-
-
-def load_teacher(
-    directory: Path, component: str, teacher: str | None, dtype: torch.dtype = torch.float32
-) -> torch.nn.Module:
-    """Loads the ordinary model whose attention outputs the matching stage aims at.
-
-    Args:
-        directory: The pipeline that is trained.
-        component: `transformer` or `transformer_2`.
-        teacher: An ordinary pipeline; None takes `directory` itself if it is one, else what it was converted from.
-        dtype: Type of the weights.
-
-    Raises:
-        ValueError: If no ordinary pipeline is to be found.
-    """
-    source, name = find_teacher(directory, component, teacher)
-    check_weights(source / component)
-    with damage_named(source / component):
-        model = _upstream_class(name).from_pretrained(source, subfolder=component, torch_dtype=dtype)
-    return model.requires_grad_(False).eval()
-
-
-def find_teacher(directory: Path, component: str, teacher: str | None) -> tuple[Path, str]:
-    """Directory and class of the teacher; arguments and errors as in `load_teacher`."""
-    source = find_pipeline(teacher, "teacher") if teacher is not None else default_teacher(directory, component)
-    name = component_config(source, component)["_class_name"]
-    if is_mhla_class(name):
-        raise ValueError(f"teacher: {source} is MHLA itself; it must be an ordinary pipeline")
-    return source, name
-
-
-def default_teacher(directory: Path, component: str) -> Path:
-    """The ordinary pipeline behind a pipeline directory: itself, or what `conversion.json` or `training.json` names.
-
-    A Hub repository is downloaded. A directory is looked for beside the one with the record, and nowhere else: what
-    others recorded is no reason to read elsewhere.
-
-    Raises:
-        ValueError: If it is unknown, gone or elsewhere.
-    """
-    if not is_mhla_class(component_config(directory, component)["_class_name"]):
+    @classmethod
+    def _locate(cls, location: str, argument: str) -> Path:
+        directory, _ = find_directory(location)
+        _ = cls(directory).model
         return directory
-    recorded = recorded_sources(directory)
-    if not recorded:
-        raise ValueError(f"teacher must be given: {directory} does not say which pipeline it was converted from")
-    first, seen = recorded[0], {directory.resolve()}
-    # The sources of a source follow it, those in a first record before those in a second.
-    waiting = [(directory, source) for source in recorded]
-    while waiting:
-        owner, source = waiting.pop(0)
-        try:
-            found = _find_recorded(owner, source)
-            is_ordinary = not is_mhla_class(component_config(found, component)["_class_name"])
-        except (OSError, ValueError):
-            continue
-        if is_ordinary:
-            return found
-        if found.resolve() not in seen:
-            seen.add(found.resolve())
-            waiting = [(found, source) for source in recorded_sources(found)] + waiting
-    raise ValueError(
-        f"teacher must be given: {first}, which {directory} comes from, is not there (only Hub repositories and "
-        "folders beside it are looked for)"
-    )
+
+    @cached_property
+    def model(self) -> Component:
+        found = read_source(self.directory, wanted={}).components[0]
+        if not found.is_transformers:
+            raise ValueError(f"model: {self.directory} is not a model of transformers")
+        return found
+
+    def export(self, destination: Path, model: Any, record: dict[str, Any]) -> None:
+        source = self.model
+        with atomic_directory(destination) as temporary:
+            for path in list_files(self.directory):
+                own = (self.directory / path).parent == source.folder
+                replaced = own and (path.name == "config.json" or source.names.match(path))
+                if replaced or path.name == TRAINING_RECORD or path.parts[0].startswith("."):
+                    continue
+                (temporary / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.directory / path, temporary / path)
+            model.save_pretrained(temporary / source.folder.relative_to(self.directory))
+            write_json(temporary / TRAINING_RECORD, record)
 
 
-def _find_recorded(owner: Path, source: str) -> Path:
-    """The pipeline that the record of another one names."""
-    if is_hub_id(source):
-        return download_pipeline(source)
-    folder = owner.resolve().parent
-    name = str(Path(source).relative_to(folder)) if Path(source).is_absolute() else source
-    return find_pipeline(path_inside(folder, name, f"the record of {owner}"), "teacher")
+class PipelineSource(TrainingSource):
+    """A pipeline of diffusers and the transformer of it to train.
 
+    The configurations raise a ValueError where they are missing, not valid, or hold a value that training cannot use;
+    it names the file.
+    """
 
-def recorded_sources(directory: Path) -> list[str]:
-    """What the records of a pipeline directory say it was made from."""
-    records = [directory / name for name in ("conversion.json", "training.json")]
-    contents = [read_json(record, "the record", optional={"source": dict}) for record in records if record.exists()]
-    locations = [content.get("source", {}).get("location") for content in contents]
-    return [location for location in locations if location and isinstance(location, str)]
+    kind = "pipeline"
+    _download = staticmethod(download_pipeline)
 
+    @classmethod
+    def _locate(cls, location: str, argument: str) -> Path:
+        return find_pipeline(location, argument)
 
-def _upstream_class(name: str) -> Any:
-    import diffusers
+    @cached_property
+    def model(self) -> Component:
+        folder = self.directory / self.component
+        if not (folder / "config.json").exists():
+            raise ValueError(f"component: {self.directory} has no {self.component}")
+        where = "the model's configuration"
+        config = read_json(folder / "config.json", where, required={"_class_name": str}, optional=_CHANNELS)
+        name = current_class(config["_class_name"], config)
+        objective_class(name, f"component: {self.component} of {self.directory}").check_config(config)
+        return Component(self.component, folder, config)
 
-    return getattr(diffusers, name)
+    @property
+    def family(self) -> str:
+        """The transformer's family, by its name in `mhla-hf train`."""
+        return objective_class(self.model.class_name).family().name
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """Contents of `model_index.json`."""
+        path = self.directory / PIPELINE_INDEX
+        index = read_json(path, "the pipeline's index", required={"_class_name": str}, optional=_INDEX_FIELDS)
+        boundary = index.get("boundary_ratio")
+        if boundary is not None and not 0 <= boundary <= 1:
+            raise ValueError(f"the pipeline's index {path}: 'boundary_ratio' must be from 0 to 1, and is {boundary}.")
+        for number, names in (index.get("id2label") or {}).items():
+            if not (number.isascii() and number.isdecimal() and len(number) < 10 and isinstance(names, str)):
+                raise ValueError(
+                    f"the pipeline's index {path}: 'id2label' must map numbers of classes to their names."
+                )
+        return index
+
+    @cached_property
+    def scheduler(self) -> dict[str, Any]:
+        """The scheduler's configuration; empty for a pipeline without scheduler."""
+        path = self.directory / "scheduler" / "scheduler_config.json"
+        # A link that leads nowhere is an error, and no missing file.
+        if not os.path.lexists(path):
+            return {}
+        config = read_json(path, "the scheduler's configuration", optional=_SCHEDULER_FIELDS)
+        where = f"the scheduler's configuration {path}"
+        numbers = {name: [config[name]] for name in _SCHEDULER_NUMBERS if config.get(name) is not None}
+        numbers["trained_betas"] = config.get("trained_betas") or []
+        for name, values in numbers.items():
+            if not all(type(value) in (int, float) and 0 <= value <= _LARGEST for value in values):
+                raise ValueError(f"{where}: {name!r} must be from 0 to {_LARGEST:,}.")
+        if not 1 <= config.get("num_train_timesteps", 1) <= _MOST_TIMESTEPS:
+            raise ValueError(f"{where}: 'num_train_timesteps' must be from 1 to {_MOST_TIMESTEPS:,}.")
+        return config
+
+    def check_family(self, family: str) -> None:
+        """Checks that the command for one family of models is given one of them.
+
+        Raises:
+            ValueError: If it is not; the message names the command to use instead.
+        """
+        if self.family != family:
+            raise ValueError(f"model is a {self.model.class_name}: use `mhla-hf train {self.family}`")
+
+    def check_run(self, config: TrainingConfig) -> None:
+        """Checks the options of a run against the pipeline's files, before data are encoded for it.
+
+        Raises:
+            ValueError: If options, pipeline and teacher do not fit together.
+        """
+        objective_class(self.model.class_name).from_run(config, self)
+        for name in (self.component, "vae", "text_encoder"):
+            check_weights(self.directory / name)
+        self._check_conversion(config.mhla)
+        class_name = self.model.class_name
+        model_class = self.model.load_class() if config.mhla == UNCONVERTED else mhla_class_for(class_name)
+        if config.train == "lora":
+            check_takes_adapters(model_class)
+        if isinstance(config.mhla, dict):
+            with init_empty_weights():
+                model_class.from_config({**self.model.config, "mhla": config.mhla})
+        if config.transfer_steps or config.distill_steps:
+            _ = self.teacher
+
+    def load_encoders(self) -> Any:
+        """Loads the pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
+
+        Raises:
+            ValueError: If diffusers has no such pipeline, or its files are damaged; the message names them.
+        """
+        import diffusers
+
+        index, directory = self.index, self.directory
+        transformers = {name: None for name in COMPONENTS if name in index}
+        pipeline_class: Any = getattr(diffusers, index["_class_name"], None)
+        known = inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)
+        if not known:
+            raise ValueError(f"{directory} is a {index['_class_name']!r:.100}, and diffusers has no such pipeline")
+        loaded = set(index) - set(transformers)
+        for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name in loaded):
+            tensors = check_weights(folder)
+            for path in sorted(folder.glob("*.json")):
+                content = read_json(path, "the pipeline's file")
+                for name in _LAYER_COUNTS if tensors and path.name == "config.json" else ():
+                    # A layer has a tensor at least, and building millions of layers takes hours.
+                    if isinstance(content.get(name), int) and content[name] > tensors:
+                        raise ValueError(
+                            f"the pipeline's file {path}: {name!r} is above the {tensors} tensors beside it."
+                        )
+        with damage_named(directory):
+            pipeline = pipeline_class.from_pretrained(directory, **transformers)
+        pipeline.set_progress_bar_config(disable=True)
+        for component in pipeline.components.values():
+            if isinstance(component, torch.nn.Module):
+                component.requires_grad_(False).eval()
+        return pipeline
+
+    def export(self, destination: Path, model: torch.nn.Module, record: dict[str, Any]) -> None:
+        export_pipeline(self.directory, destination, self.component, model, record)

@@ -1,31 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What identifies a run, and where a resumed one goes on."""
+"""Checks that a checkpoint belongs to a run, and the position at which a resumed run starts."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from accelerate import Accelerator
-from torch import nn
 
 from ..utils.locks import lock_output
 from . import checkpoints
 from .checkpoints import Position
-from .config import UNCONVERTED, TrainingConfig
-from .data.batches import LatentSamples
+from .config import TrainingConfig
 from .data.cache import LatentDataset
-from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
-from .families import Objective
-from .loading import find_teacher
-from .matching.teacher import SharedTeacher
-from .parameters import trainable_names
-
-
-if TYPE_CHECKING:
-    from .families.transformers_models import TransformersObjective
 
 
 logger = logging.getLogger(__name__)
@@ -42,75 +30,12 @@ TRAJECTORY = (
 )  # fmt: skip
 
 
-def run_inputs(
-    config: TrainingConfig,
-    dataset: LatentSamples,
-    source: Path | None = None,
-    model: nn.Module | None = None,
-    teacher: nn.Module | SharedTeacher | None = None,
-) -> dict[str, str]:
-    """Fingerprints of what a run is made from, by name; what is not known is left out.
-
-    Args:
-        config: The options.
-        dataset: The samples.
-        source: The pipeline that training starts from.
-        model: The model, if it does not come from there. Parameters that train come from a checkpoint anyway, and do
-            not count.
-        teacher: The teacher, if it was handed in.
-    """
-    inputs = {"data": dataset.fingerprint() if isinstance(dataset, LatentDataset) else samples_fingerprint(dataset)}
-    for name in ("vae", "text_encoder", "tokenizer"):
-        # The latents come from the cache's, the validation samples and the exported pipeline from the source's.
-        parts = [str(dataset.settings.get(name, ""))] if isinstance(dataset, LatentDataset) else []
-        if source is not None and (source / name).is_dir():
-            parts.append(folder_fingerprint(source / name))
-        if any(parts):
-            inputs[name] = " ".join(parts)
-    if model is not None:
-        inputs["base weights"] = model_fingerprint(model, set(trainable_names(model, config.train)))
-    elif source is not None:
-        inputs["base weights"] = folder_fingerprint(source / config.component)
-    if teacher is not None:
-        inputs["teacher"] = model_fingerprint(teacher)
-    elif (config.transfer_steps or config.distill_steps) and source is not None:
-        # A run that is past these stages goes on without its teacher.
-        with suppress(OSError, ValueError):
-            inputs["teacher"] = folder_fingerprint(
-                find_teacher(source, config.component, config.teacher)[0] / config.component
-            )
-    return inputs
-
-
-def run_state(
-    config: TrainingConfig,
-    model: nn.Module,
-    accelerator: Accelerator,
-    dataset_size: int,
-    objective: Objective | TransformersObjective,
-    inputs: dict[str, str],
-) -> dict[str, Any]:
-    """What a checkpoint keeps of the run that made it, as plain JSON."""
-    options = config.to_dict()
-    stored = getattr(model.config, "mhla", None)
-    options["mhla"] = dict(stored) if stored is not None else UNCONVERTED
-    # What autocast really uses; None on the command line means what the launcher says.
-    options["mixed_precision"] = accelerator.mixed_precision
-    return {
-        "config": options,
-        "world_size": accelerator.num_processes,
-        "dataset_size": dataset_size,
-        "objective": objective.to_dict(),
-        "inputs": inputs,
-    }
-
-
 def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
     """Checks that a checkpoint belongs to this run, and warns of options that changed since.
 
     Args:
         checkpoint: The checkpoint.
-        current: See `run_state`.
+        current: The state of the run as checkpoints record it.
 
     Raises:
         ValueError: If an option differs without which its weights do not fit, or the data or weights that the run is
@@ -160,7 +85,7 @@ def find_start(
     Args:
         config: The options; `output` must be given.
         accelerator: The processes.
-        current: See `run_state`.
+        current: The state of the run as checkpoints record it.
         dataset: The samples.
 
     Returns:

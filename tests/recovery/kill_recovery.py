@@ -22,7 +22,7 @@ import torch._dynamo
 import tqdm.auto  # noqa: F401
 
 import mhla_hf
-from mhla_hf.training import transformers_trainer  # noqa: F401
+from mhla_hf.training import trainer  # noqa: F401
 from tests.training.kill_training import forked
 
 from .test_recover import EXTRA, SMALL, make_source, weights

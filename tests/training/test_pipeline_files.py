@@ -19,7 +19,7 @@ from mhla_hf.demo.runner import Demo, token_grid
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.data.class_labels import pipeline_labels
 from mhla_hf.training.families.sizes import PipelineSizes
-from mhla_hf.training.loading import check_run
+from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 
 from .. import tiny, tiny_images
@@ -58,9 +58,10 @@ def directory(pipelines, tmp_path):
 
 def check(directory):
     """What the command checks before it loads anything."""
-    check_run(directory, TrainingConfig(model=str(directory), output="x", mhla="none"))
-    if PipelineSizes.of_pipeline(directory).num_classes:
-        pipeline_labels(directory)
+    source = PipelineSource(directory)
+    source.check_run(TrainingConfig(model=str(directory), output="x", mhla="none"))
+    if PipelineSizes.of_pipeline(source).num_classes:
+        pipeline_labels(source)
 
 
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"

@@ -18,7 +18,7 @@ from mhla_hf.training.checkpoints import list_checkpoints
 from mhla_hf.training.data.batches import DataOrder, LatentBatches
 from mhla_hf.training.data.prefetch import Prefetcher
 from mhla_hf.training.families.wan import sigma_range
-from mhla_hf.training.loading import default_teacher, load_student, load_teacher
+from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.recording import Recorder, original_values
 from mhla_hf.training.metrics import read_metrics
@@ -556,17 +556,17 @@ class TestFiles:
             pipeline_directory.resolve()
         )
         with pytest.raises(ValueError, match=re.escape(f"must be given: {pipeline_directory.resolve()}, which")):
-            default_teacher(result.pipeline, "transformer")
+            _ = PipelineSource(result.pipeline).teacher
         with pytest.raises(ValueError, match="teacher"):
-            load_teacher(pipeline_directory, "transformer", str(result.pipeline))
+            _ = PipelineSource(pipeline_directory, teacher_location=str(result.pipeline)).teacher
         with pytest.raises(ValueError, match="MHLA already"):
-            load_student(result.pipeline, mhla=MHLA)
-        assert type(load_student(result.pipeline)) is MHLAWanTransformer3DModel
+            PipelineSource(result.pipeline).load_model(MHLA)
+        assert type(PipelineSource(result.pipeline).load_model()) is MHLAWanTransformer3DModel
 
     def test_the_second_transformer_of_a_pipeline(self, cache_directory, tmp_path):
         source = tmp_path / "source"
         tiny.wan_pipeline(num_layers=1, second_transformer=True).save_pretrained(source)
-        assert sigma_range(source, "transformer_2") == (0.0, 0.9)
+        assert sigma_range(PipelineSource(source), "transformer_2") == (0.0, 0.9)
         config = options(
             model=source,
             cache=str(cache_directory),
@@ -614,40 +614,40 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"model_index\.json"):
             find_pipeline(str(tmp_path), "model")
         with pytest.raises(ValueError, match="ordinary"):
-            load_student(pipeline_directory)
+            PipelineSource(pipeline_directory).load_model()
         with pytest.raises(ValueError, match="has no transformer_2"):
-            load_student(pipeline_directory, "transformer_2")
+            PipelineSource(pipeline_directory, "transformer_2").load_model()
         with pytest.raises(ValueError, match="is a AutoencoderKLWan"):
-            load_student(pipeline_directory, "vae")
+            PipelineSource(pipeline_directory, "vae").load_model()
         images = tmp_path / "images"
         tiny.wan_transformer(image_to_video=True).save_pretrained(images / "transformer")
         with pytest.raises(ValueError, match="image-to-video"):
-            load_student(images, mhla=MHLA)
+            PipelineSource(images).load_model(MHLA)
         converted = tmp_path / "converted"
         tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA).save_pretrained(converted / "transformer")
         with pytest.raises(ValueError, match="teacher must be given"):
-            default_teacher(converted, "transformer")
+            _ = PipelineSource(converted).teacher
         (converted / "conversion.json").write_text('{"source": {"location": "/nowhere/at/all"}}')
         with pytest.raises(ValueError, match="is not there"):
-            default_teacher(converted, "transformer")
+            _ = PipelineSource(converted).teacher
 
     def test_the_teacher_is_found_beside_what_was_converted(self, pipeline_directory, tmp_path):
         from mhla_hf.conversion import convert_pretrained
 
         shutil.copytree(pipeline_directory, tmp_path / "softmax")
         convert_pretrained(tmp_path / "softmax", tmp_path / "converted", MHLA, progress=False)
-        assert default_teacher(tmp_path / "converted", "transformer") == tmp_path / "softmax"
+        assert PipelineSource(tmp_path / "converted").teacher.folder.parent == tmp_path / "softmax"
         # A trained copy has the conversion's record too, but finds the directory through its own.
         trained = tmp_path / "trained"
         shutil.copytree(tmp_path / "converted", trained)
         (trained / "training.json").write_text(json.dumps({"source": {"location": str(tmp_path / "converted")}}))
-        assert default_teacher(trained, "transformer") == tmp_path / "softmax"
+        assert PipelineSource(trained).teacher.folder.parent == tmp_path / "softmax"
         # A directory that is called like its source is not its own source.
         (tmp_path / "converted").rename(tmp_path / "other")
         shutil.rmtree(tmp_path / "softmax")
         (tmp_path / "other").rename(tmp_path / "softmax")
         with pytest.raises(ValueError, match="softmax, which .* comes from, is not there"):
-            default_teacher(tmp_path / "softmax", "transformer")
+            _ = PipelineSource(tmp_path / "softmax").teacher
 
     def test_the_cache_gives_what_training_needs(self, cache_directory):
         dataset = LatentDataset(cache_directory)

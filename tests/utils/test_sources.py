@@ -17,7 +17,7 @@ from mhla_hf.conversion import convert_pretrained, import_official
 from mhla_hf.training.config import TrainingConfig
 from mhla_hf.training.data.cache import FORMAT_VERSION, LatentDataset
 from mhla_hf.training.export import export_pipeline
-from mhla_hf.training.loading import default_teacher
+from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.trainer import DiffusionTrainer
 from mhla_hf.utils.source_files import check_entry, list_files
 from tests import tiny
@@ -252,7 +252,7 @@ def test_recorded_sources_stay_beside(location, pipeline, tmp_path):
     record = {"source": {"location": location.format(folder=tmp_path)}}
     (inner / "training.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match="teacher must be given: .* is not there"):
-        default_teacher(inner, "transformer")
+        _ = PipelineSource(inner).teacher
 
 
 def test_training_looks_at_the_source_first(pipeline, tmp_path):

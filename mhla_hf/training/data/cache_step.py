@@ -12,15 +12,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from ...utils.locations import find_pipeline
 from ...utils.locks import PATIENCE_SECONDS, take_lock
 from ..config import DIGITS, GENERATED, VIDEO_FAMILIES, CacheConfig, TrainingConfig
 from ..families.sizes import PipelineSizes
+from ..loading import PipelineSource
 from . import cache_building
 from .cache import LOCK
 from .class_labels import pipeline_labels
 from .digits import digit_pictures
-from .encoding import ENCODERS, load_encoders
+from .encoding import ENCODERS
 from .images import captioned_pictures, class_pictures
 from .samples import DataSample
 from .videos import captioned_videos
@@ -42,6 +42,7 @@ def make_cache(
     cache_config: CacheConfig,
     accelerator: Accelerator,
     digit_videos: DigitVideos | None = None,
+    source: PipelineSource | None = None,
 ) -> Path:
     """Makes the cache that `config` names, or does nothing if it is there already.
 
@@ -50,6 +51,7 @@ def make_cache(
         cache_config: Options of the cache; sizes that it does not give follow from the pipeline.
         accelerator: The processes; each encodes its share.
         digit_videos: Makes the built-in videos, as many as `num_samples`, for `data='digits'`.
+        source: The pipeline, if it was found already; None finds `config.model`.
 
     Returns:
         The cache's directory.
@@ -62,9 +64,10 @@ def make_cache(
     if config.cache is None and config.output is None:
         raise ValueError("cache must be given: the directory to write")
     directory = Path(config.cache) if config.cache is not None else Path(str(config.output)) / "cache"
-    with accelerator.main_process_first():
-        source = find_pipeline(config.model, "model")
-    sizes = PipelineSizes.of_pipeline(source, config.component)
+    if source is None:
+        with accelerator.main_process_first():
+            source = PipelineSource.find(config.model, config.component, config.teacher)
+    sizes = PipelineSizes.of_pipeline(source)
     cache_config = sizes.complete(cache_config)
     if sizes.num_classes and {cache_config.height, cache_config.width} != {sizes.own_size}:
         logger.warning(
@@ -79,7 +82,7 @@ def make_cache(
     else:
         samples = find_samples(source, sizes, cache_config, digit_videos)
     folders = ENCODERS[sizes.family].folders
-    settings = cache_building.cache_settings(source, cache_config, folders, sizes.num_classes)
+    settings = cache_building.cache_settings(source.directory, cache_config, folders, sizes.num_classes)
     if generator is not None:
         settings |= generator.settings(config.component)
     work, lock = _start(directory, settings, samples, accelerator)
@@ -122,7 +125,7 @@ def _start(
 
 
 def _encode(
-    source: Path,
+    source: PipelineSource,
     directory: Path,
     config: TrainingConfig,
     cache_config: CacheConfig,
@@ -132,7 +135,7 @@ def _encode(
     generated: bool = False,
 ) -> None:
     """Encodes the samples, each process its share, and marks the cache complete."""
-    pipeline = load_encoders(source)
+    pipeline = source.load_encoders()
     if accelerator.device.type != "cpu" and "text_encoder" in pipeline.components:
         # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
         pipeline.text_encoder.to(torch.bfloat16)
@@ -160,14 +163,17 @@ def _encode(
 
 
 def _generator(
-    source: Path, config: TrainingConfig, cache_config: CacheConfig, sizes: PipelineSizes, accelerator: Accelerator
+    source: PipelineSource,
+    config: TrainingConfig,
+    cache_config: CacheConfig,
+    sizes: PipelineSizes,
+    accelerator: Accelerator,
 ) -> LatentGenerator:
     """What draws the samples: the pipeline that the one to train was converted from."""
-    from ..loading import find_teacher
     from .generated import LatentGenerator
 
     with accelerator.main_process_first():
-        teacher, _ = find_teacher(source, config.component, config.teacher)
+        teacher = source.teacher.folder.parent
     return LatentGenerator(
         directory=teacher,
         config=cache_config,
@@ -178,7 +184,7 @@ def _generator(
 
 
 def find_samples(
-    source: Path, sizes: PipelineSizes, config: CacheConfig, digit_videos: DigitVideos | None = None
+    source: PipelineSource, sizes: PipelineSizes, config: CacheConfig, digit_videos: DigitVideos | None = None
 ) -> Sequence[DataSample]:
     """The videos or pictures that `data` names.
 

@@ -6,22 +6,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...utils.json_files import read_json
-from ..pipeline_files import read_index
 from .data_folder import DataFolder
 
+
+if TYPE_CHECKING:
+    from ..loading import PipelineSource
 
 logger = logging.getLogger(__name__)
 
 CLASSES_FILE = "classes.json"
 
 
-def pipeline_labels(directory: Path) -> dict[str, int]:
+def pipeline_labels(source: PipelineSource) -> dict[str, int]:
     """The names that a pipeline knows classes by, with their numbers; empty if it knows none."""
     from diffusers import DiTPipeline
 
-    names = read_index(directory).get("id2label")
+    names = source.index.get("id2label")
     # The pipeline splits lists of synonyms.
     return DiTPipeline(transformer=None, vae=None, scheduler=None, id2label=names).labels
 

@@ -6,15 +6,11 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from ...models.weight_files import check_weights, damage_named
-from ...utils.json_files import read_json
-from ..config import COMPONENTS, CacheConfig
-from ..pipeline_files import read_index
+from ..config import CacheConfig
 
 
 # Captions often repeat: all digits have ten between them.
@@ -151,41 +147,6 @@ class DiTEncoder(Encoder):
 
 ENCODERS: dict[str, type[Encoder]] = {"wan": WanEncoder, "sana": SanaEncoder, "dit": DiTEncoder}
 """By the name of the family."""
-
-
-_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
-
-
-def load_encoders(directory: Path) -> Any:
-    """A pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
-
-    Raises:
-        ValueError: If diffusers has no such pipeline, or its files are damaged; the message names them.
-    """
-    import diffusers
-
-    index = read_index(directory)
-    transformers = {name: None for name in COMPONENTS if name in index}
-    pipeline_class: Any = getattr(diffusers, index["_class_name"], None)
-    known = inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)
-    if not known:
-        raise ValueError(f"{directory} is a {index['_class_name']!r:.100}, and diffusers has no such pipeline")
-    loaded = set(index) - set(transformers)
-    for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name in loaded):
-        tensors = check_weights(folder)
-        for path in sorted(folder.glob("*.json")):
-            content = read_json(path, "the pipeline's file")
-            for name in _LAYER_COUNTS if tensors and path.name == "config.json" else ():
-                # A layer has a tensor at least, and building millions of layers takes hours.
-                if isinstance(content.get(name), int) and content[name] > tensors:
-                    raise ValueError(f"the pipeline's file {path}: {name!r} is above the {tensors} tensors beside it.")
-    with damage_named(directory):
-        pipeline = pipeline_class.from_pretrained(directory, **transformers)
-    pipeline.set_progress_bar_config(disable=True)
-    for component in pipeline.components.values():
-        if isinstance(component, torch.nn.Module):
-            component.requires_grad_(False).eval()
-    return pipeline
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,6 +15,9 @@ from .dit import DiTObjective
 from .sana import SanaObjective
 from .wan import WanObjective
 
+
+if TYPE_CHECKING:
+    from ..loading import PipelineSource
 
 __all__ = [
     "DiTObjective",
@@ -55,13 +59,15 @@ def objective_class_of(model: nn.Module) -> type[Objective]:
     return objective_class(known[0] if known else type(model).__name__)
 
 
-def objective_for(model: nn.Module, directory: Path | None = None, config: TrainingConfig | None = None) -> Objective:
+def objective_for(
+    model: nn.Module, directory: Path | PipelineSource | None = None, config: TrainingConfig | None = None
+) -> Objective:
     """The objective that a model is trained and evaluated with.
 
     Args:
         model: The transformer.
-        directory: The pipeline it comes from, whose scheduler says how samples are noised; None takes the defaults
-            of the family.
+        directory: The pipeline it comes from, as a directory or a source; its scheduler decides how samples are
+            noised. None takes the defaults of the family.
         config: Options that change it; None changes nothing.
 
     Raises:
@@ -71,4 +77,8 @@ def objective_for(model: nn.Module, directory: Path | None = None, config: Train
     objective, config = objective_class_of(model), config or TrainingConfig()
     objective.check_config(model.config)
     config.check_family(objective.family().name)
+    if isinstance(directory, Path):
+        from ..loading import PipelineSource
+
+        directory = PipelineSource(directory, config.component)
     return objective.from_run(config, directory)

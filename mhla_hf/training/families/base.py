@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -24,6 +23,7 @@ from ...models.registry import ModelFamily, family_for
 if TYPE_CHECKING:
     from ..config import TrainingConfig
     from ..data.batches import Batch
+    from ..loading import PipelineSource
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -44,12 +44,12 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def from_run(cls, config: TrainingConfig, directory: Path | None) -> Objective:
+    def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> Objective:
         """The objective of a run.
 
         Args:
             config: The options.
-            directory: The pipeline that training starts from; None where only the model is there.
+            source: The pipeline that training starts from; None for a model without one.
 
         Raises:
             ValueError: If the pipeline's scheduler does not go with this objective.

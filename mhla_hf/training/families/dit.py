@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..pipeline_files import scheduler_config
 from ..stages import noise_prediction
 from .base import Objective, Tensors
 
@@ -21,6 +19,7 @@ from .base import Objective, Tensors
 if TYPE_CHECKING:
     from ..config import TrainingConfig
     from ..data.batches import Batch
+    from ..loading import PipelineSource
 
 # DiT's own, for models that come without a pipeline.
 DEFAULT_SCHEDULER = {
@@ -60,9 +59,9 @@ class DiTObjective(Objective):
         _ = self.schedule
 
     @classmethod
-    def from_run(cls, config: TrainingConfig, directory: Path | None) -> DiTObjective:
+    def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> DiTObjective:
         """See the base class; the noise is that of the pipeline's scheduler."""
-        stored = {} if directory is None else scheduler_config(directory)
+        stored = {} if source is None else source.scheduler
         if not stored:
             return cls()
         return cls(scheduler={name: stored[name] for name in _NOISE_ENTRIES if stored.get(name) is not None})

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..pipeline_files import scheduler_config
 from ..stages import flow_matching
 from .base import Objective
 
@@ -17,6 +15,7 @@ from .base import Objective
 if TYPE_CHECKING:
     from ..config import TrainingConfig
     from ..data.batches import Batch
+    from ..loading import PipelineSource
 
 # Of pipelines at their smallest size, and of models that come without a pipeline.
 DEFAULT_SHIFT = 3.0
@@ -32,13 +31,13 @@ class FlowObjective(Objective):
     sigma_range: tuple[float, float] = (0.0, 1.0)
 
     @classmethod
-    def from_run(cls, config: TrainingConfig, directory: Path | None) -> FlowObjective:
+    def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> FlowObjective:
         """See the base class; a shift that the options do not give is that of the pipeline's scheduler."""
-        if directory is not None:
-            check_scheduler(directory)
+        if source is not None:
+            check_scheduler(source)
         shift = config.flow_shift
         if shift is None:
-            shift = DEFAULT_SHIFT if directory is None else default_flow_shift(directory)
+            shift = DEFAULT_SHIFT if source is None else default_flow_shift(source)
         given: dict[str, Any] = {"logit_mean": config.logit_mean, "logit_std": config.logit_std, "flow_shift": shift}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -61,23 +60,23 @@ class FlowObjective(Objective):
         return flow_matching.flow_matching_losses(prediction, batch.latents, batch.noise)
 
 
-def default_flow_shift(directory: Path) -> float:
+def default_flow_shift(source: PipelineSource) -> float:
     """The shift that the pipeline's sampler uses; 1 if its scheduler names none."""
-    config = scheduler_config(directory)
+    config = source.scheduler
     return float(config.get("flow_shift") or config.get("shift") or 1.0)
 
 
-def check_scheduler(directory: Path) -> None:
+def check_scheduler(source: PipelineSource) -> None:
     """Checks that the pipeline's sampler follows the flow that its transformer is trained on.
 
     Raises:
         ValueError: If the scheduler is for models that predict something else.
     """
-    config = scheduler_config(directory)
+    config = source.scheduler
     # Schedulers made for flows alone do not say so.
     prediction_type = config.get("prediction_type", "flow_prediction")
     if prediction_type != "flow_prediction":
         raise ValueError(
-            f"model: the scheduler of {directory}, {config.get('_class_name')}, has "
+            f"model: the scheduler of {source.directory}, {config.get('_class_name')}, has "
             f"prediction_type={prediction_type!r}; for flow matching it must be 'flow_prediction'"
         )

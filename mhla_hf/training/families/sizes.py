@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...utils.json_files import read_json
 from ..config import DIGITS, LONGEST_SIDE, MOST_FRAMES, VIDEO_FAMILIES, CacheConfig
 from ..data.buckets import Bucket, parse_buckets
-from ..loading import component_config
-from . import objective_class
+
+
+if TYPE_CHECKING:
+    from ..loading import PipelineSource
 
 
 # Wan's own height, width and frames, and those of the moving digits.
@@ -48,15 +50,14 @@ class PipelineSizes:
     num_classes: int
 
     @classmethod
-    def of_pipeline(cls, directory: Path, component: str = "transformer") -> PipelineSizes:
-        """Reads the configurations of a pipeline directory.
+    def of_pipeline(cls, source: PipelineSource) -> PipelineSizes:
+        """Reads the configurations of a pipeline.
 
         Raises:
             ValueError: If its transformer cannot be trained here, or a configuration is damaged.
         """
-        config = component_config(directory, component)
-        family = objective_class(config["_class_name"]).family().name
-        vae_path, model_path = directory / "vae" / "config.json", directory / component / "config.json"
+        config, family = source.model.config, source.family
+        vae_path, model_path = source.directory / "vae" / "config.json", source.model.folder / "config.json"
         vae = read_json(vae_path, "the VAE's configuration")
         if family in VIDEO_FAMILIES:
             patch = config.get("patch_size")

@@ -17,10 +17,10 @@ from ..config import TrainingConfig
 from ..data.batches import LatentSamples
 from ..data.cache import LatentDataset
 from ..data.class_labels import find_label, pipeline_labels
-from ..data.encoding import load_encoders, sana_instruction
+from ..data.encoding import sana_instruction
 from ..data.images import picture_grid
 from ..data.videos import write_video
-from ..pipeline_files import read_index
+from ..loading import PipelineSource
 from .sizes import PipelineSizes
 
 
@@ -30,7 +30,7 @@ class Validator(ABC):
     Prompts are encoded once, when it is built; afterwards only the VAE and the scheduler are kept in memory.
 
     Args:
-        directory: The pipeline that training started from.
+        source: The pipeline that training started from.
         config: The options; its `validation_*` ones are used.
         dataset: The cache that is trained on: its sizes and classes are those of the samples.
         device: Where to encode the prompts and run the VAE.
@@ -41,16 +41,18 @@ class Validator(ABC):
 
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
 
-    def __init__(self, directory: Path, config: TrainingConfig, dataset: LatentDataset, device: torch.device) -> None:
+    def __init__(
+        self, source: PipelineSource, config: TrainingConfig, dataset: LatentDataset, device: torch.device
+    ) -> None:
         self.config = config
         self.device = device
         self.prompts = config.validation_prompts
         self.settings = dataset.settings
-        pipeline = load_encoders(directory)
+        pipeline = source.load_encoders()
         if "text_encoder" in self.encoders:
             pipeline.text_encoder.to(device)
         with torch.no_grad():
-            self.conditions = self._conditions(pipeline, directory, dataset)
+            self.conditions = self._conditions(pipeline, source, dataset)
         self.pipeline_class = type(pipeline)
         self.vae, self.scheduler = pipeline.vae, pipeline.scheduler
         self.options = {
@@ -58,7 +60,7 @@ class Validator(ABC):
         }
 
     @abstractmethod
-    def _conditions(self, pipeline: Any, directory: Path, dataset: LatentDataset) -> list[dict[str, Any]]:
+    def _conditions(self, pipeline: Any, source: PipelineSource, dataset: LatentDataset) -> list[dict[str, Any]]:
         """Arguments of the pipeline's call for each prompt, tensors on the CPU."""
 
     @abstractmethod
@@ -133,7 +135,7 @@ class Validator(ABC):
 class WanValidator(Validator):
     """Videos, one file per prompt."""
 
-    def _conditions(self, pipeline: Any, directory: Path, dataset: LatentDataset) -> list[dict[str, Any]]:
+    def _conditions(self, pipeline: Any, source: PipelineSource, dataset: LatentDataset) -> list[dict[str, Any]]:
         embeddings, negative = pipeline.encode_prompt(
             list(self.prompts),
             negative_prompt=self.config.validation_negative_prompt,
@@ -179,7 +181,7 @@ class PictureValidator(Validator):
 class SanaValidator(PictureValidator):
     """Pictures of prompts, in the size of the cache."""
 
-    def _conditions(self, pipeline: Any, directory: Path, dataset: LatentDataset) -> list[dict[str, Any]]:
+    def _conditions(self, pipeline: Any, source: PipelineSource, dataset: LatentDataset) -> list[dict[str, Any]]:
         names = (
             "prompt_embeds",
             "prompt_attention_mask",
@@ -209,8 +211,8 @@ class DiTValidator(PictureValidator):
 
     encoders = ()
 
-    def _conditions(self, pipeline: Any, directory: Path, dataset: LatentDataset) -> list[dict[str, Any]]:
-        sizes = PipelineSizes.of_pipeline(directory, self.config.component)
+    def _conditions(self, pipeline: Any, source: PipelineSource, dataset: LatentDataset) -> list[dict[str, Any]]:
+        sizes = PipelineSizes.of_pipeline(source)
         height, width = self.settings["height"], self.settings["width"]
         if (height, width) != (sizes.own_size, sizes.own_size):
             raise ValueError(
@@ -224,7 +226,7 @@ class DiTValidator(PictureValidator):
             )
         trained = dataset.manifest["classes"]
         # The classes of the data come first where an error lists them, and mean what they mean there.
-        known = {**trained, **pipeline_labels(directory), **trained}
+        known = {**trained, **pipeline_labels(source), **trained}
         return [{"class_labels": [find_label(prompt, known, sizes.num_classes)]} for prompt in self.prompts]
 
 
@@ -238,7 +240,7 @@ _GUIDANCE_LABEL = 1000
 
 
 def make_validator(
-    source: Path | None, config: TrainingConfig, dataset: LatentSamples, accelerator: Accelerator
+    source: PipelineSource | None, config: TrainingConfig, dataset: LatentSamples, accelerator: Accelerator
 ) -> Validator | None:
     """The validator of a run; None where it makes no samples, and in processes that do not.
 
@@ -256,10 +258,9 @@ def make_validator(
         return None
     if source is None or config.output is None or not isinstance(dataset, LatentDataset):
         raise ValueError("validation_prompts need model, output and cache: a pipeline, its data and where to write")
-    if read_index(source).get("boundary_ratio") is not None:
+    if source.index.get("boundary_ratio") is not None:
         raise ValueError("validation_prompts cannot be used for one transformer of a pipeline with two")
-    family = PipelineSizes.of_pipeline(source, config.component).family
-    return VALIDATORS[family](source, config, dataset, accelerator.device)
+    return VALIDATORS[source.family](source, config, dataset, accelerator.device)
 
 
 def frame_strip(video: np.ndarray, count: int = 5) -> np.ndarray:

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..pipeline_files import read_index
 from ..stages.flow_matching import timesteps_from_sigmas
 from .base import Tensors, check_text_width
 from .flow import FlowObjective
@@ -18,6 +16,7 @@ from .flow import FlowObjective
 
 if TYPE_CHECKING:
     from ..config import TrainingConfig
+    from ..loading import PipelineSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +27,13 @@ class WanObjective(FlowObjective):
     condition_names = ("prompt_embeds",)
 
     @classmethod
-    def from_run(cls, config: TrainingConfig, directory: Path | None) -> WanObjective:
+    def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> WanObjective:
         """See the base class; of a pipeline with two transformers, each sees its side of the boundary."""
-        objective = super().from_run(config, directory)
+        objective = super().from_run(config, source)
         assert isinstance(objective, WanObjective)
-        if directory is None:
+        if source is None:
             return objective
-        return replace(objective, sigma_range=sigma_range(directory, config.component))
+        return replace(objective, sigma_range=sigma_range(source, config.component))
 
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
@@ -59,9 +58,9 @@ class WanObjective(FlowObjective):
         }
 
 
-def sigma_range(directory: Path, component: str) -> tuple[float, float]:
+def sigma_range(source: PipelineSource, component: str) -> tuple[float, float]:
     """The noise levels that a transformer of the pipeline sees: all, or its side of Wan 2.2's boundary."""
-    boundary = read_index(directory).get("boundary_ratio")
+    boundary = source.index.get("boundary_ratio")
     if boundary is None:
         return (0.0, 1.0)
     return (float(boundary), 1.0) if component == "transformer" else (0.0, float(boundary))

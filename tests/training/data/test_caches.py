@@ -16,7 +16,7 @@ from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data import cache_building, cache_step
 from mhla_hf.training.data.cache_step import make_cache
-from mhla_hf.training.loading import check_run, load_student, load_teacher
+from mhla_hf.training.loading import PipelineSource
 from mhla_hf.utils.files import write_json
 from mhla_hf.utils.locks import take_lock
 from tests import ROOT
@@ -259,13 +259,13 @@ class TestTruncatedWeights:
         assert str(path) in str(error.value) and "\n" not in str(error.value)
         # Before a run has begun, too.
         with pytest.raises(ValueError, match="are damaged"):
-            check_run(pipeline, TrainingConfig(mhla="none"))
+            PipelineSource(pipeline).check_run(TrainingConfig(mhla="none"))
 
     def test_the_model_and_its_teacher_are_named(self, pipeline):
         path = self.truncate(pipeline / "transformer")
         for load in (
-            lambda: load_student(pipeline, mhla="none"),
-            lambda: load_teacher(pipeline, "transformer", str(pipeline)),
+            lambda: PipelineSource(pipeline).load_model("none"),
+            lambda: PipelineSource(pipeline).teacher.load(),
         ):
             with pytest.raises(ValueError, match="are damaged") as error:
                 load()

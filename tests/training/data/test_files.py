@@ -28,6 +28,7 @@ from mhla_hf.training.data.fingerprints import folder_fingerprint
 from mhla_hf.training.data.samples import DataSample, UnusableSampleError
 from mhla_hf.training.data.videos import captioned_videos, fit_frames, read_frames, write_video
 from mhla_hf.training.families.sizes import PipelineSizes
+from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 from mhla_hf.utils.files import atomic_directory, atomic_file, remove_leftovers
 from mhla_hf.utils.locks import lock_output
@@ -210,7 +211,7 @@ class TestCache:
             finish_cache(tmp_path, self.samples())
 
     def test_sizes_must_fit_the_pipeline(self, pipeline_directory):
-        sizes = PipelineSizes.of_pipeline(pipeline_directory)
+        sizes = PipelineSizes.of_pipeline(PipelineSource(pipeline_directory))
         for changes, message in (
             ({"height": 40}, "height must be a multiple of 16"),
             ({"width": 40}, "width must be a multiple of 16"),
@@ -220,7 +221,7 @@ class TestCache:
                 sizes.complete(self.config.replace(**changes))
 
     def test_sizes_have_defaults(self, pipeline_directory):
-        sizes = PipelineSizes.of_pipeline(pipeline_directory)
+        sizes = PipelineSizes.of_pipeline(PipelineSource(pipeline_directory))
         for options, expected in (
             ({}, (480, 832, 81, 512)),
             ({"data": "digits"}, (64, 64, 17, 512)),

@@ -17,11 +17,12 @@ from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data.cache_step import find_samples, make_cache
 from mhla_hf.training.data.class_labels import find_label, folder_labels, pipeline_labels
 from mhla_hf.training.data.digits import DIGIT_WORDS, digit_pictures, load_scans
-from mhla_hf.training.data.encoding import DiTEncoder, SanaEncoder, load_encoders, sana_instruction
+from mhla_hf.training.data.encoding import DiTEncoder, SanaEncoder, sana_instruction
 from mhla_hf.training.data.images import captioned_pictures, class_pictures, fit_picture, picture_grid, read_picture
 from mhla_hf.training.data.samples import UnusableSampleError
 from mhla_hf.training.families.sizes import PipelineSizes
 from mhla_hf.training.families.validation import make_validator
+from mhla_hf.training.loading import PipelineSource
 
 from ... import tiny_images
 
@@ -159,7 +160,7 @@ class TestClassFolders:
     def test_numbers_of_classes(self, names, stored, expected, directories, tmp_path, caplog):
         if stored is not None:
             (tmp_path / "classes.json").write_text(json.dumps(stored))
-        labels = folder_labels(tmp_path, names, pipeline_labels(directories["dit"]), 1000)
+        labels = folder_labels(tmp_path, names, pipeline_labels(PipelineSource(directories["dit"])), 1000)
         assert [labels[name] for name in sorted(names)] == expected
         assert ("they are numbered 0 to 2 in the order of the names" in caplog.text) == ("c" in names)
 
@@ -237,7 +238,7 @@ class TestSizes:
         ],
     )
     def test_defaults_are_the_models_own(self, family, options, expected, directories):
-        config = PipelineSizes.of_pipeline(directories[family]).complete(CacheConfig(**options))
+        config = PipelineSizes.of_pipeline(PipelineSource(directories[family])).complete(CacheConfig(**options))
         assert (config.height, config.width, config.max_sequence_length) == expected
         assert config.num_frames is None
 
@@ -254,7 +255,7 @@ class TestSizes:
     )
     def test_bad_sizes_are_named(self, family, options, message, directories):
         with pytest.raises(ValueError, match=message):
-            PipelineSizes.of_pipeline(directories[family]).complete(CacheConfig(**options))
+            PipelineSizes.of_pipeline(PipelineSource(directories[family])).complete(CacheConfig(**options))
 
 
 def transformer_inputs(pipeline, **call):
@@ -305,7 +306,7 @@ class TestEncoding:
 
     def test_only_encoders_are_loaded(self, directories):
         for directory in directories.values():
-            pipeline = load_encoders(directory)
+            pipeline = PipelineSource(directory).load_encoders()
             assert pipeline.transformer is None and pipeline.vae is not None
             assert not any(parameter.requires_grad for parameter in pipeline.vae.parameters())
 
@@ -418,9 +419,10 @@ class TestCache:
     def test_the_first_samples_have_all_classes(self, directories, tmp_path):
         for name in ("a/1.png", "a/2.png", "a/3.png", "b/1.png"):
             save_picture(tmp_path / name)
-        sizes = PipelineSizes.of_pipeline(directories["dit"])
+        source = PipelineSource(directories["dit"])
+        sizes = PipelineSizes.of_pipeline(source)
         config = sizes.complete(CacheConfig(data=str(tmp_path), num_samples=2))
-        assert [sample.condition for sample in find_samples(directories["dit"], sizes, config)] == [0, 1]
+        assert [sample.condition for sample in find_samples(source, sizes, config)] == [0, 1]
 
 
 class TestValidation:
@@ -430,7 +432,7 @@ class TestValidation:
         )
         cache_config = CacheConfig(data="digits", num_samples=6, **(cache or {}))
         dataset = LatentDataset(make_cache(config, cache_config, Accelerator(cpu=True)))
-        return make_validator(directories[family], config, dataset, Accelerator(cpu=True))
+        return make_validator(PipelineSource(directories[family]), config, dataset, Accelerator(cpu=True))
 
     def test_pictures_are_those_of_the_pipeline(self, directories, pipelines, tmp_path):
         """The same as from the whole pipeline with this seed; and the model is left as it was."""

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mhla_hf import convert
 from mhla_hf.cli.main import app
 from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, evaluate, objective_for
-from mhla_hf.training.loading import load_student, load_teacher
+from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.metrics import read_metrics
 
 from ... import tiny_images
@@ -95,7 +95,7 @@ def test_a_trained_pipeline_is_whole_and_better(family, sources, tmp_path):
     assert record["source"]["location"] == str((sources[family] / "source").resolve())
 
     digits = LatentDataset(sources[family] / "cache")
-    start = load_student(sources[family] / "source", mhla="none")
+    start = PipelineSource(sources[family] / "source").load_model("none")
     objective = objective_for(start, sources[family] / "source")
     before, after = (
         evaluate(model, digits, draws_per_sample=4, objective=objective) for model in (start, pipeline.transformer)
@@ -220,7 +220,8 @@ def test_dits_of_older_days_train(sources, tmp_path):
     config, index = directory / "transformer" / "config.json", directory / "model_index.json"
     for path in (config, index):
         path.write_text(path.read_text().replace("DiTTransformer2DModel", "Transformer2DModel"))
-    student, teacher = load_student(directory, mhla={"blocks": (2, 2)}), load_teacher(directory, "transformer", None)
+    source = PipelineSource(directory)
+    student, teacher = source.load_model({"blocks": (2, 2)}), source.teacher.load()
     assert (type(student).__name__, type(teacher).__name__) == ("MHLADiTTransformer2DModel", "DiTTransformer2DModel")
     result = invoke(
         "dit", "--model", directory, "--cache", sources["dit"] / "cache", "--output", tmp_path / "run", "--blocks",

@@ -16,7 +16,7 @@ from mhla_hf.training.config import TRAIN_MODES
 from mhla_hf.training.data.batches import DataOrder, LatentBatches
 from mhla_hf.training.export import export_pipeline
 from mhla_hf.training.families.dit import DEFAULT_SCHEDULER
-from mhla_hf.training.loading import check_run, load_student
+from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.parameters import add_lora, is_mhla_parameter
@@ -301,7 +301,7 @@ class TestFiles:
         """A converted pipeline whose output projections are not the original's, as after a calibration."""
         converted = softmax.parent / "converted"
         convert_pretrained(softmax, converted, {"blocks": (1, 2, 2)}, progress=False)
-        model = load_student(converted)
+        model = PipelineSource(converted).load_model()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "attn1.to_out.0" in name or is_mhla_parameter(name):
@@ -321,9 +321,7 @@ class TestFiles:
         ]
 
     def test_a_fresh_conversion_needs_no_second_model(self, softmax, monkeypatch, caplog):
-        from mhla_hf.training import loading
-
-        monkeypatch.setattr(loading, "load_teacher", None)
+        monkeypatch.setattr(PipelineSource, "teacher", None)
         caplog.set_level(logging.INFO, "mhla_hf.training.stages.teachers")
         config = options(model=softmax, mhla={"blocks": (1, 2, 2)}, train="mhla")
         result = DiffusionTrainer(config, dataset=self.data()).run()
@@ -333,7 +331,7 @@ class TestFiles:
     def test_weights_that_were_changed_come_from_the_source(self, softmax, changed):
         config = options(model=changed, train="mhla", distill_steps=3)
         within = DiffusionTrainer(config, dataset=self.data()).run()
-        apart = load_student(softmax, mhla="none")
+        apart = PipelineSource(softmax).load_model("none")
         expected = DiffusionTrainer(config, dataset=self.data(), teacher=apart).run()
         assert within.losses["distill"] == pytest.approx(expected.losses["distill"], rel=1e-3)
         projections = [parameter for name, parameter in apart.named_parameters() if "attn1.to_out.0" in name]
@@ -360,5 +358,5 @@ class TestFiles:
         lone = tmp_path / "lone"
         shutil.copytree(changed, lone)
         with pytest.raises(ValueError, match="teacher must be given"):
-            check_run(lone, options(model=lone))
-        check_run(lone, options(model=lone, teacher=str(softmax)))
+            PipelineSource(lone).check_run(options(model=lone))
+        PipelineSource(lone, teacher_location=str(softmax)).check_run(options(model=lone))

@@ -15,12 +15,12 @@ from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training import TrainingConfig, TransformersTrainer
 from mhla_hf.training.data.data_order import DataOrder
 from mhla_hf.training.families.transformers_models import TransformersObjective, head_of, matched_states, token_states
+from mhla_hf.training.loading import TransformersSource
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.prediction_losses import divergences, language_losses, relative_errors
 from mhla_hf.training.stages.teachers import compute_with
 from mhla_hf.training.stages.transformers import TransformersDistillation, TransformersFineTuning, next_tokens
-from mhla_hf.training.transformers_loading import find_teacher
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
 from tests.recovery.sources import model_directory
@@ -412,7 +412,7 @@ class TestFiles:
             record["teacher_memory_bytes"] == result.teacher_memory
             and record["objective"]["distill_target"] == "logits"
         )
-        assert find_teacher(tmp_path / "converted") == softmax
+        assert TransformersSource(tmp_path / "converted").teacher.folder == softmax
         with pytest.raises(ValueError, match="already holds"):
             TransformersTrainer(config.replace(distill_steps=4), source).run()
         # Converted on load, from the ordinary directory: the same run without a record.
@@ -421,12 +421,12 @@ class TestFiles:
         assert fresh.losses == result.losses and fresh.teacher_memory == result.teacher_memory
         (tmp_path / "converted").rename(tmp_path / "elsewhere")
         softmax.rename(tmp_path / "gone")
-        with pytest.raises(ValueError, match="teacher must be given: softmax, which the model comes from, is"):
+        with pytest.raises(ValueError, match="teacher must be given: softmax, which .* comes from, is"):
             TransformersTrainer(options(model=tmp_path / "elsewhere"), source)
         with pytest.raises(ValueError, match="is an ordinary model; say how to convert it"):
             TransformersTrainer(options(model=tmp_path / "gone"), source)
         with pytest.raises(ValueError, match="is MHLA itself"):
-            find_teacher(tmp_path / "elsewhere", str(tmp_path / "elsewhere"))
+            _ = TransformersSource(tmp_path / "elsewhere", teacher_location=str(tmp_path / "elsewhere")).teacher
 
 
 def test_functions_of_the_teacher_are_computed_with_its_weights():
