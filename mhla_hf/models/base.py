@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
@@ -18,27 +17,22 @@ from diffusers.models.modeling_utils import ModelMixin
 from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
-from . import adapter_modules
-from .bounds import check_layer_count, check_model_config, check_new_size
+from ..utils.compat.diffusers import check_parallel_setup, declared, kept_in_fp32, loading_call
+from .adapters import MHLAAdapterMixin
+from .bounds import check_model_config
 from .context_parallel import check_parallelism, resolve_parallel_config
-from .fresh_parameters import advice, initialize_fresh
+from .loading import TRAINED_WITH, load_mhla_weights
 from .options import from_stored, merge_options, to_stored
 
 
-logger = logging.getLogger(__name__)
-
-# Options that leave the shapes of the weights alone and change what they compute.
-_TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
-
-
-if TYPE_CHECKING:
-    # To the type checker a mixin has whatever the diffusers class beside it has.
-    from typing import Any as Upstream
-else:
-    Upstream = object
+# Lists of a diffusers class by which loaders and hooks find its sensitive parts, with those of MHLA layers.
+_DECLARED = {
+    "_keep_in_fp32_modules": ("mixing", "output_norm", "window_gain"),
+    "_skip_layerwise_casting_patterns": ("mhla",),
+}
 
 
-class MHLAModelMixin(Upstream):
+class MHLAModelMixin(MHLAAdapterMixin):
     """Goes before a diffusers model class in the bases of its MHLA version.
 
     Subclasses set `default_grid` and write `_self_attentions` and `_use_mhla`; where a model's options have other
@@ -59,21 +53,33 @@ class MHLAModelMixin(Upstream):
         super().__init_subclass__(**kwargs)
         # Only classes that name a mixin themselves: FSDP2 subclasses a model's class again.
         mixed_in = any(issubclass(base, MHLAModelMixin) and not issubclass(base, ModelMixin) for base in cls.__bases__)
-        if mixed_in and issubclass(cls, ModelMixin) and "__init__" not in cls.__dict__:
-            upstream = next(base for base in cls.__mro__[1:] if not issubclass(base, MHLAModelMixin))
+        if not mixed_in or not issubclass(cls, ModelMixin):
+            return
+        upstream = cls._upstream_class()
+        for name, ours in _DECLARED.items():
+            setattr(cls, name, declared(upstream, name, *ours))
+        if "__init__" in cls.__dict__:
+            return
 
-            # diffusers reads the constructor's signature to tell config entries from unknown ones.
-            def __init__(self: Any, *args: Any, mhla: Any = None, **init_kwargs: Any) -> None:
-                upstream.__init__(self, *args, **init_kwargs)
-                self._install_mhla(mhla)
+        # diffusers reads the constructor's signature to tell config entries from unknown ones.
+        def __init__(self: Any, *args: Any, mhla: Any = None, **init_kwargs: Any) -> None:
+            upstream.__init__(self, *args, **init_kwargs)
+            self._install_mhla(mhla)
 
-            signature = inspect.signature(upstream.__init__)
-            mhla = inspect.Parameter("mhla", inspect.Parameter.KEYWORD_ONLY, default=None)
-            __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
-                parameters=[*signature.parameters.values(), mhla]
-            )
-            __init__.__doc__ = upstream.__init__.__doc__
-            cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+        signature = inspect.signature(upstream.__init__)
+        mhla = inspect.Parameter("mhla", inspect.Parameter.KEYWORD_ONLY, default=None)
+        __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), mhla]
+        )
+        __init__.__doc__ = upstream.__init__.__doc__
+        cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+
+    @classmethod
+    def _upstream_class(cls) -> Any:
+        """The class of diffusers that an MHLA class extends."""
+        return next(
+            base for base in cls.__mro__ if issubclass(base, ModelMixin) and not issubclass(base, MHLAModelMixin)
+        )
 
     def _self_attentions(self) -> list[nn.Module]:
         """The self-attention module of every layer, in order."""
@@ -159,7 +165,7 @@ class MHLAModelMixin(Upstream):
             options: Complete options, as a model keeps them.
         """
         stock = cls.coerce_options(None)
-        fixed = (*_TRAINED_WITH, "eps", "output_norm")
+        fixed = (*TRAINED_WITH, "eps", "output_norm")
         equal_weights = options.mixing_init == "uniform" or math.prod(reference_blocks(options)) == 1
         same = all(getattr(options, name) == getattr(stock, name) for name in fixed)
         return cls.upstream_is_linear and equal_weights and same
@@ -197,11 +203,10 @@ class MHLAModelMixin(Upstream):
         Where upstream takes `low_cpu_mem_usage=False`, it has no effect here: diffusers cannot load like that what it
         keeps in fp32, and the model is the same either way.
         """
-        upstream: Any = next(base for base in cls.__mro__ if not issubclass(base, MHLAModelMixin))
         needs_it = ("device_map", "quantization_config", "ignore_mismatched_sizes")
         if (
             kwargs.get("low_cpu_mem_usage") is False
-            and not upstream._keep_in_fp32_modules
+            and not kept_in_fp32(cls._upstream_class())
             and not any(map(kwargs.get, needs_it))
         ):
             kwargs["low_cpu_mem_usage"] = True
@@ -287,53 +292,6 @@ class MHLAModelMixin(Upstream):
 
         return load_single_file(cls, pretrained_model_link_or_path_or_dict, mhla, config, kwargs)
 
-    def enable_lora(self) -> None:
-        """As upstream; MHLA parameters that an adapter carries go with it, here and in the methods below."""
-        super().enable_lora()
-        adapter_modules.switch(self, True)
-
-    def disable_lora(self) -> None:
-        """As upstream, back to the model's own MHLA parameters."""
-        super().disable_lora()
-        adapter_modules.switch(self, False)
-
-    def enable_adapters(self) -> None:
-        """As `enable_lora`."""
-        super().enable_adapters()
-        adapter_modules.switch(self, True)
-
-    def disable_adapters(self) -> None:
-        """As `disable_lora`."""
-        super().disable_adapters()
-        adapter_modules.switch(self, False)
-
-    def set_adapters(self, adapter_names: list[str] | str, weights: Any = None) -> None:
-        """As upstream. MHLA parameters that an adapter carries are used whole, or not at all where its weight is 0.
-
-        Raises:
-            ValueError: If several of the adapters carry MHLA parameters.
-        """
-        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        each = weights if isinstance(weights, list) else [weights] * len(names)
-        adapter_modules.activate(self, names, each)
-        super().set_adapters(adapter_names, weights)
-
-    def set_adapter(self, adapter_name: list[str] | str) -> None:
-        """As `set_adapters`, without weights."""
-        names = [adapter_name] if isinstance(adapter_name, str) else adapter_name
-        adapter_modules.activate(self, names, [None] * len(names))
-        super().set_adapter(adapter_name)
-
-    def unload_lora(self) -> None:
-        """As upstream; the model's own MHLA parameters are back in their place."""
-        adapter_modules.unwrap(self)
-        super().unload_lora()
-
-    def delete_adapters(self, adapter_names: list[str] | str) -> None:
-        """As upstream, with the MHLA parameters of the adapters."""
-        adapter_modules.delete(self, [adapter_names] if isinstance(adapter_names, str) else adapter_names)
-        super().delete_adapters(adapter_names)
-
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
         """As upstream, for context parallelism of models that have it.
 
@@ -345,6 +303,7 @@ class MHLAModelMixin(Upstream):
             ValueError: For tensor parallelism, and where the model has no context parallelism.
             RuntimeError: If `torch.distributed` is not initialised, or the model is parallel already.
         """
+        check_parallel_setup()
         check_parallelism(self, config)
         super().enable_parallelism(config=config, cp_plan=cp_plan)
 
@@ -352,67 +311,6 @@ class MHLAModelMixin(Upstream):
         return resolve_parallel_config(self, config) or super()._resolve_parallel_config(config)
 
     @classmethod
-    def _load_pretrained_model(cls, model: Any, state_dict: Any, resolved_model_file: Any, *args: Any, **kwargs: Any):
-        # Positional upstream order: pretrained_model_name_or_path, loaded_keys, ...
-        name, loaded_keys = args[0], list(args[1])
-        expected = set(model.state_dict())
-        # diffusers only warns of layers that the configuration leaves out.
-        check_layer_count(len(model._self_attentions()), loaded_keys, f"the configuration of {name}")
-        missing = sorted(expected - set(loaded_keys))
-        fresh = [key for key in missing if ".mhla." in key]
-        others = [key for key in missing if key not in fresh]
-        if others:
-            raise ValueError(
-                f"The checkpoint {name} lacks {len(others)} weight(s) of {cls.__name__}, for example "
-                f"{', '.join(others[:3])}. It is damaged or belongs to another architecture."
-            )
-        dropped = sorted(key for key in set(loaded_keys) - expected if ".mhla." in key)
-        if dropped:
-            raise ValueError(
-                f"The mhla options leave out {len(dropped)} trained MHLA weight(s) of {name}, for example "
-                f"{', '.join(dropped[:3])}. Keep the checkpoint's own layers and options, or convert its softmax "
-                "original anew."
-            )
-        _check_overrides(name, model)
-        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        check_new_size({key: shapes[key] for key in expected.difference(fresh)}, shapes)
-        try:
-            # Told that the fresh keys are there, upstream neither warns about them nor touches them.
-            result = super()._load_pretrained_model(
-                model, state_dict, resolved_model_file, name, loaded_keys + fresh, *args[2:], **kwargs
-            )
-        except ValueError as error:
-            if ".mhla." not in str(error):
-                raise
-            raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {error}") from error
-        if fresh:
-            if initialize_fresh(model, fresh, kwargs):
-                # The index is in the offload folder, as upstream leaves it.
-                result = (*result[:4], None, *result[5:])
-            layers = len({key.split(".mhla.")[0] for key in fresh})
-            logger.warning(
-                "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. %s",
-                cls.__name__, len(fresh), layers, name, advice(model, fresh),
-            )  # fmt: skip
-        return (result[0], sorted({*result[1], *fresh}), *result[2:])
-
-
-def _check_overrides(name: Any, model: Any) -> None:
-    """Refuses options under which stored weights of a fitting shape would mean something else."""
-    if model._mhla_options_of_checkpoint is None:
-        return
-    stored, wanted = model.coerce_options(model._mhla_options_of_checkpoint), model.mhla_config
-    before, now = (reference_blocks(config, model.reference_grid(model.config)) for config in (stored, wanted))
-    if before != now:
-        raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
-    if stored.mixing_constraint != wanted.mixing_constraint:
-        raise ValueError(
-            f"The MHLA weights of {name} are stored under mixing_constraint={stored.mixing_constraint!r}, but the "
-            f"mhla options ask for {wanted.mixing_constraint!r}."
-        )
-    # Gains of a window that was not there are fresh, and leave the output as it was.
-    fields = _TRAINED_WITH if stored.window is None else (*_TRAINED_WITH, "window", "window_size")
-    changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]
-    if changed:
-        changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)
-        logger.warning("The MHLA weights of %s were made with %s; the mhla options change that.", name, changes)
+    def _load_pretrained_model(cls, *args: Any, **kwargs: Any) -> Any:
+        load = super()._load_pretrained_model
+        return load_mhla_weights(load, loading_call(load, *args, **kwargs))

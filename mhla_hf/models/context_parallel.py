@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..ops.sharded import TokenShard
+from ..utils.compat.diffusers import context_parallel_group, parallel_config_of, set_parallel_config
 
 
 def check_parallelism(model: Any, config: Any) -> None:
@@ -46,7 +47,7 @@ def resolve_parallel_config(model: Any, config: Any) -> Any:
     """
     if not dist.is_available() or not dist.is_initialized() or torch.accelerator.is_available():
         return None
-    from diffusers.models._modeling_parallel import ParallelConfig
+    from diffusers import ParallelConfig
 
     context = _context_config(config)
     mesh = context.mesh
@@ -54,7 +55,7 @@ def resolve_parallel_config(model: Any, config: Any) -> Any:
         mesh = dist.init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
     resolved = ParallelConfig(context_parallel_config=context)
     resolved.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
-    model._parallel_config = resolved
+    set_parallel_config(model, resolved)
     return resolved
 
 
@@ -68,8 +69,8 @@ def shard_of(processor: Any, num_tokens: int) -> TokenShard | None:
     Returns:
         This process' part of them; `None` if it has them all.
     """
-    context = _context_config(getattr(processor, "_parallel_config", None))
-    return None if context is None else TokenShard(context._flattened_mesh.get_group(), num_tokens)
+    context = _context_config(parallel_config_of(processor))
+    return None if context is None else TokenShard(context_parallel_group(context), num_tokens)
 
 
 def _context_config(config: Any) -> Any:

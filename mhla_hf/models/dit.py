@@ -11,6 +11,7 @@ from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
+from ..utils.compat.diffusers import checkpointed
 from .image import MHLAImageModelMixin
 
 
@@ -27,7 +28,6 @@ class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, Peft
 
     _no_split_modules = ["BasicTransformerBlock"]
     _repeated_blocks = ["BasicTransformerBlock"]
-    _skip_layerwise_casting_patterns = [*DiTTransformer2DModel._skip_layerwise_casting_patterns, "mhla"]
 
     def forward(
         self,
@@ -56,7 +56,7 @@ class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, Peft
         for block in self.transformer_blocks:
             arguments = (hidden_states, None, None, None, timestep, attention_kwargs, class_labels)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
-                hidden_states = self._gradient_checkpointing_func(block, *arguments)
+                hidden_states = checkpointed(self, block, *arguments)
             else:
                 hidden_states = block(*arguments)
         conditioning = self.transformer_blocks[0].norm1.emb(timestep, class_labels, hidden_dtype=hidden_states.dtype)

@@ -15,10 +15,9 @@ import torch
 import torch.nn as nn
 from diffusers.models.attention_processor import Attention
 
-from ..layers import HeadNorms, PairwiseRotary
+from ..utils.compat.diffusers import skip_attention_in
+from .attention import KeepsMHLAProcessor, attend, attend_in_parts
 from .base import MHLAModelMixin
-from .guidance import attend_in_parts, is_perturbed, register_processors
-from .processors import KeepsMHLAProcessor
 
 
 class MHLAImageAttnProcessor:
@@ -52,24 +51,10 @@ class MHLAImageAttnProcessor:
             raise ValueError("MHLA layers need grid, the number of tokens along each axis; their own model gives it.")
         if kwargs:
             raise ValueError(f"MHLA layers take no {', '.join(kwargs)}.")
-        if perturbed or is_perturbed(attn):
-            value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
-            output = attn.mhla(value, value, value, grid=grid, hidden_states=hidden_states, identity=True)
-            return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(hidden_states)))
-        if attn.fused_projections:
-            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-        else:
-            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
-        rotary = None if rotary_emb is None else PairwiseRotary(*rotary_emb)
-        # Where there are such norms, they go across heads.
-        norms = None if attn.norm_q is None else HeadNorms(attn.norm_q, attn.norm_k)
-        output = attn.mhla(query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms)
-        output = output.flatten(2, 3).type_as(hidden_states)
-        return attn.to_out[1](attn.to_out[0](output))
+        return attend(attn, hidden_states, rotary_emb=rotary_emb, perturbed=perturbed, grid=grid)
 
 
-register_processors(MHLAImageAttnProcessor)
+skip_attention_in(MHLAImageAttnProcessor)
 
 
 class MHLAImageAttention(KeepsMHLAProcessor, Attention):
@@ -100,7 +85,6 @@ class MHLAImageModelMixin(MHLAModelMixin):
     default_grid: ClassVar[tuple[int, ...]] = (32, 32)
     attention_class: ClassVar[type] = MHLAImageAttention
     processor_class: ClassVar[type] = MHLAImageAttnProcessor
-    _keep_in_fp32_modules: ClassVar[list[str]] = ["mixing", "output_norm", "window_gain"]
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -12,8 +12,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, Fused
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
+from .attention import KeepsMHLAProcessors
 from .image import MHLAImageAttention, MHLAImageModelMixin
-from .processors import KeepsMHLAProcessors
 
 
 class MHLAPixArtTransformer2DModel(
@@ -32,7 +32,6 @@ class MHLAPixArtTransformer2DModel(
     # Upstream's, from before projections were fused.
     original_attn_processors: dict[str, Any] | None
     _repeated_blocks = ["BasicTransformerBlock"]
-    _skip_layerwise_casting_patterns = [*PixArtTransformer2DModel._skip_layerwise_casting_patterns, "mhla"]
 
     def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
         super()._use_mhla(attentions, mhla_layers)

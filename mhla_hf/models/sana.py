@@ -14,9 +14,9 @@ import torch
 from diffusers.models.attention_processor import Attention, SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel, SanaTransformerBlock
 
-from .guidance import register_blocks, register_processors
+from ..utils.compat.diffusers import declared, skip_attention_in, skip_layers_in
+from .attention import KeepsMHLAProcessors
 from .image import MHLAImageAttention, MHLAImageAttnProcessor, MHLAImageModelMixin
-from .processors import KeepsMHLAProcessors
 
 
 class MHLASanaAttnProcessor(MHLAImageAttnProcessor):
@@ -69,8 +69,8 @@ class MHLASanaTransformerBlock(SanaTransformerBlock):
         return hidden_states + gate_mlp * image.flatten(2, 3).permute(0, 2, 1)
 
 
-register_processors(MHLASanaAttnProcessor, SanaLinearAttnProcessor2_0)
-register_blocks(MHLASanaTransformerBlock)
+skip_attention_in(MHLASanaAttnProcessor, SanaLinearAttnProcessor2_0)
+skip_layers_in(MHLASanaTransformerBlock)
 
 
 class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaTransformer2DModel):
@@ -89,9 +89,8 @@ class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaT
     upstream_is_linear = True
     attention_class = MHLASanaAttention
     processor_class = MHLASanaAttnProcessor
-    _no_split_modules = [*SanaTransformer2DModel._no_split_modules, "MHLASanaTransformerBlock"]
+    _no_split_modules = declared(SanaTransformer2DModel, "_no_split_modules", "MHLASanaTransformerBlock")
     _repeated_blocks = ["MHLASanaTransformerBlock"]
-    _skip_layerwise_casting_patterns = [*SanaTransformer2DModel._skip_layerwise_casting_patterns, "mhla"]
 
     def _use_mhla(self, attentions: list, mhla_layers: list[int]) -> None:
         for block in self.transformer_blocks:

@@ -16,14 +16,13 @@ from diffusers.models.transformers.transformer_sana_video import (
     WanRotaryPosEmbed,
 )
 
-from .guidance import register_blocks, register_processors
+from ..utils.compat.diffusers import skip_attention_in, skip_layers_in
+from .attention import KeepsMHLAProcessors, tables_of_layer, tables_with_grid
 from .image import MHLAImageAttention, MHLAImageModelMixin
-from .processors import KeepsMHLAProcessors
-from .rotary import tables_of_layer, tables_with_grid
 
 
-register_processors(SanaLinearAttnProcessor3_0)
-register_blocks(SanaVideoTransformerBlock)
+skip_attention_in(SanaLinearAttnProcessor3_0)
+skip_layers_in(SanaVideoTransformerBlock)
 
 
 class MHLASanaVideoRotaryPosEmbed(WanRotaryPosEmbed):
@@ -72,7 +71,6 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
     upstream_is_linear = True
     attention_class = MHLASanaVideoAttention
     _repeated_blocks = ["SanaVideoTransformerBlock"]
-    _skip_layerwise_casting_patterns = [*SanaVideoTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:

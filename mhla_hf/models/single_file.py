@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
+from ..utils.compat.diffusers import kept_in_fp32, loads_single_files, read_single_file
 from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..utils.gguf_file import GGUFFile
 from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
 from .bounds import check_layer_count, check_model_config
 from .converting import FLOATS, convert_model
-from .fresh_parameters import advice
+from .loading import warn_of_fresh
 from .options import from_stored, merge_options
 from .registry import family_for
 
@@ -26,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _URLS = ("https://", "http://", "hf.co/", "huggingface.co/")
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[^/]+/[^/]+)/(?:(?:blob|resolve)/main/)?(?P<name>.+)"
+)
 
 
 def is_url(location: Any) -> bool:
@@ -48,12 +53,17 @@ def find_single_file(location: str | os.PathLike[str], **options: Any) -> Path:
         return path
     if not is_url(location):
         raise ValueError(f"{location} is neither a file nor the address of one on the Hub.")
-    from diffusers.loaders.single_file_utils import _extract_repo_id_and_weights_name
     from huggingface_hub import hf_hub_download
 
+    address = _ADDRESS.fullmatch(str(location))
+    if address is None:
+        raise ValueError(f"{location} cannot be downloaded: it names no file in a repository.")
     try:
-        repository, name = _extract_repo_id_and_weights_name(str(location))
-        return Path(hf_hub_download(repository, name, **{key: options[key] for key in _HUB_OPTIONS if key in options}))
+        return Path(
+            hf_hub_download(
+                address["repository"], address["name"], **{key: options[key] for key in _HUB_OPTIONS if key in options}
+            )
+        )
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{location} cannot be downloaded: {shorten_text(str(error), LIST_LENGTH)}") from error
 
@@ -78,10 +88,9 @@ def load_single_file(
         ValueError: See [`MHLAModelMixin.from_single_file`][mhla_hf.models.base.MHLAModelMixin.from_single_file].
     """
     import diffusers
-    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     name = family_for(mhla_class.__name__).upstream
-    if name not in SINGLE_FILE_LOADABLE_CLASSES:
+    if not loads_single_files(name):
         raise ValueError(
             f"{mhla_class.__name__} does not load single files: diffusers has no conversion of original weights for "
             f"{name}."
@@ -118,11 +127,7 @@ def load_single_file(
         if options.get("device") is not None:
             model = model.to(options["device"])
     model = convert_model(model, mhla)
-    fresh = [key for key, _ in model.named_parameters() if ".mhla." in key]
-    logger.warning(
-        "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. %s",
-        type(model).__name__, len(fresh), len(model.mhla_layers), called, advice(model, fresh),
-    )  # fmt: skip
+    warn_of_fresh(model, [key for key, _ in model.named_parameters() if ".mhla." in key], called)
     return model
 
 
@@ -186,7 +191,7 @@ def _assign(
     if surplus:
         logger.warning("%s has weights that %s does not know: %s", called, stock.__name__, shorten_list(surplus))
     # As `from_pretrained`: what is to stay in float32 does.
-    kept = set(stock._keep_in_fp32_modules or [])
+    kept = kept_in_fp32(stock)
     for name in names:
         weights[name] = weights[name].to(torch.float32 if kept & set(name.split(".")) else dtype)
     try:
@@ -201,10 +206,8 @@ def _read(path: Path, dtype: torch.dtype | None, disable_mmap: bool) -> dict[str
     if path.suffix == GGUF_SUFFIX:
         file = GGUFFile(path)
         return {name: file.load(name).to(dtype) for name in file.shapes}
-    from diffusers.loaders.single_file_utils import load_single_file_checkpoint
-
     try:
-        return dict(load_single_file_checkpoint(str(path), disable_mmap=disable_mmap))
+        return read_single_file(path, disable_mmap)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read as a weight file: it is damaged, truncated, or not safetensors, GGUF or a torch "

@@ -20,15 +20,12 @@ from diffusers.models.transformers.transformer_wan import (
     WanAttnProcessor,
     WanRotaryPosEmbed,
     WanTransformer3DModel,
-    _get_qkv_projections,
 )
 
-from ..layers import HeadNorms, PairwiseRotary
 from ..ops.sharded import TokenShard
+from ..utils.compat.diffusers import context_parallel_plan, declared, skip_attention_in
+from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, attend, tables_of_layer, tables_with_grid
 from .context_parallel import shard_of
-from .guidance import is_perturbed, register_processors
-from .processors import KeepsMHLAProcessor, KeepsMHLAProcessors
-from .rotary import tables_of_layer, tables_with_grid
 from .wan_keys import DEFAULT_HEAD_DIM, authors_name, softmax_names, wan_config
 
 
@@ -62,22 +59,10 @@ class MHLAWanAttnProcessor:
             raise ValueError("MHLA layers of Wan take no attention_mask.")
         if grid is None or rotary_emb is None:
             raise ValueError("MHLA layers of Wan need the rotary embeddings of their own model, which carry the grid.")
-        if is_perturbed(attn):
-            value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
-            output = attn.mhla(value, value, value, grid=grid, hidden_states=hidden_states, identity=True, shard=shard)
-            return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(hidden_states)))
-        query, key, value = _get_qkv_projections(attn, hidden_states, None)
-        query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
-        rotary = PairwiseRotary(*rotary_emb)
-        norms = HeadNorms(attn.norm_q, attn.norm_k)
-        output = attn.mhla(
-            query, key, value, grid=grid, hidden_states=hidden_states, rotary=rotary, norms=norms, shard=shard
-        )
-        output = output.flatten(2, 3).type_as(hidden_states)
-        return attn.to_out[1](attn.to_out[0](output))
+        return attend(attn, hidden_states, rotary_emb=rotary_emb, grid=grid, shard=shard)
 
 
-register_processors(MHLAWanAttnProcessor, WanAttnProcessor)
+skip_attention_in(MHLAWanAttnProcessor, WanAttnProcessor)
 
 
 class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
@@ -91,7 +76,7 @@ class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
 class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
     """Self-attention of every layer, MHLA or softmax: flattens the rotary tables and passes the grid on to MHLA."""
 
-    _available_processors = [*WanAttention._available_processors, MHLAWanAttnProcessor]
+    _available_processors = declared(WanAttention, "_available_processors", MHLAWanAttnProcessor)
 
     mhla_processor_class = MHLAWanAttnProcessor
 
@@ -127,10 +112,8 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
 
     # 81 frames of 480 × 832: (81 - 1) / 4 + 1 latent frames, 60 × 104 latent pixels in patches of 2 × 2.
     default_grid = (21, 30, 52)
-    _keep_in_fp32_modules = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing", "output_norm", "window_gain"]
-    _skip_layerwise_casting_patterns = [*WanTransformer3DModel._skip_layerwise_casting_patterns, "mhla"]
     # Rotary tables stay whole, as they carry the grid: layers take their part of them.
-    _cp_plan = {key: value for key, value in WanTransformer3DModel._cp_plan.items() if key != "rope"}
+    _cp_plan = context_parallel_plan(WanTransformer3DModel, "rope")
     supports_context_parallel = True
 
     @classmethod

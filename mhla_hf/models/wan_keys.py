@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+from ..utils.compat.diffusers import rename_wan_weights
 from ..utils.messages import shorten_list, shorten_text, shorten_value
 from .bounds import MAX_LAYERS
 
@@ -76,7 +77,7 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
     Raises:
         ValueError: For variants of Wan with other modules.
     """
-    plain: dict[str, str] = {}
+    plain: list[str] = []
     renamed: dict[str, str] = {}
     for name in names:
         model = next((model for part, model in _UNSUPPORTED.items() if part in name), None)
@@ -88,13 +89,8 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
         elif name in _MORE_NAMES:
             renamed[_MORE_NAMES[name]] = name
         else:
-            plain[name] = name
-    # Importing diffusers takes seconds, and most conversions do not come here.
-    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-
-    # The table works on names alone and hands the values through, so the values may be the old names.
-    renamed.update(convert_wan_transformer_to_diffusers(plain))
-    return renamed
+            plain.append(name)
+    return {**renamed, **rename_wan_weights(plain)}
 
 
 def softmax_names(names: Iterable[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mhla_hf.layers import mhla
-from mhla_hf.models.rotary import tables_of_layer, tables_with_grid
+from mhla_hf.models.attention import tables_of_layer, tables_with_grid
 from tests.models.cases import WanCase
 
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared parts of the attention of diffusers models: projections, processors, rotary tables, perturbed guidance.
+
+Perturbed-attention guidance compares a prediction with one whose attention maps are identities. Its pipelines set
+processors that split the batch into parts, the last of them perturbed; its guider hangs a hook on the attention module
+for a pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn as nn
+
+from ..layers import HeadNorms, PairwiseRotary
+from ..utils.compat.diffusers import is_attention_skipped
+from .adapters import Upstream
+from .base import MHLAModelMixin
+
+
+# Parts of the batch that each processor expects, by name, since diffusers may drop these classes.
+_PARTS = {
+    "PAGCFGIdentitySelfAttnProcessor2_0": 3,
+    "PAGCFGSanaLinearAttnProcessor2_0": 3,
+    "PAGIdentitySelfAttnProcessor2_0": 2,
+    "PAGIdentitySanaLinearAttnProcessor2_0": 2,
+}
+
+
+def attend(
+    attn: Any,
+    hidden_states: torch.Tensor,
+    *,
+    rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    perturbed: bool = False,
+    **where: Any,
+) -> torch.Tensor:
+    """Self-attention of an MHLA layer, with the projections of its module.
+
+    Args:
+        attn: Attention module of diffusers with a submodule `mhla`.
+        hidden_states: `[B, T, hidden]`.
+        rotary_emb: Cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels.
+        perturbed: Lets every token attend to itself alone, as a guider's hook on `attn` does.
+        **where: `grid`, and `shard` under context parallelism; see [`mhla_hf.layers.mhla.MHLA`].
+
+    Returns:
+        `[B, T, hidden]`.
+    """
+    if perturbed or is_attention_skipped(attn):
+        value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+        output = attn.mhla(value, value, value, hidden_states=hidden_states, identity=True, **where)
+    else:
+        if attn.fused_projections:
+            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        else:
+            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
+        rotary = None if rotary_emb is None else PairwiseRotary(*rotary_emb)
+        # Where there are such norms, they go across heads.
+        norms = None if attn.norm_q is None else HeadNorms(attn.norm_q, attn.norm_k)
+        output = attn.mhla(query, key, value, hidden_states=hidden_states, rotary=rotary, norms=norms, **where)
+    return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(hidden_states)))
+
+
+def attend_in_parts(processor: object, own: Any, attn: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    """Attends as a processor of perturbed-attention guidance does, with MHLA in place of its attention.
+
+    Args:
+        processor: The processor.
+        own: The layer's MHLA processor.
+        attn: The attention module.
+        hidden_states: `[B, T, hidden]`, B a multiple of 2, or 3 with classifier-free guidance.
+        **kwargs: Further arguments of `own`.
+
+    Raises:
+        ValueError: If it is another processor, which would ignore the layer's weights, or the batch has no such parts.
+    """
+    parts = _PARTS.get(type(processor).__name__)
+    if parts is None:
+        raise ValueError(
+            f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Set the processors that "
+            "the model had before."
+        )
+    if hidden_states.shape[0] % parts:
+        raise ValueError(
+            f"{type(processor).__name__} needs a batch of {parts} parts, not of {hidden_states.shape[0]}. If it is "
+            "left from a pipeline that was interrupted, set the processors that the model had before."
+        )
+    size = hidden_states.shape[0] // parts
+    attended = own(attn, hidden_states[:-size], **kwargs)
+    return torch.cat([attended, own(attn, hidden_states[-size:], perturbed=True, **kwargs)])
+
+
+def tables_with_grid(tables: tuple[torch.Tensor, torch.Tensor], grid: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Rotary tables for every layer of a model, made once: upstream's, and what MHLA layers read of them.
+
+    Args:
+        tables: Cosines and sines `[1, T, 1, K]`, each value twice in a row.
+        grid: Number of tokens along each axis.
+
+    Returns:
+        Cosines and sines `(1, *grid, 1, K)`; cosines and sines `[1, T, 1, K / 2]`, each value once, dense.
+    """
+    cosine, sine = tables
+    pairs = cosine[..., 0::2].contiguous(), sine[..., 1::2].contiguous()
+    return cosine.unflatten(1, grid), sine.unflatten(1, grid), *pairs
+
+
+def tables_of_layer(
+    tables: tuple[torch.Tensor, ...], is_mhla: bool
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...] | None]:
+    """The tables that one layer is handed, and the token grid if they carry one.
+
+    Args:
+        tables: What [`tables_with_grid`] returns; anything else is returned as it is, without a grid.
+        is_mhla: Whether the layer is MHLA, and gets tables `[1, T, 1, K / 2]`; others get upstream's.
+    """
+    if tables[0].ndim != 6:
+        return tables, None
+    flat = tables[2:] if is_mhla else tuple(table.flatten(1, 3) for table in tables[:2])
+    return flat, tuple(tables[0].shape[1:4])
+
+
+class KeepsMHLAProcessor(Upstream):
+    """Goes before an attention class of diffusers in the bases of its MHLA version."""
+
+    # What computes the attention of a layer with MHLA parameters.
+    mhla_processor_class: ClassVar[type]
+
+    def set_processor(self, processor: object) -> None:
+        """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.
+
+        Raises:
+            ValueError: If a layer that has MHLA parameters is given another kind of processor.
+        """
+        self.check_processor(processor)
+        super().set_processor(processor)
+
+    def check_processor(self, processor: object) -> None:
+        """Raises as `set_processor` does, and changes nothing."""
+        if hasattr(self, "mhla") and not isinstance(processor, self.mhla_processor_class):
+            raise ValueError(
+                f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Load the original "
+                "checkpoint instead, or leave this layer out of `layers` when you convert."
+            )
+
+
+class KeepsMHLAProcessors(MHLAModelMixin):
+    """Goes first in the bases where the diffusers class has `set_attn_processor`, which sets those of all layers."""
+
+    def set_attn_processor(self, processor: Any) -> None:
+        """As upstream, but all or nothing: MHLA layers keep MHLA processors.
+
+        Args:
+            processor: One for all layers, or a dict by the names of `attn_processors`.
+
+        Raises:
+            ValueError: If a dict has another number of processors than there are attention modules, or a layer that
+                has MHLA parameters is given another kind of processor; none is changed.
+            KeyError: If a dict lacks a name; none is changed.
+        """
+        if isinstance(processor, dict):
+            names = self.attn_processors
+            if len(processor) == len(names):
+                for name in names:
+                    processor[name]
+            else:
+                # Upstream refuses it before it changes anything.
+                super().set_attn_processor(processor)
+        for name, module in self.named_modules():
+            if isinstance(module, KeepsMHLAProcessor):
+                key = f"{name}.processor"
+                module.check_processor(processor[key] if isinstance(processor, dict) else processor)
+        # Upstream empties the dict that it is given.
+        super().set_attn_processor(dict(processor) if isinstance(processor, dict) else processor)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private and fragile parts of other libraries, each behind one function.
+
+`compat.transformers` and `compat.diffusers` hold the functions; here are the supported versions, the error for an
+unknown shape, and [`wrap`], which replaces a method of another library. Nothing is imported before a function is
+called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+
+SUPPORTED = {"transformers": ">=5.17,<6", "diffusers": ">=0.38"}
+"""Supported versions; the same ranges are in `pyproject.toml`."""
+
+CHECKED = {"transformers": "5.17 and 5.23", "diffusers": "0.42"}
+"""Versions that the functions below were checked with."""
+
+_wrapped: list[tuple[str, Any, str, Any]] = []
+
+
+class UnsupportedVersionError(ImportError):
+    """Raised where another library is absent, of an unsupported version, or shaped in an unknown way."""
+
+
+def check_version(library: str) -> None:
+    """Checks the installed version of a library by its metadata, without importing it.
+
+    Args:
+        library: `"transformers"` or `"diffusers"`.
+
+    Raises:
+        UnsupportedVersionError: If it is absent, or outside [`SUPPORTED`].
+    """
+    from packaging.specifiers import SpecifierSet
+
+    required = f"{library}{SUPPORTED[library]}"
+    try:
+        installed = version(library)
+    except PackageNotFoundError:
+        raise UnsupportedVersionError(
+            f"mhla_hf needs {required} for this, which is not installed: pip install '{required}'"
+        ) from None
+    if not SpecifierSet(SUPPORTED[library]).contains(installed, prereleases=True):
+        raise UnsupportedVersionError(
+            f"mhla_hf needs {required}, but {installed} is installed: pip install '{required}'"
+        )
+
+
+def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:
+    """Returns the error for a library whose internals are not those that were checked.
+
+    Args:
+        library: Name of the library.
+        expected: The missing or changed part.
+    """
+    try:
+        installed = version(library)
+    except PackageNotFoundError:
+        installed = "(not installed)"
+    return UnsupportedVersionError(
+        f"{library} {installed} does not have the known {expected}, which mhla_hf relies on (checked with {library} "
+        f"{CHECKED[library]}). Install a checked version of {library}, or update mhla_hf."
+    )
+
+
+def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replaces a function, method or class method of another library; a second call does nothing.
+
+    Args:
+        library: Name of the library, for [`unwrap`] and errors.
+        owner: Class or module.
+        name: Name of the function in it.
+        around: Called in its place as `around(original, *args, **kwargs)`. The first argument of methods is the
+            object, of class methods the class; `original` takes it too.
+
+    Raises:
+        UnsupportedVersionError: If there is no such function.
+    """
+    current = vars(owner).get(name, getattr(owner, name, None))
+    original = getattr(current, "__func__", current)
+    if not callable(original):
+        raise unknown_shape(library, f"{getattr(owner, '__name__', owner)}.{name}")
+    if hasattr(original, "wrapped_by_mhla"):
+        return
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    replacement.wrapped_by_mhla = True  # type: ignore[attr-defined]
+    # An inherited function is restored by deleting the replacement.
+    _wrapped.append((library, owner, name, current if name in vars(owner) else None))
+    setattr(owner, name, classmethod(replacement) if isinstance(current, classmethod) else replacement)
+
+
+def unwrap(library: str) -> None:
+    """Restores every function of a library that [`wrap`] replaced.
+
+    Args:
+        library: Name of the library.
+    """
+    for entry in [entry for entry in reversed(_wrapped) if entry[0] == library]:
+        _, owner, name, original = entry
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+        _wrapped.remove(entry)
