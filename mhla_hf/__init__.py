@@ -8,14 +8,14 @@ classes and transformers the attention implementation `"mhla"` when they are imp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .integrations.adapters import register_with_peft
-from .integrations.diffusers.loading import guard_softmax_classes
-from .integrations.diffusers.namespace import register_with_diffusers
+from .integrations.diffusers import register_with_diffusers
 from .integrations.transformers import register_with_transformers
+from .models.registry import MHLA_CLASSES
+from .utils.compat import check_version
 from .utils.lazy import lazy_names
-from .utils.versions import check_transformers
 
 
 if TYPE_CHECKING:
@@ -46,11 +46,6 @@ _PUBLIC_NAMES = {
     "MHLA": "layers.mhla",
     "MHLACache": "integrations.transformers.cache",
     "MHLAConfig": "config",
-    "MHLADiTTransformer2DModel": "models.dit",
-    "MHLAPixArtTransformer2DModel": "models.pixart",
-    "MHLASanaTransformer2DModel": "models.sana",
-    "MHLASanaVideoTransformer3DModel": "models.sana_video",
-    "MHLAWanTransformer3DModel": "models.wan",
     "calibrate": "recovery.calibration",
     "convert": "pipelines",
     "convert_pretrained": "conversion",
@@ -61,14 +56,22 @@ _PUBLIC_NAMES = {
     "recover": "recovery.recover",
     "resample_mixing": "layouts.resampling",
     "supported_models": "models.registry",
+    **{name: family.module.removeprefix("mhla_hf.") for name, family in MHLA_CLASSES.items()},
 }
+# Public names that need another library, told apart from mere import errors.
+_NEEDS = {"MHLACache": "transformers", **dict.fromkeys(MHLA_CLASSES, "diffusers")}
 
 __all__ = ["__version__", *sorted(_PUBLIC_NAMES)]
 
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
+_load, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
 
-check_transformers()
+
+def __getattr__(name: str) -> Any:
+    if name in _NEEDS:
+        check_version(_NEEDS[name])
+    return _load(name)
+
+
 register_with_diffusers()
-guard_softmax_classes()
 register_with_transformers()
 register_with_peft()

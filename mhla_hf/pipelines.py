@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from .config import MHLAConfig
-from .integrations.diffusers.loading import loading_as_mhla
+from .integrations.diffusers import loading_as_mhla
 from .models.options import is_by_component, options_by_component
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
+from .utils.compat import check_version
 from .utils.files import path_inside
 from .utils.json_files import read_json
 from .utils.locations import SourceNotFoundError, find_pipeline
@@ -76,6 +77,7 @@ def load_pipeline(
     if mhla is not None and attn_implementation != "mhla":
         raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
 
+    check_version("diffusers")
     import diffusers
 
     kwargs.setdefault("use_safetensors", True)
@@ -166,6 +168,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         ['encoder.layer.1.attention.self.mhla']
     """
     if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
+        check_version("transformers")
         from .integrations.transformers.attaching import convert_transformers_model
 
         return convert_transformers_model(model_or_pipeline, mhla)

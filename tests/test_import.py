@@ -106,7 +106,7 @@ def test_public_names_resolve_and_unknown_ones_do_not():
 def test_registration_happens_once():
     import diffusers
 
-    from mhla_hf.integrations.diffusers.namespace import register_with_diffusers
+    from mhla_hf.integrations.diffusers import register_with_diffusers
 
     before = type(diffusers)
     register_with_diffusers()

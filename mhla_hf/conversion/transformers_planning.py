@@ -14,9 +14,8 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 from ..config import MHLAConfig
-from ..integrations.transformers.attaching import check_new_parameters
+from ..integrations.transformers.checks import check_layers, check_new_parameters, check_sizes
 from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
-from ..integrations.transformers.layer_count import check_layers, check_sizes
 from ..layers.mhla import MHLA
 from ..models.source import Component
 from ..models.weight_files import TRANSFORMERS_FILES, WeightSet

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that carry MHLA parameters: they need a base that has them, and pipelines of diffusers load them too."""
+"""Adapters with MHLA parameters: peft checks that their base has such layers, and diffusers' pipelines load them."""
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
-from .import_hooks import after_import
+from ..utils.compat import wrap
+from .import_hooks import extend
 
 
 MODULE = "mhla"
@@ -15,84 +15,71 @@ MODULE = "mhla"
 
 def register_with_peft() -> None:
     """Checks every adapter against its base model, now or as soon as peft is imported."""
-    after_import("peft.tuners.tuners_utils", install_check)
-    after_import("diffusers.loaders.lora_pipeline", install_loading)
+    extend("peft", "peft.tuners.tuners_utils", _extend_tuners)
 
 
-def install_check(module: ModuleType) -> None:
-    """Makes peft refuse an adapter with `modules_to_save=["mhla"]` on a model without MHLA layers.
+def _extend_tuners(module: ModuleType) -> None:
+    wrap("peft", module.BaseTuner, "inject_adapter", _inject_adapter)
+
+
+def _inject_adapter(original: Any, tuner: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """peft refuses an adapter with `modules_to_save=["mhla"]` on a model without MHLA layers.
 
     peft itself ignores names that it does not find, and weights that have no place: the adapter would run on softmax
     attention, and its MHLA parameters would be lost.
-
-    Args:
-        module: `peft.tuners.tuners_utils`.
     """
-    original = module.BaseTuner.inject_adapter
-    if hasattr(original, "checks_mhla"):
-        return
-
-    @functools.wraps(original)
-    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        check_base(model, getattr(self.peft_config[adapter_name], "modules_to_save", None))
-        return original(self, model, adapter_name, *args, **kwargs)
-
-    inject_adapter.checks_mhla = True  # type: ignore[attr-defined]
-    module.BaseTuner.inject_adapter = inject_adapter
+    check_base(model, getattr(tuner.peft_config[adapter_name], "modules_to_save", None))
+    return original(tuner, model, adapter_name, *args, **kwargs)
 
 
-def install_loading(module: ModuleType) -> None:
-    """Lets `load_lora_weights` of diffusers' pipelines take files that hold MHLA parameters beside those of a LoRA.
-
-    diffusers takes names with "lora" only there, although its models load other modules of an adapter.
+def extend_lora_loaders(module: ModuleType) -> None:
+    """Lets `load_lora_weights` of diffusers' pipelines take files with MHLA parameters.
 
     Args:
         module: `diffusers.loaders.lora_pipeline`.
     """
     for name in ("WanLoraLoaderMixin", "SanaLoraLoaderMixin"):
-        mixin = getattr(module, name, None)
-        if mixin is not None and not hasattr(mixin.load_lora_weights, "loads_mhla"):
-            mixin.load_lora_weights = _loading_mhla(mixin.load_lora_weights)
+        if hasattr(module, name):
+            wrap("diffusers", getattr(module, name), "load_lora_weights", _load_lora_weights)
 
 
-def _loading_mhla(original: Any) -> Any:
-    @functools.wraps(original)
-    def load_lora_weights(self: Any, source: Any, adapter_name: str | None = None, **kwargs: Any) -> Any:
-        into = "transformer_2" if kwargs.get("load_into_transformer_2") else "transformer"
-        model = getattr(self, into)
-        if not hasattr(model, "mhla_modules"):
-            return original(self, source, adapter_name=adapter_name, **kwargs)
-        taken = ("load_into_transformer_2", "low_cpu_mem_usage", "hotswap", "return_lora_metadata")
-        where = {key: value for key, value in kwargs.items() if key not in taken}
-        weights, metadata = self.lora_state_dict(source, return_lora_metadata=True, **where)
-        prefix = f"{self.transformer_name}."
-        carried = {key.removeprefix(prefix): value for key, value in weights.items() if f".{MODULE}." in key}
-        if not carried:
-            return original(self, source, adapter_name=adapter_name, **kwargs)
-        modules = (metadata or {}).get(f"{prefix}modules_to_save")
-        if kwargs.get("hotswap") or MODULE not in (modules or ()):
-            raise ValueError(
-                f"This LoRA holds MHLA parameters, which need modules_to_save=['{MODULE}'] in its metadata, and "
-                "cannot be hot-swapped. Save it with `save_lora_adapter` of the model, or give `save_lora_weights` "
-                "transformer_lora_adapter_metadata=model.peft_config[...].to_dict()."
-            )
-        shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-        wrong = [
-            key
-            for key, value in carried.items()
-            if shapes.get(key, shapes.get(key.replace(f".{MODULE}.", f".{MODULE}.original_module."))) != value.shape
-        ]
-        if wrong:
-            raise ValueError(
-                f"The MHLA parameters of this LoRA are not those of the {into}: {len(wrong)} of them, such as "
-                f"{min(wrong)}. Load it onto a model with the layers and options that it was trained with."
-            )
-        self.load_lora_into_transformer(
-            weights, transformer=model, adapter_name=adapter_name, metadata=metadata, _pipeline=self
+def _load_lora_weights(original: Any, pipeline: Any, source: Any, adapter_name: Any = None, **kwargs: Any) -> Any:
+    """`load_lora_weights` of diffusers' pipelines takes files that hold MHLA parameters beside those of a LoRA.
+
+    diffusers takes names with "lora" only there, although its models load other modules of an adapter.
+    """
+    into = "transformer_2" if kwargs.get("load_into_transformer_2") else "transformer"
+    model = getattr(pipeline, into)
+    if not hasattr(model, "mhla_modules"):
+        return original(pipeline, source, adapter_name=adapter_name, **kwargs)
+    taken = ("load_into_transformer_2", "low_cpu_mem_usage", "hotswap", "return_lora_metadata")
+    where = {key: value for key, value in kwargs.items() if key not in taken}
+    weights, metadata = pipeline.lora_state_dict(source, return_lora_metadata=True, **where)
+    prefix = f"{pipeline.transformer_name}."
+    carried = {key.removeprefix(prefix): value for key, value in weights.items() if f".{MODULE}." in key}
+    if not carried:
+        return original(pipeline, source, adapter_name=adapter_name, **kwargs)
+    modules = (metadata or {}).get(f"{prefix}modules_to_save")
+    if kwargs.get("hotswap") or MODULE not in (modules or ()):
+        raise ValueError(
+            f"This LoRA holds MHLA parameters, which need modules_to_save=['{MODULE}'] in its metadata, and "
+            "cannot be hot-swapped. Save it with `save_lora_adapter` of the model, or give `save_lora_weights` "
+            "transformer_lora_adapter_metadata=model.peft_config[...].to_dict()."
         )
-
-    load_lora_weights.loads_mhla = True  # type: ignore[attr-defined]
-    return load_lora_weights
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    wrong = [
+        key
+        for key, value in carried.items()
+        if shapes.get(key, shapes.get(key.replace(f".{MODULE}.", f".{MODULE}.original_module."))) != value.shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"The MHLA parameters of this LoRA are not those of the {into}: {len(wrong)} of them, such as "
+            f"{min(wrong)}. Load it onto a model with the layers and options that it was trained with."
+        )
+    pipeline.load_lora_into_transformer(
+        weights, transformer=model, adapter_name=adapter_name, metadata=metadata, _pipeline=pipeline
+    )
 
 
 def check_base(model: Any, modules_to_save: Any) -> None:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from ..utils.compat import check_version
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
@@ -31,6 +34,38 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
     for finder in stale:
         sys.meta_path.remove(finder)
     sys.meta_path.insert(0, _PostImportHook(name, callback))
+
+
+def extend(
+    library: str,
+    name: str,
+    callback: Callable[[ModuleType], None],
+    otherwise: Callable[[ModuleType, ImportError], None] | None = None,
+) -> None:
+    """As [`after_import`], for a supported library; others stay as they are, with one warning for each library.
+
+    Args:
+        library: Name of the library, see [`check_version`][mhla_hf.utils.compat.check_version].
+        name: Full name of one of its modules.
+        callback: Gets the module. May raise `ImportError` where it does not know the library's internals.
+        otherwise: Gets the module of an unsupported library, and the error that says what is wrong.
+    """
+
+    def extend_supported(module: ModuleType) -> None:
+        try:
+            check_version(library)
+            callback(module)
+        except ImportError as error:
+            if library not in _warned:
+                _warned.add(library)
+                warnings.warn(f"MHLA models of {library} are not available: {error}", RuntimeWarning, stacklevel=2)
+            if otherwise is not None:
+                otherwise(module, error)
+
+    after_import(name, extend_supported)
+
+
+_warned: set[str] = set()
 
 
 class _PostImportHook(MetaPathFinder):

@@ -23,9 +23,6 @@ class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, Peft
     it takes images that are not square, and LoRA adapters, which upstream's class does not.
     """
 
-    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers.namespace`.
-    __module__ = "diffusers"
-
     _no_split_modules = ["BasicTransformerBlock"]
     _repeated_blocks = ["BasicTransformerBlock"]
 

@@ -4,7 +4,7 @@
 diffusers ignores entries and weights that a class does not know, with a warning. But it passes an unknown `dtype` on
 to the class's constructor, which refuses it. So one is written, for programs that never import this package; the
 warning before the error shows its text. MHLA classes drop it when they read the file. With this package imported, the
-softmax classes hand MHLA checkpoints over (`mhla_hf.integrations.diffusers.loading`).
+softmax classes hand MHLA checkpoints over (`mhla_hf.integrations.diffusers`).
 """
 
 from __future__ import annotations

@@ -26,9 +26,6 @@ class MHLAPixArtTransformer2DModel(
     Besides it takes LoRA adapters, which upstream's class does not.
     """
 
-    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers.namespace`.
-    __module__ = "diffusers"
-
     # Upstream's, from before projections were fused.
     original_attn_processors: dict[str, Any] | None
     _repeated_blocks = ["BasicTransformerBlock"]

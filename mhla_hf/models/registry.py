@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..utils.compat import check_version
+
 
 TRANSFORMERS_DATA = Path(__file__).with_name("transformers_families.json")
 """Results of `python -m tests.integrations.transformers.family_sweep`, which builds every transformers model at tiny
@@ -44,7 +46,8 @@ class ModelFamily:
     legacy_norm_type: str = ""
 
     def load_class(self) -> Any:
-        """Imports and returns the MHLA class."""
+        """Imports and returns the MHLA class; `ImportError` without a supported version of diffusers."""
+        check_version("diffusers")
         return getattr(importlib.import_module(self.module), self.mhla_class)
 
 

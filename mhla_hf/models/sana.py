@@ -82,9 +82,6 @@ class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaT
     start. Layers left out of `layers` keep SANA's linear attention.
     """
 
-    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers.namespace`.
-    __module__ = "diffusers"
-
     default_options = MappingProxyType({"mixing_init": "uniform", "eps": 1e-15})
     upstream_is_linear = True
     attention_class = MHLASanaAttention

@@ -62,9 +62,6 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
     embeddings meet it, or the mixing weights' start. Layers left out of `layers` keep SANA's linear attention.
     """
 
-    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers.namespace`.
-    __module__ = "diffusers"
-
     # 81 frames of 480 × 832 as Wan's autoencoder makes them, in patches of 2 × 2.
     default_grid = (21, 30, 52)
     default_options = MappingProxyType({"mixing_init": "uniform", "eps": 1e-15})

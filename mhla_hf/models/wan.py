@@ -107,9 +107,6 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
     `config.json`. `from_pretrained` loads MHLA checkpoints, and ordinary Wan ones with fresh MHLA parameters.
     """
 
-    # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers.namespace`.
-    __module__ = "diffusers"
-
     # 81 frames of 480 × 832: (81 - 1) / 4 + 1 latent frames, 60 × 104 latent pixels in patches of 2 × 2.
     default_grid = (21, 30, 52)
     # Rotary tables stay whole, as they carry the grid: layers take their part of them.

@@ -1,53 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of transformers is checked when the package is imported, from its metadata alone."""
+"""Unsupported or absent libraries leave the other half of the package usable; versions are read from metadata."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import sysconfig
+import textwrap
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from mhla_hf.utils.versions import TRANSFORMERS
-from tests import ROOT
+from mhla_hf.utils.compat import SUPPORTED, UnsupportedVersionError, check_version
+from tests import ROOT, tiny
 
 
-PROGRAM = "import sys, mhla_hf; assert 'transformers' not in sys.modules; print(mhla_hf.__version__)"
+LLAMA = """
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    config = LlamaConfig(**sizes)
+    ids = torch.arange(12).reshape(2, 6)
+"""
+WAN = """
+    import torch
 
-def import_with(version: str, folder: Path) -> subprocess.CompletedProcess:
-    """Imports the package in a process that finds this version of transformers installed first."""
-    metadata = folder / f"transformers-{version}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
+    sizes = dict(num_attention_heads=2, attention_head_dim=12, text_dim=8, ffn_dim=8, num_layers=1)
+    inputs = dict(
+        hidden_states=torch.ones(1, 16, 2, 4, 4), timestep=torch.ones(1), encoder_hidden_states=torch.ones(1, 3, 8)
     )
+"""
+
+
+def run(program: str, *folders: Path, site: bool = True) -> tuple[dict, list[str]]:
+    """Runs a program that finds packages in these folders first; returns its last line, and its warnings of ours."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT]))}
+    command = [sys.executable, *([] if site else ["-S"]), "-W", "always::RuntimeWarning", "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    warnings = [line for line in result.stderr.splitlines() if "RuntimeWarning: MHLA models" in line]
+    return json.loads(result.stdout.splitlines()[-1]), warnings
+
+
+def metadata(library: str, version: str, folder: Path) -> Path:
+    """A folder that says that another version of a library is installed."""
+    info = folder / f"{library}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {library}\nVersion: {version}\n")
+    return folder
+
+
+def packages_without(library: str, folder: Path) -> Path:
+    """A folder with links to every installed package but one."""
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if entry.name != library and not entry.name.startswith(f"{library}-"):
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+REFUSED = """
+    def refused(function):
+        try:
+            function()
+        except ImportError as error:
+            return str(error)
+        return "not refused"
+"""
 
 
 @pytest.mark.parametrize("version", ["4.57.3", "5.16.4", "5.17.0.dev0", "6.0.0", "6.0.0rc1"])
-def test_other_versions_are_refused_in_one_line(version, tmp_path):
-    result = import_with(version, tmp_path)
-    assert result.returncode == 1
-    *_, last = result.stderr.splitlines()
-    assert last == (
-        f"ImportError: mhla_hf needs transformers>=5.17,<6, but {version} is installed: "
-        "pip install 'transformers>=5.17,<6'"
+def test_other_versions_are_refused_in_one_line(version, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(metadata("transformers", version, tmp_path))
+    with pytest.raises(UnsupportedVersionError) as caught:
+        check_version("transformers")
+    assert str(caught.value) == (
+        f"mhla_hf needs transformers>=5.17,<6, but {version} is installed: pip install 'transformers>=5.17,<6'"
     )
 
 
 @pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.99.1", "5.24.0.dev0"])
-def test_supported_versions_are_not(version, tmp_path):
-    result = import_with(version, tmp_path)
-    assert result.returncode == 0, result.stderr
+def test_supported_versions_are_not(version, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(metadata("transformers", version, tmp_path))
+    check_version("transformers")
 
 
-def test_the_range_is_that_of_pyproject():
+@pytest.mark.parametrize("library", SUPPORTED)
+def test_the_range_is_that_of_pyproject(library):
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    declared = [Requirement(line.strip().strip('",')) for line in lines if line.strip().startswith('"transformers>')]
-    assert [requirement.specifier for requirement in declared] == [SpecifierSet(TRANSFORMERS)]
+    declared = [Requirement(line.strip().strip('",')) for line in lines if line.strip().startswith(f'"{library}>')]
+    assert [requirement.specifier for requirement in declared] == [SpecifierSet(SUPPORTED[library])]
+
+
+def test_unsupported_transformers_refuse_mhla_and_leave_diffusers(tmp_path):
+    tiny.tiny_llama = None
+    report, warnings = run(
+        f"""
+        import json, sys
+        import mhla_hf
+        assert "transformers" not in sys.modules
+        {textwrap.indent(textwrap.dedent(LLAMA + REFUSED + WAN), "        ").strip()}
+
+        LlamaForCausalLM(config).save_pretrained("{tmp_path}/softmax")
+        refusals = [
+            refused(lambda: LlamaForCausalLM.from_pretrained("{tmp_path}/softmax", attn_implementation="mhla")),
+            refused(lambda: LlamaForCausalLM.from_pretrained("{tmp_path}/softmax", mhla={{}})),
+            refused(lambda: AutoModelForCausalLM.from_pretrained("{tmp_path}/softmax", attn_implementation="mhla")),
+            refused(lambda: LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="mhla"))),
+            refused(lambda: mhla_hf.convert(LlamaForCausalLM(config))),
+            refused(lambda: mhla_hf.MHLACache),
+        ]
+        softmax = LlamaForCausalLM.from_pretrained("{tmp_path}/softmax")(ids).logits.shape
+        sizes = dict(num_attention_heads=2, attention_head_dim=12, text_dim=8, ffn_dim=8, num_layers=1)
+        model = mhla_hf.MHLAWanTransformer3DModel(**sizes, mhla=dict(blocks=(1, 2, 2)))
+        video = model(**inputs).sample.shape
+        print(json.dumps(dict(refusals=refusals, softmax=softmax, video=video)))
+        """,
+        metadata("transformers", "4.57.3", tmp_path),
+    )
+    expected = "mhla_hf needs transformers>=5.17,<6, but 4.57.3 is installed: pip install 'transformers>=5.17,<6'"
+    assert report == {"refusals": [expected] * 6, "softmax": [2, 6, 32], "video": [1, 16, 2, 4, 4]}
+    assert len(warnings) == 1 and expected in warnings[0]

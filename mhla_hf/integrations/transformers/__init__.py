@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from ..import_hooks import after_import
-from .patch import install_configuration, install_models
+from ..import_hooks import extend
+from .patch import install_configuration, install_models, refuse_models
 
 
 def register_with_transformers() -> None:
-    """Makes `attn_implementation="mhla"` work, now or as soon as transformers' models are imported."""
-    after_import("transformers.configuration_utils", install_configuration)
-    after_import("transformers.modeling_utils", install_models)
+    """Makes `attn_implementation="mhla"` work, now or as soon as transformers' models are imported.
+
+    Unsupported versions of transformers refuse it with the supported range.
+    """
+    extend("transformers", "transformers.configuration_utils", install_configuration)
+    extend("transformers", "transformers.modeling_utils", install_models, otherwise=refuse_models)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -15,8 +14,15 @@ from transformers.utils import logging
 
 from ...config import MHLAConfig
 from ...layers.mhla import MHLA
-from ...models.bounds import check_new_size
 from ...models.registry import default_rope, is_tested
+from ...utils.compat.transformers import (
+    attention_of,
+    can_choose_attention,
+    forward_parameters,
+    has_parallel_plans,
+    set_attention,
+    supports_sdpa,
+)
 from .geometry import (
     chooses_by_name,
     dispatches,
@@ -87,6 +93,11 @@ def attach(model: PreTrainedModel) -> int:
     return count
 
 
+def has_mhla(model: nn.Module) -> bool:
+    """Returns whether a model has MHLA layers."""
+    return any(isinstance(module, MHLA) for module in model.modules())
+
+
 def _keep_softmax(model: PreTrainedModel, config: Any, error: str) -> None:
     name = type(model).__name__
     reason = error.removeprefix(f"{name} cannot use attn_implementation='mhla': ").rstrip(".")
@@ -94,7 +105,7 @@ def _keep_softmax(model: PreTrainedModel, config: Any, error: str) -> None:
 
 
 def _softmax_of(model: PreTrainedModel) -> str:
-    return "sdpa" if model._supports_sdpa else "eager"
+    return "sdpa" if supports_sdpa(model) else "eager"
 
 
 def check_class(model: PreTrainedModel, config: Any) -> None:
@@ -110,7 +121,7 @@ def check_class(model: PreTrainedModel, config: Any) -> None:
     known.remove(PreTrainedModel)
     if not wants_mhla(config):
         return
-    if any(base._can_set_attn_implementation() for base in known) and not chooses_by_name(type(model)):
+    if any(map(can_choose_attention, known)) and not chooses_by_name(type(model)):
         return
     if may_keep_softmax(config):
         _keep_softmax(model, config, _not_dispatching(model))
@@ -118,12 +129,12 @@ def check_class(model: PreTrainedModel, config: Any) -> None:
         raise ValueError(_not_dispatching(model))
     else:
         # Its towers are asked when they are built; what it has beside them is not meant.
-        config._attn_implementation_internal = _softmax_of(model)
+        set_attention(config, _softmax_of(model))
 
 
 def warn_of_softmax(model: PreTrainedModel) -> None:
     """Warns when the weights of an MHLA checkpoint are about to be used with softmax attention."""
-    implementation = model.config._attn_implementation
+    implementation = attention_of(model.config)
     if getattr(model.config, "mhla", None) is not None and implementation != NAME:
         logger.warning_once(
             f"This is an MHLA checkpoint with attn_implementation={implementation!r}: it attends with softmax, which "
@@ -254,14 +265,12 @@ def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _sees_inputs(model: nn.Module) -> bool:
     """Whether a model is given what [`ModelInputsHook`] has to read; encoders inside a model may not be."""
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    return any(name in parameters for name in _INPUTS)
+    return any(name in forward_parameters(model) for name in _INPUTS)
 
 
 def _is_whole(model: nn.Module) -> bool:
     """Whether a model would hold the attention that its configuration speaks of, and is no mere part of it."""
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    return "input_ids" in parameters or (_has_attention(model) and _sees_inputs(model))
+    return "input_ids" in forward_parameters(model) or (_has_attention(model) and _sees_inputs(model))
 
 
 def _layer_index(module: nn.Module, position: int) -> int:
@@ -273,37 +282,6 @@ def _has_attention(model: nn.Module) -> bool:
     return any("Attention" in type(module).__name__ for module in model.modules())
 
 
-def refuse_on_disk(missing_keys: Any, device_map: Any) -> None:
-    """Refuses new parameters that would have to be offloaded to the disk, where only checkpoints' tensors can go.
-
-    Raises:
-        ValueError: If there are any.
-    """
-    places = device_map if isinstance(device_map, dict) else {}
-    for key in missing_keys if "disk" in places.values() else ():
-        above = [place for place in places if place == "" or key == place or key.startswith(f"{place}.")]
-        if ".mhla." in key and above and places[max(above, key=len)] == "disk":
-            raise ValueError(
-                f"{key} is new and its layer is offloaded to the disk. Convert the checkpoint first (mhla-hf convert) "
-                "and load the result."
-            )
-
-
-def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
-    """Checks that MHLA does not add more parameters than the model has, before there is memory for them.
-
-    Args:
-        model: The model.
-        missing_keys: Names of its tensors that no checkpoint gives.
-
-    Raises:
-        ValueError: See [`check_new_size`][mhla_hf.models.bounds.check_new_size].
-    """
-    if any(".mhla." in key for key in missing_keys):
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        check_new_size({name: shape for name, shape in shapes.items() if ".mhla." not in name}, shapes)
-
-
 def refuse_split_heads(model: PreTrainedModel) -> None:
     """Refuses tensor parallelism where transformers has no place for the rules of MHLA parameters.
 
@@ -312,9 +290,7 @@ def refuse_split_heads(model: PreTrainedModel) -> None:
     """
     distributed = getattr(model.config, "distributed_config", None)
     is_split = getattr(distributed, "tp_plan", None) is not None or (getattr(distributed, "tp_size", None) or 1) > 1
-    if not is_split or hasattr(PreTrainedModel, "_resolve_parallel_plans"):
-        return
-    if any(isinstance(module, MHLA) for module in model.modules()):
+    if is_split and not has_parallel_plans(PreTrainedModel) and has_mhla(model):
         raise ValueError(
             f"transformers {version('transformers')} cannot split MHLA layers over processes. Install transformers "
             "5.23 or newer, or leave out tp_plan and tp_size."
@@ -348,7 +324,7 @@ def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mappin
     Raises:
         ValueError: If the model cannot be served or is MHLA already.
     """
-    if any(isinstance(module, MHLA) for module in model.modules()):
+    if has_mhla(model):
         raise ValueError(f"This {type(model).__name__} is MHLA already; load its softmax original to convert it anew.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("Parts of this model are offloaded; load it without offloading, or convert its directory.")
@@ -358,7 +334,7 @@ def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mappin
         )
     before = remember(model.config)
     for config, _, _ in before:
-        config._attn_implementation_internal = None
+        set_attention(config, None)
     model.config.mhla = {} if mhla is None else mhla
     try:
         prepare_config(model.config)
@@ -366,14 +342,14 @@ def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mappin
         # From the inside out, as constructors run.
         for part in reversed(models):
             attach(part)
-        if not any(isinstance(module, MHLA) for module in model.modules()):
+        if not has_mhla(model):
             raise ValueError(f"{type(model).__name__} has no self-attention that can be MHLA.")
     except Exception:
         restore(before)
         raise
     for config, _, implementation in before:
         if config.mhla is None:
-            config._attn_implementation_internal = implementation
+            set_attention(config, implementation)
     for attention in [module for module in model.modules() if isinstance(getattr(module, "mhla", None), MHLA)]:
         weight = next(parameter for name, parameter in attention.named_parameters() if not name.startswith("mhla."))
         dtype = weight.dtype if weight.is_floating_point() else model.dtype

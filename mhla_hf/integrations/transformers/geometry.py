@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import dis
 import inspect
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch.nn as nn
 from huggingface_hub.errors import StrictDataclassError
+
+from ...utils.compat.transformers import (
+    forward_parameters,
+    global_of,
+    names_used,
+    reads_keywords,
+    rotation_conditions,
+    source_of,
+)
 
 
 # Attributes that mean that queries and keys are not what the projections and RoPE give.
@@ -45,16 +50,7 @@ _PREFIX_PARAMETERS = ("cls_token", "class_embedding", "distillation_token", "reg
 def dispatches(module: nn.Module) -> bool:
     """Whether a module's `forward` goes through transformers' attention interface."""
     forward = getattr(type(module), "forward", None)
-    code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
-
-
-def passes_keywords(module: nn.Module) -> bool:
-    """Whether a module's `forward` takes any keyword argument and does something with those it does not know."""
-    forward = inspect.unwrap(type(module).forward)
-    parameters = inspect.signature(forward).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
-    return any(entry.argval in names and "LOAD" in entry.opname for entry in dis.get_instructions(forward.__code__))
+    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in names_used(forward) and hasattr(module, "config")
 
 
 def keywords_reach(model: nn.Module, name: str) -> bool:
@@ -62,7 +58,8 @@ def keywords_reach(model: nn.Module, name: str) -> bool:
     parts = name.split(".")
     above = [model, *(model.get_submodule(".".join(parts[:count])) for count in range(1, len(parts)))]
     # Lists of modules are not called themselves.
-    return all(passes_keywords(module) for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict)))
+    called = [module for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+    return all(reads_keywords(type(module).forward) for module in called)
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
@@ -132,9 +129,8 @@ def unsupported_reason(module: nn.Module) -> str | None:
     for name, reason in _UNSUPPORTED_ATTRIBUTES.items():
         if getattr(module, name, None) is not None:
             return reason
-    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     for name, reason in _UNSUPPORTED_ARGUMENTS.items():
-        if name in arguments:
+        if name in forward_parameters(module):
             return reason
     if getattr(config, "is_decoder", False) and getattr(module, "is_causal", True) is False:
         return "it is a decoder whose attention modules do not say that they look back only"
@@ -192,33 +188,14 @@ def _settings_without_windows(module: nn.Module) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "layer_types": ["full_attention" if kind == "sliding_attention" else kind for kind in types]
     }
-    condition = _rotation_condition(module)
+    condition = " and ".join(rotation_conditions(type(module).forward))
     if "sliding" in condition:
         # Where no layer may have a window, the model must not make a mask for such layers either.
-        made_when_used = '"sliding_attention" in self.config.layer_types' in _source(inspect.getmodule(module))
+        made_when_used = '"sliding_attention" in self.config.layer_types' in source_of(inspect.getmodule(module))
         if "sliding_window is None" not in condition or not made_when_used:
             return {}
         settings = {"sliding_window": None, **settings}
     return settings
-
-
-def _rotation_condition(module: nn.Module) -> str:
-    """The conditions under which a module's `forward` rotates queries and keys, as they are written."""
-    try:
-        tree = ast.parse(textwrap.dedent(_source(inspect.unwrap(type(module).forward))))
-    except SyntaxError:
-        return ""
-    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-    return " and ".join(
-        ast.unparse(branch.test) for branch in branches if any("rotary" in ast.unparse(line) for line in branch.body)
-    )
-
-
-def _source(thing: Any) -> str:
-    try:
-        return inspect.getsource(thing)
-    except (OSError, TypeError):
-        return ""
 
 
 def chooses_by_name(model_class: type) -> bool:
@@ -230,9 +207,8 @@ def chooses_by_name(model_class: type) -> bool:
         if built in seen:
             continue
         seen.add(built)
-        constructor = inspect.unwrap(built.__init__)
-        for name in _global_names(getattr(constructor, "__code__", None)):
-            found = getattr(constructor, "__globals__", {}).get(name)
+        for name in names_used(built.__init__):
+            found = global_of(built.__init__, name)
             if isinstance(found, dict) and "eager" in found and all(isinstance(one, type) for one in found.values()):
                 return True
             # Inner models are asked themselves.
@@ -241,16 +217,9 @@ def chooses_by_name(model_class: type) -> bool:
     return False
 
 
-def _global_names(code: Any) -> set[str]:
-    """The names that a function and those inside it look up."""
-    if not isinstance(code, CodeType):
-        return set()
-    return set(code.co_names).union(*(_global_names(constant) for constant in code.co_consts))
-
-
 def packed_reason(model: nn.Module) -> str | None:
     """Why a tower that is given several images, or stretches of sound, in one row cannot be MHLA, or None."""
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    parameters = forward_parameters(model)
     found = [name for name in _PACKED if name in parameters and "input_ids" not in parameters]
     return f"its inputs are packed ({found[0]}), and do not tell it their grid or ends" if found else None
 

@@ -8,15 +8,15 @@ between calls, so that gradient checkpointing, compiling and several models at o
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from ...utils.compat.transformers import attention_of, forward_parameters, reads_keywords
 from .cache import MHLACacheLayer, check_softmax_cache, mhla_cache_layer
-from .geometry import is_image_model, passes_keywords, patch_grid
+from .geometry import is_image_model, patch_grid
 from .rotary import uses_rotary
 
 
@@ -81,7 +81,7 @@ class ModelInputsHook:
         self.positions = _positions(model, _MODEL_ARGUMENTS)
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        if kwargs.get("mhla_inputs") is not None or model.config._attn_implementation != NAME:
+        if kwargs.get("mhla_inputs") is not None or attention_of(model.config) != NAME:
             return None
         given = {name: _argument(args, kwargs, index, name) for name, index in self.positions.items()}
         pixels = given.get("pixel_values")
@@ -110,7 +110,7 @@ class LayerInputsHook:
         names = ("hidden_states", "position_embeddings", "past_key_values", "layer_past", "past_key_value")
         self.positions = _positions(attention, (*names, "attention_mask", "position_ids"))
         self.layer_index, self.only_mhla = layer_index, only_mhla
-        self.rotary, self.hands_on = uses_rotary(attention), passes_keywords(attention)
+        self.rotary, self.hands_on = uses_rotary(attention), reads_keywords(type(attention).forward)
 
     def __call__(
         self, attention: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -118,7 +118,7 @@ class LayerInputsHook:
         given = {name: _argument(args, kwargs, index, name) for name, index in self.positions.items()}
         caches = [given.get(name) for name in ("past_key_values", "layer_past", "past_key_value")]
         cache = next((cache for cache in caches if cache is not None), None)
-        if attention.config._attn_implementation != NAME:
+        if attention_of(attention.config) != NAME:
             check_softmax_cache(cache, self.layer_index)
             return None
         layer = None
@@ -223,7 +223,7 @@ def _documents(given: dict[str, Any], kwargs: dict[str, Any]) -> tuple[torch.Ten
 
 def _positions(module: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
     """Where a module's `forward` takes arguments positionally; -1 for those that it takes by keyword only."""
-    parameters = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
+    parameters = list(forward_parameters(module))
     return {name: parameters.index(name) if name in parameters else -1 for name in names}
 
 

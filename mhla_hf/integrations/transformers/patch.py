@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in transformers: six methods of `PreTrainedModel`, one constructor, one attribute, three registries.
+"""Changes to transformers: six methods of `PreTrainedModel`, one constructor, one attribute, three registries.
 
-Models that do not ask for MHLA pass through unchanged. [`uninstall`] takes everything back.
+Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores everything.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from ...config import MHLAConfig, laid_over
+from ...utils.compat import unwrap, wrap
+from ...utils.compat.transformers import attention_of, hook_models, initialize_once
 from .options import is_complete, warn_of_changes
-
-
-_originals: dict[str, Any] = {}
 
 
 class _MHLAOptions:
@@ -55,123 +53,128 @@ def install_models(module: ModuleType) -> None:
 
     Args:
         module: `transformers.modeling_utils`.
+
+    Raises:
+        UnsupportedVersionError: If transformers builds models in an unknown way; nothing is changed then.
     """
     from transformers import configuration_utils
+    from transformers.cache_utils import QuantizedCache
 
-    model_class = module.PreTrainedModel
-    if _originals or hasattr(model_class, "_has_mhla_patch"):
-        return
+    hook_models(
+        module.PreTrainedModel, build=_build, finish=_finish, initialize=_initialize, place_missing=_place_missing,
+        report_names=_report_names, plan=_plan,
+    )  # fmt: skip
+    wrap("transformers", QuantizedCache, "__init__", _make_quantized_cache)
     install_configuration(configuration_utils)
     # Registers itself; by name, since it may be what is importing transformers just now.
     importlib.import_module(".attention", __package__)
-    names = ["__init__", "post_init", "_initialize_weights", "_move_missing_keys_from_meta_to_device"]
-    for name in (*names, "_adjust_missing_and_unexpected_keys"):
-        _originals[name] = getattr(model_class, name)
-
-    @functools.wraps(_originals["__init__"])
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(config, configuration_utils.PreTrainedConfig):
-            from .attaching import check_class
-            from .layer_count import check_configuration
-            from .towers import prepare_config, wants_mhla
-
-            prepare_config(config)
-            check_class(self, config)
-            if wants_mhla(config):
-                check_configuration(config)
-        _originals["__init__"](self, config, *args, **kwargs)
-
-    @functools.wraps(_originals["post_init"])
-    def post_init(self: Any) -> None:
-        from .attaching import attach, refuse_split_heads, warn_of_softmax
-        from .towers import mark_implementation, wants_mhla
-
-        # Before the original, which initialises weights: parameters must exist by then.
-        if wants_mhla(self.config) or getattr(self.config, "sub_configs", None):
-            attach(self)
-            refuse_split_heads(self)
-            mark_implementation(self.config)
-            warn_of_softmax(self)
-        _originals["post_init"](self)
-
-    @functools.wraps(_originals["_initialize_weights"])
-    def _initialize_weights(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        from .attaching import MHLA, initialize
-
-        if not isinstance(module, MHLA):
-            _originals["_initialize_weights"](self, module, *args, **kwargs)
-        elif not getattr(module, "_is_hf_initialized", False):
-            initialize(module)
-            module._is_hf_initialized = True
-
-    @functools.wraps(_originals["_move_missing_keys_from_meta_to_device"])
-    def _move_missing_keys(self: Any, missing_keys: Any, device_map: Any = None, *args: Any, **kwargs: Any) -> None:
-        from .attaching import check_new_parameters, refuse_on_disk
-
-        check_new_parameters(self, missing_keys)
-        refuse_on_disk(missing_keys, device_map)
-        _originals["_move_missing_keys_from_meta_to_device"](self, missing_keys, device_map, *args, **kwargs)
-
-    @functools.wraps(_originals["_adjust_missing_and_unexpected_keys"])
-    def _adjust_keys(self: Any, loading_info: Any, *args: Any, **kwargs: Any) -> None:
-        from .attaching import MHLA
-        from .layer_count import check_layers
-
-        _originals["_adjust_missing_and_unexpected_keys"](self, loading_info, *args, **kwargs)
-        if any(isinstance(module, MHLA) for module in self.modules()):
-            # transformers only reports them.
-            missing, surplus = loading_info.missing_keys, loading_info.unexpected_keys
-            check_layers(self, missing, surplus, str(self.config.name_or_path))
-
-    def _resolve_parallel_plans(self: Any, distributed_config: Any) -> Any:
-        from .attaching import MHLA
-
-        if any(isinstance(module, MHLA) for module in self.modules()):
-            from .tensor_parallel import plan_heads
-
-            plan_heads(self, distributed_config)
-        return _originals["_resolve_parallel_plans"](self, distributed_config)
-
-    # Older versions of transformers distribute models in another way.
-    if hasattr(model_class, "_resolve_parallel_plans"):
-        _originals["_resolve_parallel_plans"] = model_class._resolve_parallel_plans
-        model_class._resolve_parallel_plans = _resolve_parallel_plans
-    _install_cache()
-    model_class.__init__ = __init__
-    model_class.post_init = post_init
-    model_class._initialize_weights = _initialize_weights
-    model_class._move_missing_keys_from_meta_to_device = _move_missing_keys
-    model_class._adjust_missing_and_unexpected_keys = _adjust_keys
-    model_class._has_mhla_patch = True
-
-
-def _install_cache() -> None:
-    """Refuses quantised caches for MHLA models as they are made, before anything has to be installed for them."""
-    from transformers.cache_utils import QuantizedCache
-
-    original = QuantizedCache.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, backend: str, config: Any, *args: Any, **kwargs: Any) -> None:
-        from .cache import QUANTISED
-
-        text = config.get_text_config(decoder=True)
-        if getattr(text, "mhla", None) is not None and text._attn_implementation == "mhla":
-            raise ValueError(QUANTISED)
-        original(self, backend, config, *args, **kwargs)
-
-    QuantizedCache.__init__ = __init__
 
 
 def uninstall() -> None:
-    """Takes back what [`install_models`] changed in the classes of transformers; the registered names stay."""
-    if not _originals:
-        return
-    from transformers import PreTrainedModel
-    from transformers.cache_utils import QuantizedCache
+    """Restores the classes of transformers; the registered names stay."""
+    unwrap("transformers")
 
-    QuantizedCache.__init__ = QuantizedCache.__init__.__wrapped__
-    for name, original in _originals.items():
-        setattr(PreTrainedModel, name, original)
-    del PreTrainedModel._has_mhla_patch
-    _originals.clear()
+
+def refuse_models(module: ModuleType, reason: ImportError) -> None:
+    """Lets an unsupported version of transformers refuse MHLA with the reason, in place of an error of its own.
+
+    Args:
+        module: `transformers.modeling_utils`.
+        reason: The error to raise.
+    """
+
+    def check(config: Any, options: dict[str, Any]) -> None:
+        implementations = [options.get("attn_implementation"), getattr(config, "_attn_implementation", None)]
+        implementations += [getattr(config, "attn_implementation", None)]
+        named = [name for one in implementations for name in (one.values() if isinstance(one, dict) else [one])]
+        if "mhla" in named or getattr(config, "mhla", None) is not None or options.get("mhla") is not None:
+            raise reason
+
+    def build(original: Any, model: Any, config: Any = None, *args: Any, **kwargs: Any) -> None:
+        check(config, kwargs)
+        original(model, config, *args, **kwargs)
+
+    def load(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        check(kwargs.get("config"), kwargs)
+        return original(cls, *args, **kwargs)
+
+    wrap("transformers", module.PreTrainedModel, "__init__", build)
+    wrap("transformers", module.PreTrainedModel, "from_pretrained", load)
+
+
+def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    from transformers import PreTrainedConfig
+
+    if isinstance(config, PreTrainedConfig):
+        from .attaching import check_class
+        from .checks import check_configuration
+        from .towers import prepare_config, wants_mhla
+
+        prepare_config(config)
+        check_class(model, config)
+        if wants_mhla(config):
+            check_configuration(config)
+    original(model, config, *args, **kwargs)
+
+
+def _finish(original: Any, model: Any) -> None:
+    from .attaching import attach, refuse_split_heads, warn_of_softmax
+    from .towers import mark_implementation, wants_mhla
+
+    # Before the original, which initialises weights: parameters must exist by then.
+    if wants_mhla(model.config) or getattr(model.config, "sub_configs", None):
+        attach(model)
+        refuse_split_heads(model)
+        mark_implementation(model.config)
+        warn_of_softmax(model)
+    original(model)
+
+
+def _initialize(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    from .attaching import MHLA, initialize
+
+    if isinstance(module, MHLA):
+        initialize_once(module, initialize)
+    else:
+        original(model, module, *args, **kwargs)
+
+
+def _place_missing(
+    original: Any, model: Any, missing_keys: Any, device_map: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    from .checks import check_new_parameters, refuse_on_disk
+
+    check_new_parameters(model, missing_keys)
+    refuse_on_disk(missing_keys, device_map)
+    original(model, missing_keys, device_map, *args, **kwargs)
+
+
+def _report_names(original: Any, model: Any, loading_info: Any, *args: Any, **kwargs: Any) -> None:
+    from .attaching import has_mhla
+    from .checks import check_layers
+
+    original(model, loading_info, *args, **kwargs)
+    if has_mhla(model):
+        # transformers only reports them.
+        missing, surplus = loading_info.missing_keys, loading_info.unexpected_keys
+        check_layers(model, missing, surplus, str(model.config.name_or_path))
+
+
+def _plan(original: Any, model: Any, distributed_config: Any) -> Any:
+    from .attaching import has_mhla
+
+    if has_mhla(model):
+        from .tensor_parallel import plan_heads
+
+        plan_heads(model, distributed_config)
+    return original(model, distributed_config)
+
+
+def _make_quantized_cache(original: Any, cache: Any, backend: str, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses quantised caches for MHLA models as they are made, before anything has to be installed for them."""
+    from .cache import QUANTISED
+
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "mhla", None) is not None and attention_of(text) == "mhla":
+        raise ValueError(QUANTISED)
+    original(cache, backend, config, *args, **kwargs)

@@ -7,16 +7,14 @@ the features are rotated, all with the model's own `apply_rotary_pos_emb`: any o
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn as nn
+
+from ...utils.compat.transformers import global_of, names_used, rotation_conditions
 
 
 # Attention classes whose rotation was found to be invertible the way `Rotation` does it.
@@ -24,34 +22,21 @@ _CHECKED: set[type] = set()
 
 
 def rotation_of(attention: nn.Module) -> Callable[..., Any] | None:
-    """The function that an attention class rotates with, or None when there is none to be found."""
-    function = inspect.unwrap(type(attention).forward)
-    return getattr(function, "__globals__", {}).get("apply_rotary_pos_emb")
+    """Returns the function that an attention class rotates with, or None where none is found."""
+    return global_of(type(attention).forward, "apply_rotary_pos_emb")
 
 
 def uses_rotary(attention: nn.Module) -> bool:
-    """Whether an attention module rotates its queries and keys inside its `forward`."""
+    """Returns whether an attention module rotates its queries and keys inside its `forward`."""
     if getattr(attention, "use_rope", True) in (False, 0):
         # Some models leave single layers without positions, and hand them angles all the same.
         return False
-    code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
-    return code is not None and any("rotary" in name or "rope" in name for name in code.co_names)
-
-
-@lru_cache(maxsize=64)
-def _rotates_under_a_condition(forward: Callable[..., Any]) -> bool:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    branches = [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
-    calls = [node for branch in branches for node in ast.walk(branch) if isinstance(node, ast.Call)]
-    return any("rotary" in ast.unparse(call.func) for call in calls)
+    return any("rotary" in name or "rope" in name for name in names_used(type(attention).forward))
 
 
 def rotates_sometimes(attention: nn.Module) -> bool:
-    """Whether an attention class rotates under a condition that is not its `use_rope`: one cannot tell when."""
-    return not hasattr(attention, "use_rope") and _rotates_under_a_condition(inspect.unwrap(type(attention).forward))
+    """Returns whether an attention class rotates under a condition other than its `use_rope`, so that calls differ."""
+    return not hasattr(attention, "use_rope") and bool(rotation_conditions(type(attention).forward))
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from ...layers.mhla import MHLA
+from ...utils.compat.transformers import add_parallel_rules, parallel_tools
 
+
+_TOOLS = parallel_tools()
+TensorParallelLayer: Any = _TOOLS.layer_class
 
 STYLE = "mhla_heads"
 # Rules by which a projection puts out the heads of its own process only.
@@ -51,7 +53,7 @@ class HeadParallel(TensorParallelLayer):
             module.groups //= mesh.size()
         module = super().install_forward(module, mesh)
         if _is_shared(module):
-            module.forward = ALL_PARALLEL_STYLES[_SUMMED].install_forward(_MixingAlone(module), mesh).forward
+            module.forward = _TOOLS.styles[_SUMMED].install_forward(_MixingAlone(module), mesh).forward
         return module
 
 
@@ -83,13 +85,13 @@ def plan_heads(model: Any, distributed_config: Any) -> None:
     rules: dict[str, str] = {}
     for name, attention in model.named_modules():
         mhla = getattr(attention, "mhla", None)
-        generic = replace_layer_number_by_wildcard(name)
+        generic = _TOOLS.generic_name(name)
         if isinstance(mhla, MHLA) and any(
             rule.startswith(f"{generic}.") and style in _SPLITTING for rule, style in plan.items()
         ):
             _check_heads(f"{name}.mhla", mhla, size)
             rules.update({f"{generic}.mhla{part}": style for part, style in _rules(mhla).items()})
-    model._tp_plan = {**model._tp_plan, **rules}
+    add_parallel_rules(model, rules)
 
 
 def _rules(mhla: MHLA) -> dict[str, str]:
@@ -120,4 +122,4 @@ def as_distributed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-ALL_PARALLEL_STYLES.register(STYLE, HeadParallel())
+_TOOLS.styles.register(STYLE, HeadParallel())

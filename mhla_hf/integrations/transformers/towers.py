@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ...utils.compat.transformers import attention_of, set_attention
 from .inputs import NAME
 from .options import is_complete
 
@@ -33,7 +34,7 @@ class OptionsOfWhole(dict[str, Any]):
 
 def wants_mhla(config: Any) -> bool:
     """Whether a configuration asks for MHLA, by its options or its attention implementation."""
-    return getattr(config, "mhla", None) is not None or getattr(config, "_attn_implementation", None) == NAME
+    return getattr(config, "mhla", None) is not None or attention_of(config) == NAME
 
 
 def of_whole(config: Any) -> bool:
@@ -74,13 +75,13 @@ def prepare_config(config: Any) -> None:
         _ask_towers(config, towers)
     for tower in towers.values():
         prepare_config(tower)
-    if getattr(config, "mhla", None) is not None and config._attn_implementation is None:
-        config._attn_implementation_internal = NAME
+    if getattr(config, "mhla", None) is not None and attention_of(config) is None:
+        set_attention(config, NAME)
 
 
 def _ask_towers(config: Any, towers: dict[str, Any]) -> None:
     given, text = getattr(config, "mhla", None), text_part(config)
-    whole = config._attn_implementation == NAME
+    whole = attention_of(config) == NAME
     if isinstance(given, Mapping) and given and all(str(name) in towers for name in given):
         for name, options in given.items():
             towers[str(name)].mhla = options
@@ -88,10 +89,10 @@ def _ask_towers(config: Any, towers: dict[str, Any]) -> None:
     if (given is None and not whole) or (text is config and is_complete(given)):
         # Complete options are those of layers that the model has beside its towers, and was made with.
         return
-    named = [] if whole else [tower for tower in towers.values() if tower._attn_implementation == NAME]
+    named = [] if whole else [tower for tower in towers.values() if attention_of(tower) == NAME]
     optional = may_keep_softmax(config)
     for tower in named or towers.values():
-        if tower._attn_implementation not in (None, NAME):
+        if attention_of(tower) not in (None, NAME):
             continue
         options = dict(given or {})
         if tower.mhla is None:
@@ -117,8 +118,8 @@ def keep_softmax(name: str, config: Any, implementation: str, reason: str) -> No
     config.mhla = None
     # Its own model may have marked it before it turned out that it has nothing that can be MHLA.
     config.__dict__.pop("attn_implementation", None)
-    if config._attn_implementation == NAME:
-        config._attn_implementation_internal = implementation
+    if attention_of(config) == NAME:
+        set_attention(config, implementation)
     logger.warning_once(f"{name} keeps softmax: {reason}. The parts of this model that can be MHLA are.")
 
 
@@ -129,7 +130,7 @@ def keep_softmax_in_unserved(model: Any) -> None:
         ValueError: If such a tower was named.
     """
     for name, tower in towers_of(model.config).items():
-        if tower._attn_implementation != NAME or towers_of(tower):
+        if attention_of(tower) != NAME or towers_of(tower):
             continue
         which, reason = f"{name} of {type(model).__name__}", "it has no attention that can be MHLA"
         if may_keep_softmax(tower):
@@ -161,7 +162,7 @@ def implementations(config: Any) -> Any:
 
 def remember(config: Any) -> list[tuple[Any, Any, Any]]:
     """Options and implementations of a configuration and its towers, for [`restore`]."""
-    entries = [(config, getattr(config, "mhla", None), config._attn_implementation)]
+    entries = [(config, getattr(config, "mhla", None), attention_of(config))]
     return entries + [entry for tower in towers_of(config).values() for entry in remember(tower)]
 
 
@@ -169,4 +170,4 @@ def restore(entries: list[tuple[Any, Any, Any]]) -> None:
     """Sets a configuration back to what was remembered."""
     for config, mhla, implementation in entries:
         config.mhla = mhla
-        config._attn_implementation_internal = implementation
+        set_attention(config, implementation)

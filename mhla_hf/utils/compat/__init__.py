@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
-SUPPORTED = {"transformers": ">=5.17,<6", "diffusers": ">=0.38"}
+SUPPORTED = {"transformers": ">=5.17,<6", "diffusers": ">=0.38", "peft": ">=0.17"}
 """Supported versions; the same ranges are in `pyproject.toml`."""
 
-CHECKED = {"transformers": "5.17 and 5.23", "diffusers": "0.42"}
+CHECKED = {"transformers": "5.17 and 5.23", "diffusers": "0.42", "peft": "0.21"}
 """Versions that the functions below were checked with."""
 
 _wrapped: list[tuple[str, Any, str, Any]] = []
@@ -31,7 +31,7 @@ def check_version(library: str) -> None:
     """Checks the installed version of a library by its metadata, without importing it.
 
     Args:
-        library: `"transformers"` or `"diffusers"`.
+        library: `"transformers"`, `"diffusers"` or `"peft"`.
 
     Raises:
         UnsupportedVersionError: If it is absent, or outside [`SUPPORTED`].

@@ -105,18 +105,17 @@ def load_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> Load
     return LoadedWeights(*result)
 
 
-def hook_single_files(around: Callable[..., bool]) -> None:
+def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
     """Wraps the question of `from_single_file` whether a file's weights need conversion.
 
     Args:
+        module: `diffusers.loaders.single_file_model`.
         around: Called as `around(original, model_state_dict, checkpoint_state_dict)`.
 
     Raises:
-        UnsupportedVersionError: If `diffusers.loaders.single_file_model` does not ask it.
+        UnsupportedVersionError: If the module does not ask it.
     """
-    from diffusers.loaders import single_file_model
-
-    wrap("diffusers", single_file_model, "_should_convert_state_dict_to_diffusers", around)
+    wrap("diffusers", module, "_should_convert_state_dict_to_diffusers", around)
 
 
 def loads_single_files(class_name: str) -> bool:

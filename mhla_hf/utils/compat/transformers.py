@@ -116,13 +116,22 @@ def _class_attribute(model: Any, name: str) -> Any:
 
 
 def hook_models(
-    *, build: Around, finish: Around, initialize: Around, place_missing: Around, report_names: Around, plan: Around
+    model_class: Any,
+    *,
+    build: Around,
+    finish: Around,
+    initialize: Around,
+    place_missing: Around,
+    report_names: Around,
+    plan: Around,
 ) -> None:
     """Wraps the steps in which transformers builds and loads a model.
 
-    Each argument is called as `around(original, model, *args, **kwargs)`, see [`wrap`][mhla_hf.utils.compat.wrap].
+    Each keyword argument is called as `around(original, model, *args, **kwargs)`, see
+    [`wrap`][mhla_hf.utils.compat.wrap].
 
     Args:
+        model_class: `PreTrainedModel`.
         build: Around the constructor of `PreTrainedModel`, with the configuration.
         finish: Around `post_init`, which ends constructors.
         initialize: Around `_initialize_weights`, with a module whose parameters no checkpoint gave.
@@ -135,8 +144,6 @@ def hook_models(
     Raises:
         UnsupportedVersionError: If one of them is missing; none is wrapped then.
     """
-    from transformers import PreTrainedModel
-
     steps = {
         "__init__": build,
         "post_init": finish,
@@ -145,12 +152,12 @@ def hook_models(
         "_adjust_missing_and_unexpected_keys": report_names,
     }
     for name in steps:
-        if not callable(getattr(PreTrainedModel, name, None)):
+        if not callable(getattr(model_class, name, None)):
             raise unknown_shape("transformers", f"PreTrainedModel.{name}")
-    if has_parallel_plans():
+    if has_parallel_plans(model_class):
         steps["_resolve_parallel_plans"] = plan
     for name, around in steps.items():
-        wrap("transformers", PreTrainedModel, name, around)
+        wrap("transformers", model_class, name, around)
 
 
 def initialize_once(module: Any, initialize: Callable[[Any], None]) -> None:
@@ -180,11 +187,9 @@ class ParallelTools(NamedTuple):
     generic_name: Callable[[str], str]
 
 
-def has_parallel_plans() -> bool:
-    """Returns whether transformers lets rules be added to a model's parallel plan, as since 5.23."""
-    from transformers import PreTrainedModel
-
-    return hasattr(PreTrainedModel, "_resolve_parallel_plans")
+def has_parallel_plans(model_class: Any) -> bool:
+    """Returns whether transformers lets rules be added to the parallel plans of a model class, as since 5.23."""
+    return hasattr(model_class, "_resolve_parallel_plans")
 
 
 def parallel_tools() -> ParallelTools:

@@ -13,7 +13,7 @@ from diffusers import AutoModel, DiffusionPipeline, PixArtTransformer2DModel, Tr
 from safetensors.torch import load_file, save_file
 
 import mhla_hf
-from mhla_hf.integrations.diffusers import loading as diffusers_loading
+from mhla_hf.integrations import diffusers as diffusers_integration
 from tests import tiny, tiny_images
 from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase
 from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
@@ -98,9 +98,9 @@ def test_every_writer_marks_the_configuration(tmp_path):
 @pytest.fixture
 def unguarded():
     """diffusers' own ways of loading."""
-    diffusers_loading.uninstall()
+    diffusers_integration.uninstall()
     yield
-    diffusers_loading.guard_softmax_classes()
+    diffusers_integration.register_with_diffusers()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
@@ -244,8 +244,8 @@ def test_the_class_that_chooses_between_dit_and_pixart(case, tmp_path):
 def test_the_guard_can_be_taken_back(unguarded, tmp_path):
     PixArtCase().make_mhla().save_pretrained(tmp_path)
     rewrite(tmp_path / "config.json", dtype=None)
-    diffusers_loading.uninstall()
+    diffusers_integration.uninstall()
     assert type(PixArtTransformer2DModel.from_pretrained(tmp_path)) is PixArtTransformer2DModel
     for _ in range(2):
-        diffusers_loading.guard_softmax_classes()
+        diffusers_integration.register_with_diffusers()
         assert type(PixArtTransformer2DModel.from_pretrained(tmp_path)) is PixArtCase.mhla_class

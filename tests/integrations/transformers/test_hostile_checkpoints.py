@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.integrations.transformers.layer_count import check_sizes
+from mhla_hf.integrations.transformers.checks import check_sizes
 
 
 OPTIONS = {"block_size": [4]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a configuration has the layers that the weights have: transformers drops the others, or initialises them."""
+"""Checks of configurations and weights before there is memory for a model: sizes, layers and new parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...models.bounds import MAX_LAYERS
+from ...models.bounds import MAX_LAYERS, check_new_size
 from ...utils.messages import shorten_list, shorten_value
 
 
@@ -113,6 +113,37 @@ def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], whe
             f"{where}: the weights lack {_listed(lacking)}, which {_said(model)} asks for: the two do not belong "
             "together."
         )
+
+
+def refuse_on_disk(missing_keys: Any, device_map: Any) -> None:
+    """Refuses new parameters that would have to be offloaded to the disk, where only checkpoints' tensors can go.
+
+    Raises:
+        ValueError: If there are any.
+    """
+    places = device_map if isinstance(device_map, dict) else {}
+    for key in missing_keys if "disk" in places.values() else ():
+        above = [place for place in places if place == "" or key == place or key.startswith(f"{place}.")]
+        if ".mhla." in key and above and places[max(above, key=len)] == "disk":
+            raise ValueError(
+                f"{key} is new and its layer is offloaded to the disk. Convert the checkpoint first (mhla-hf convert) "
+                "and load the result."
+            )
+
+
+def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
+    """Checks that MHLA does not add more parameters than the model has, before there is memory for them.
+
+    Args:
+        model: The model.
+        missing_keys: Names of its tensors that no checkpoint gives.
+
+    Raises:
+        ValueError: See [`check_new_size`][mhla_hf.models.bounds.check_new_size].
+    """
+    if any(".mhla." in key for key in missing_keys):
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        check_new_size({name: shape for name, shape in shapes.items() if ".mhla." not in name}, shapes)
 
 
 def _layer(name: str) -> str | None:

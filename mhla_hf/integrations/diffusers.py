@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MHLA models in diffusers: as names of its namespace, in its loaders, in `from_pipe` and in saved pipelines.
+
+A pipeline's `model_index.json` names each component as `[library, class]`, and diffusers refuses libraries that it
+does not know for Hub repositories. So the MHLA classes say that they live in `diffusers`, and `diffusers.MHLA…`
+resolves to them. Nothing is imported before it is asked for: importing diffusers takes seconds.
+
+`WanTransformer3DModel.from_pretrained` of an MHLA directory would drop its trained weights with a warning, also where
+modular pipelines and hand-edited indices name that class. Here it returns the MHLA model instead, as diffusers itself
+does for classes that were renamed; subclasses and other models refuse.
+
+`Pipeline.from_pipe` takes over the models whose class is the very one of the new pipeline's type hints. An MHLA class
+is a subclass of that, so it is handed over as if the caller had named it.
+
+A pipeline notes the class of a component when it is given one. Where its model was converted since, the index is
+brought up to date as the pipeline is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
+from ..utils.compat import unwrap, wrap
+from ..utils.compat.diffusers import component_types, hook_single_files, set_modular_component_type
+from .adapters import extend_lora_loaders
+from .import_hooks import after_import, extend
+
+
+# Where a configuration is looked for.
+_LOCATION_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+# In names of weights: as this package saves them, and as the authors of MHLA do.
+_MHLA_WEIGHTS = (".mhla.", ".block_attn.")
+
+# Directories that are loaded as MHLA whatever class is asked to, with arguments for `from_pretrained`.
+_as_mhla: ContextVar[Mapping[str, Mapping[str, Any]]] = ContextVar("as_mhla", default=MappingProxyType({}))
+
+
+def register_with_diffusers() -> None:
+    """Tells diffusers about the MHLA classes, now or as soon as it is imported; a second call does nothing.
+
+    Unsupported versions of diffusers only learn the names, which raise an error with the supported range.
+    """
+    after_import("diffusers", _extend_namespace)
+    extend("diffusers", "diffusers.configuration_utils", _extend_configurations)
+    extend("diffusers", "diffusers.models.modeling_utils", _extend_models)
+    extend("diffusers", "diffusers.loaders.single_file_model", _extend_single_files)
+    extend("diffusers", "diffusers.loaders.lora_pipeline", extend_lora_loaders)
+    extend("diffusers", "diffusers.pipelines.pipeline_utils", _extend_pipelines)
+    extend("diffusers", "diffusers.modular_pipelines.modular_pipeline", _extend_modular_pipelines)
+
+
+def uninstall() -> None:
+    """Restores the classes and modules of diffusers; the names of the MHLA classes stay."""
+    unwrap("diffusers")
+
+
+# Names.
+
+
+def _extend_namespace(module: ModuleType) -> None:
+    base = type(module)
+    if getattr(base, "_resolves_mhla_classes", False):
+        return
+
+    class DiffusersWithMHLA(base):  # type: ignore[misc, valid-type]
+        _resolves_mhla_classes = True
+
+        def __getattr__(self, name: str) -> Any:
+            if name in MHLA_CLASSES:
+                return MHLA_CLASSES[name].load_class()
+            parent = getattr(super(), "__getattr__", None)
+            if parent is None:
+                raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            return parent(name)
+
+        def __dir__(self) -> list[str]:
+            return sorted({*super().__dir__(), *MHLA_CLASSES})
+
+    module.__class__ = DiffusersWithMHLA
+
+
+# Loading.
+
+
+@contextmanager
+def loading_as_mhla(directories: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Makes `from_pretrained` load these directories as MHLA, so that diffusers loads a pipeline's parts as it does.
+
+    Args:
+        directories: Arguments for the MHLA class by model directory, as diffusers will name it.
+    """
+    token = _as_mhla.set(directories)
+    try:
+        yield
+    finally:
+        _as_mhla.reset(token)
+
+
+def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
+    """Returns the MHLA class that has to load a configuration in place of a softmax class.
+
+    Args:
+        model_class: The class that was asked to load it.
+        config: The configuration.
+
+    Returns:
+        The class; `None` if `model_class` may load it itself.
+
+    Raises:
+        ValueError: If it is an MHLA configuration and there is no such class for `model_class`.
+    """
+    name = config.get("_class_name")
+    if name is None and isinstance(config.get("mhla"), Mapping) and model_class.__name__ in FAMILIES:
+        # Of a model that was neither saved nor loaded.
+        name = FAMILIES[model_class.__name__].mhla_class
+    if not isinstance(name, str) or name not in MHLA_CLASSES:
+        return None
+    target = MHLA_CLASSES[name].load_class()
+    if issubclass(model_class, target):
+        return None
+    if model_class.__name__ == MHLA_CLASSES[name].upstream and issubclass(target, model_class):
+        return target
+    raise ValueError(f"This is an MHLA checkpoint, which {model_class.__name__} would load without MHLA. Use {name}.")
+
+
+def _mhla_class_at(model_class: Any, location: Any, options: Mapping[str, Any]) -> Any:
+    """As [`mhla_class_of`], for the configuration at a location; `options` are those of the loading call."""
+    where = {name: options[name] for name in _LOCATION_OPTIONS if name in options}
+    return mhla_class_of(model_class, model_class.load_config(location, **where))
+
+
+def _extend_configurations(module: ModuleType) -> None:
+    wrap("diffusers", module.ConfigMixin, "from_config", _from_config)
+
+
+def _from_config(original: Any, cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`from_config` of softmax classes returns MHLA models for MHLA configurations."""
+    target = None
+    if isinstance(config, Mapping):
+        target = mhla_class_of(cls, config)
+    elif config is not None and cls.__name__ in FAMILIES:
+        target = _mhla_class_at(cls, config, kwargs)
+    return original(cls, config, *args, **kwargs) if target is None else target.from_config(config, *args, **kwargs)
+
+
+def _extend_models(module: ModuleType) -> None:
+    wrap("diffusers", module.ModelMixin, "from_pretrained", _from_pretrained)
+
+
+def _from_pretrained(
+    original: Any, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """`from_pretrained` of softmax classes returns MHLA models for MHLA checkpoints.
+
+    Other classes need no look at the configuration beforehand: their `from_config` refuses it.
+    """
+    options = _as_mhla.get().get(str(pretrained_model_name_or_path))
+    kwargs.update(options or {})
+    if cls.__name__ in FAMILIES:
+        target = FAMILIES[cls.__name__].load_class() if options is not None else None
+        if target is None:
+            target = _mhla_class_at(cls, pretrained_model_name_or_path, kwargs)
+        if target is not None:
+            return target.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+
+def _extend_single_files(module: ModuleType) -> None:
+    hook_single_files(module, _should_convert)
+
+
+def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict: Any) -> Any:
+    """`from_single_file` refuses files that hold MHLA weights, which it would leave out."""
+    wanted, found = (
+        {name for name in weights if any(part in name for part in _MHLA_WEIGHTS)}
+        for weights in (model_state_dict, checkpoint_state_dict)
+    )
+    if wanted != found:
+        example = min(wanted ^ found)
+        kind = "MHLA weights" if found else "no MHLA weights"
+        raise ValueError(
+            f"This file has {kind}, and the model's configuration is of another kind ({example}). Load MHLA "
+            "models from their directories, and the authors' checkpoints after mhla-hf import-official."
+        )
+    return original(model_state_dict, checkpoint_state_dict)
+
+
+# Pipelines.
+
+
+def _extend_pipelines(module: ModuleType) -> None:
+    wrap("diffusers", module.DiffusionPipeline, "from_pipe", _from_pipe)
+    wrap("diffusers", module.DiffusionPipeline, "save_pretrained", _save_pipeline)
+
+
+def _extend_modular_pipelines(module: ModuleType) -> None:
+    wrap("diffusers", module.ModularPipeline, "save_pretrained", _save_modular_pipeline)
+
+
+def _mhla_parts(pipeline: Any) -> dict[str, Any]:
+    """The components that are MHLA, compiled or not, by name."""
+    parts = {name: getattr(part, "_orig_mod", part) for name, part in pipeline.components.items()}
+    return {name: part for name, part in parts.items() if is_mhla_class(type(part).__name__)}
+
+
+def _from_pipe(original: Any, cls: Any, pipeline: Any, **kwargs: Any) -> Any:
+    ours = {name: part for name, part in pipeline.components.items() if is_mhla_class(type(part).__name__)}
+    if ours and kwargs.get("custom_pipeline") is None:
+        expected = component_types(cls)
+        fitting = {name: part for name, part in ours.items() if isinstance(part, expected.get(name, ()))}
+        kwargs = {**fitting, **kwargs}
+    return original(cls, pipeline, **kwargs)
+
+
+def _save_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+    for name, part in _mhla_parts(pipeline).items():
+        pipeline.register_to_config(**{name: ("diffusers", type(part).__name__)})
+    return original(pipeline, *args, **kwargs)
+
+
+def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+    for name, part in _mhla_parts(pipeline).items():
+        entry = pipeline.config.get(name)
+        if isinstance(entry, (list, tuple)) and len(entry) == 3:
+            set_modular_component_type(pipeline, name, type(part))
+            named = ("diffusers", type(part).__name__)
+            pipeline.register_to_config(**{name: (*named, {**entry[2], "type_hint": named})})
+    return original(pipeline, *args, **kwargs)
