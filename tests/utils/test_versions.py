@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from mhla_hf.utils.compat import SUPPORTED, UnsupportedVersionError, check_version
-from tests import ROOT, tiny
+from tests import ROOT
 
 
 LLAMA = """
@@ -40,7 +40,14 @@ WAN = """
 def run(program: str, *folders: Path, site: bool = True) -> tuple[dict, list[str]]:
     """Runs a program that finds packages in these folders first; returns its last line, and its warnings of ours."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT]))}
-    command = [sys.executable, *([] if site else ["-S"]), "-W", "always::RuntimeWarning", "-c", textwrap.dedent(program)]
+    command = [
+        sys.executable,
+        *([] if site else ["-S"]),
+        "-W",
+        "always::RuntimeWarning",
+        "-c",
+        textwrap.dedent(program),
+    ]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     warnings = [line for line in result.stderr.splitlines() if "RuntimeWarning: MHLA models" in line]
@@ -97,7 +104,6 @@ def test_the_range_is_that_of_pyproject(library):
 
 
 def test_unsupported_transformers_refuse_mhla_and_leave_diffusers(tmp_path):
-    tiny.tiny_llama = None
     report, warnings = run(
         f"""
         import json, sys
