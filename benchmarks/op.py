@@ -5,7 +5,7 @@
 python benchmarks/op.py --json op.json --plot op.png
 """
 
-from mhla_hf.cli.bench_speed import operator_command
+from mhla_hf.cli.bench import operator_command
 from mhla_hf.cli.errors import run_script
 
 

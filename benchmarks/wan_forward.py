@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from mhla_hf.cli.bench_speed import model_command
+from mhla_hf.cli.bench import model_command
 from mhla_hf.cli.errors import run_script
 
 

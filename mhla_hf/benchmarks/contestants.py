@@ -1,215 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator is measured against, as data: each contestant with what it needs and how it is called."""
+"""The attention that the operator is compared with, as a table: each contestant with its requirements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from ..config import MHLAConfig
-from ..layers.mixing import initial_mixing
-from ..ops import mhla_attention, triton_obstacle
-from . import paths, peers
+from ..ops import triton_obstacle
+from . import attention
+from .attention import Inputs
 from .shapes import OperatorShape
 
 
-EPS = 1e-6
-# Logarithm of what a gated contestant keeps of the past at every token.
-_LOG_DECAY = -0.01
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One set of tensors for a shape.
-
-    Args:
-        query: Positive features `[B, T, H, K]`.
-        key: The same of keys.
-        value: `[B, T, H, V]`.
-        mixing: float32 `[M, M]`.
-        decay: float32 `[B, T, H]`, logarithms.
-        gradient: Of the output, `[B, T, H, V]`.
-        gate: What a gate's projection puts out: the numbers of `value` again, which nothing reads together with it.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mixing: torch.Tensor
-    decay: torch.Tensor
-    gradient: torch.Tensor
-    gate: torch.Tensor
-
-    @property
-    def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value."""
-        return self.query, self.key, self.value
-
-    def differentiable(self) -> Inputs:
-        """The same tensors, whose gradients are wanted."""
-        parts = (*self.tokens, self.mixing, self.gate)
-        query, key, value, mixing, gate = (part.detach().requires_grad_() for part in parts)
-        return replace(self, query=query, key=key, value=value, mixing=mixing, gate=gate)
-
-
-def make_inputs(shape: OperatorShape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Random inputs of a shape: `elu(x) + 1` of normal queries and keys, normal values and gradients."""
-    generator = torch.Generator(device).manual_seed(seed)
-    size = (shape.batch, shape.tokens, shape.heads, shape.width)
-    query, key, value, gradient = (
-        torch.randn(size, generator=generator, dtype=dtype, device=device) for _ in range(4)
-    )
-    layout = shape.layout()
-    mixing = initial_mixing(MHLAConfig(causal=shape.causal, **_block_options(shape)), layout.blocks).to(device)
-    decay = torch.full(size[:3], _LOG_DECAY, device=device)
-    return Inputs(F.elu(query) + 1, F.elu(key) + 1, value, mixing, decay, gradient, value)
-
-
-def _block_options(shape: OperatorShape) -> dict[str, Any]:
-    return {"block_size": (shape.chunk,)} if shape.causal else {}
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """One way to attend.
-
-    Args:
-        name: What `--contestants` calls it.
-        family: `"mhla"`, `"softmax"` or `"linear"`, which tells its floating-point operations.
-        attend: Called with inputs, shape, normaliser and the backend of torch.compile; returns `[B, T, H, V]`.
-        obstacle: Called with shape, dtype and device: why it cannot run there, None if it can.
-        normalizers: Those it is measured with; `None` stands for its own.
-        usual: Whether it is measured when no contestants are named.
-        compiled: Whether torch.compile makes it.
-        whole_path: Whether it takes projections, and does what a layer does before and after the operator too.
-    """
-
-    name: str
-    family: str
-    attend: Callable[[Inputs, OperatorShape, str | None, str], torch.Tensor]
-    obstacle: Callable[[OperatorShape, torch.dtype, torch.device], str | None] = lambda *_: None
-    normalizers: tuple[str | None, ...] = ("none", "query")
-    usual: bool = True
-    compiled: bool = False
-    whole_path: bool = False
-
-
-def _mhla(backend: str, compiled: bool = False) -> Callable[..., torch.Tensor]:
-    def attend(inputs: Inputs, shape: OperatorShape, normalizer: str | None, compile_backend: str) -> torch.Tensor:
-        operator = _compiled_operator(compile_backend) if compiled else mhla_attention
-        return operator(
-            *inputs.tokens,
-            inputs.mixing,
-            shape.layout(),
-            normalizer=normalizer or "query",
-            causal=shape.causal,
-            eps=EPS,
-            backend=backend,
-        )
-
-    return attend
-
-
-@cache
-def _compiled_operator(compile_backend: str) -> Callable[..., torch.Tensor]:
-    return torch.compile(mhla_attention, backend=compile_backend, dynamic=False)
-
-
-def _triton_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
+def _kernels(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
     if device.type != "cuda":
         # Interpreted kernels, which tests run on CPUs, say nothing about time.
         return f"the kernels run on GPUs, and the tensors are on {device.type}"
     return triton_obstacle(torch.empty(1, 1, 1, shape.width, dtype=dtype, device=device))
 
 
-def _softmax(backend: SDPBackend | None) -> Callable[..., torch.Tensor]:
-    def attend(inputs: Inputs, shape: OperatorShape, *_: object) -> torch.Tensor:
-        return peers.softmax_attention(*inputs.tokens, shape.causal, backend)
+def _fused(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    from ..ops.triton import fused_launch
 
-    return attend
-
-
-def _mhla_path(backend: str, fused: bool) -> Callable[..., torch.Tensor]:
-    def attend(inputs: Inputs, shape: OperatorShape, normalizer: str | None, _: str) -> torch.Tensor:
-        return paths.mhla_path(inputs, shape, normalizer or "query", backend, fused)
-
-    return attend
+    fits = fused_launch.fits(shape.width, shape.width, True, dtype)
+    return None if fits else "heads are too wide for the fused kernels in this type"
 
 
-def _softmax_path(backend: SDPBackend | None) -> Callable[..., torch.Tensor]:
-    def attend(inputs: Inputs, shape: OperatorShape, *_: object) -> torch.Tensor:
-        return paths.softmax_path(inputs, shape, backend)
+Requirement = Callable[[OperatorShape, torch.dtype, torch.device], str | None]
 
-    return attend
-
-
-def _path_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    return "attention in both directions only" if shape.causal else None
-
-
-def _triton_path_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    return _path_obstacle(shape, dtype, device) or _triton_obstacle(shape, dtype, device)
-
-
-def _fused_path_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    obstacle = _triton_path_obstacle(shape, dtype, device)
-    return obstacle or (None if paths.fits(shape, dtype) else "heads are too wide for the fused kernels in this type")
+REQUIREMENTS: dict[str, Requirement] = {
+    "gpu": lambda shape, dtype, device: None if device.type == "cuda" else f"runs on GPUs only, not on {device.type}",
+    "kernels": _kernels,
+    "fused": _fused,
+    "causal": lambda shape, dtype, device: None if shape.causal else "causal attention only",
+    "bidirectional": lambda shape, dtype, device: "attention in both directions only" if shape.causal else None,
+    "fla": lambda shape, dtype, device: (
+        None
+        if find_spec("fla") is not None
+        else "flash-linear-attention is not installed (pip install flash-linear-attention)"
+    ),
+}
+"""Checks by name; each returns why a contestant cannot run there, None if it can."""
 
 
-def _needs_gpu(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"runs on GPUs only, not on {device.type}"
+@dataclass(frozen=True)
+class Contestant:
+    """One kind of attention.
+
+    Args:
+        name: Name for `--contestants`.
+        family: `"mhla"`, `"softmax"` or `"linear"`, for counting floating-point operations.
+        attend: Called with inputs, shape, normaliser and the backend of torch.compile; returns `[B, T, H, V]`.
+        requires: Names of `REQUIREMENTS`, checked in this order.
+        normalizers: Normalisers it is measured with; `None` stands for its own.
+        usual: Whether it is measured when no contestants are named.
+        compiled: Whether torch.compile compiles it.
+        whole_path: Whether it computes from projections on, as a layer does, and not the operator alone.
+    """
+
+    name: str
+    family: str
+    attend: Callable[[Inputs, OperatorShape, str | None, str], torch.Tensor]
+    requires: tuple[str, ...] = ()
+    normalizers: tuple[str | None, ...] = ("none", "query")
+    usual: bool = True
+    compiled: bool = False
+    whole_path: bool = False
+
+    def obstacle(self, shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why it cannot run with this shape, type and device; None if it can."""
+        reasons = (REQUIREMENTS[name](shape, dtype, device) for name in self.requires)
+        return next((reason for reason in reasons if reason is not None), None)
 
 
-def _linear(inputs: Inputs, shape: OperatorShape, normalizer: str | None, _: str) -> torch.Tensor:
-    eps = EPS if normalizer == "query" else None
-    if shape.chunk is not None:
-        return peers.causal_linear_attention(*inputs.tokens, eps, shape.chunk)
-    return peers.linear_attention(*inputs.tokens, eps)
+def _softmax(name: str, backend: SDPBackend | None, *requires: str, usual: bool = True) -> Contestant:
+    attend = partial(attention.softmax, backend=backend)
+    return Contestant(name, "softmax", attend, requires, normalizers=(None,), usual=usual)
 
 
-def _fla(name: str) -> Callable[..., torch.Tensor]:
-    def attend(inputs: Inputs, shape: OperatorShape, normalizer: str | None, _: str) -> torch.Tensor:
-        return peers.fla_attention(name, *inputs.tokens, inputs.decay, normalizer == "query")
-
-    return attend
+def _path(name: str, backend: str, *requires: str, fused: bool = False) -> Contestant:
+    attend = partial(attention.mhla_path, backend=backend, fused=fused)
+    return Contestant(name, "mhla", attend, ("bidirectional", *requires), whole_path=True)
 
 
-def _fla_obstacle(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    if not shape.causal:
-        return "causal attention only"
-    return peers.fla_obstacle() or _needs_gpu(shape, dtype, device)
-
+_COMPILED = partial(attention.mhla, backend="torch", compiled=True)
+_GATED = partial(attention.fla, name="simple_gla")
+_FLA = ("causal", "fla", "gpu")
 
 CONTESTANTS: dict[str, Contestant] = {
     contestant.name: contestant
     for contestant in (
-        Contestant("mhla-torch", "mhla", _mhla("torch")),
-        Contestant("mhla-triton", "mhla", _mhla("triton"), _triton_obstacle),
-        Contestant("mhla-compiled", "mhla", _mhla("torch", compiled=True), usual=False, compiled=True),
-        Contestant("softmax", "softmax", _softmax(None), normalizers=(None,)),
-        Contestant("softmax-flash", "softmax", _softmax(SDPBackend.FLASH_ATTENTION), _needs_gpu, (None,)),
-        Contestant("softmax-cudnn", "softmax", _softmax(SDPBackend.CUDNN_ATTENTION), _needs_gpu, (None,)),
-        Contestant("softmax-math", "softmax", _softmax(SDPBackend.MATH), normalizers=(None,), usual=False),
-        Contestant("linear", "linear", _linear),
-        Contestant("fla-linear", "linear", _fla("chunk_linear_attn"), _fla_obstacle),
-        Contestant("mhla-path-torch", "mhla", _mhla_path("torch", False), _path_obstacle, whole_path=True),
-        Contestant("mhla-path-triton", "mhla", _mhla_path("triton", False), _triton_path_obstacle, whole_path=True),
-        Contestant("mhla-path-fused", "mhla", _mhla_path("triton", True), _fused_path_obstacle, whole_path=True),
-        Contestant("softmax-path", "softmax", _softmax_path(None), _path_obstacle, (None,), whole_path=True),
-        Contestant("fla-simple-gla", "linear", _fla("chunk_simple_gla"), _fla_obstacle, (None,)),
+        Contestant("mhla-torch", "mhla", partial(attention.mhla, backend="torch")),
+        Contestant("mhla-triton", "mhla", partial(attention.mhla, backend="triton"), ("kernels",)),
+        Contestant("mhla-compiled", "mhla", _COMPILED, usual=False, compiled=True),
+        _softmax("softmax", None),
+        _softmax("softmax-flash", SDPBackend.FLASH_ATTENTION, "gpu"),
+        _softmax("softmax-cudnn", SDPBackend.CUDNN_ATTENTION, "gpu"),
+        _softmax("softmax-math", SDPBackend.MATH, usual=False),
+        Contestant("linear", "linear", attention.linear),
+        Contestant("fla-linear", "linear", partial(attention.fla, name="linear_attn"), _FLA),
+        _path("mhla-path-torch", "torch"),
+        _path("mhla-path-triton", "triton", "kernels"),
+        _path("mhla-path-fused", "triton", "kernels", "fused", fused=True),
+        Contestant("softmax-path", "softmax", attention.softmax_path, ("bidirectional",), (None,), whole_path=True),
+        Contestant("fla-simple-gla", "linear", _GATED, _FLA, (None,)),
     )
 }
 """All contestants by name."""
 
 
 def choose_contestants(names: Sequence[str] | None) -> list[Contestant]:
-    """The contestants of some names, or the usual ones.
+    """The contestants with some names, or the usual ones.
 
     Raises:
         ValueError: If a name is unknown.

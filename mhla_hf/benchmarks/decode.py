@@ -2,11 +2,10 @@
 """Decoding with an MHLA cache against a KV cache: memory, and seconds per token, at growing contexts.
 
 One model does both: with its attention implementation set to `"sdpa"` the same weights attend by softmax. The MHLA
-cache is filled by running random tokens through the model, in parts. The KV cache is filled with random keys and
-values, since a prompt costs softmax attention the square of its length and what the cache holds changes neither its
-size nor the time of a token. So prompts are not timed, only tokens after them.
-
-All contexts and both caches of a dtype are in memory together and take turns token by token.
+cache is filled by running random tokens through the model in parts, the KV cache with random keys and values: a prompt
+costs softmax attention the square of its length, and the cache's values change neither its size nor the time of a
+token. Tokens after the prompt are timed, not the prompt. All contexts and both caches of a dtype are in memory at the
+same time and take turns token by token.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from ..utils.machine import choose_device, machine_facts, synchronize
 
 
 CACHES = ("dynamic", "static")
-# Of a model made for the measurement.
 VOCABULARY = 1024
-# Tokens of a prompt that run through the model at once.
+"""Vocabulary of the random model."""
+
 PREFILL_TOKENS = 512
+"""Tokens of a prompt that run through the model at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
-    """What [`measure_decoding`] measures.
+    """Options of [`measure_decoding`].
 
     Args:
         model: Directory or Hub id of a causal language model, MHLA or not; `None` for a Llama with random weights.
-        hidden_size: Width of the random model, and below its number of layers, query heads and key/value heads.
-        layers: See `hidden_size`.
-        heads: See `hidden_size`.
-        kv_heads: See `hidden_size`; `None` for as many as `heads`.
+        hidden_size: Width of the random model.
+        layers: Layers of the random model.
+        heads: Query heads of the random model.
+        kv_heads: Key/value heads of the random model; `None` for as many as `heads`.
         block_size: Tokens of a block; `None` for the default. Not for a model that is MHLA already.
         feature_map: A feature map of `MHLAConfig`; `None` for the default. Not for a model that is MHLA already.
         contexts: Numbers of tokens in the cache when decoding starts.
-        dtypes: Types that the model is run in, each with its own measurement; `None` for bfloat16 on a GPU and float32
-            on a CPU.
+        dtypes: Types of the model, each with its own measurement; `None` for bfloat16 on a GPU and float32 on a CPU.
         cache: `"dynamic"` (what `generate` uses by default; a dynamic KV cache copies itself for every token) or
             `"static"` (allocated at once).
         tokens: Timed tokens; a block or more, so that the mean contains the work that comes once a block.
         warmup: Tokens before them that are not timed.
         batch_size: Sequences that decode side by side.
-        device: Where to run; `None` for a GPU if there is one.
+        device: Device to run on; `None` for a GPU if there is one.
 
     Raises:
         ValueError: If a number is not positive or a name unknown.
@@ -90,12 +89,12 @@ class DecodeOptions:
             parse_dtype(dtype)
 
 
-def measure_decoding(options: DecodeOptions, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+def measure_decoding(options: DecodeOptions, progress: Callable[[str], None] = lambda dtype: None) -> dict[str, Any]:
     """Measures memory and time of decoding with both caches.
 
     Args:
-        options: What to measure.
-        progress: Is told what comes next.
+        options: Options of the measurement.
+        progress: Called with each dtype before it is measured.
 
     Returns:
         A report ready for JSON: `machine`, `model`, `options`, `results` (one row for each dtype and context, with
@@ -110,8 +109,7 @@ def measure_decoding(options: DecodeOptions, progress: Callable[[str], None] | N
     results = []
     model: Any = None
     for dtype in dtypes:
-        if progress is not None:
-            progress(dtype)
+        progress(dtype)
         model = _load(options, parse_dtype(dtype), device)
         rows = _measure(model, sorted(options.contexts), options)
         results += [{"dtype": dtype, **row} for row in rows]
@@ -216,7 +214,7 @@ def _fill_with_tokens(model: Any, cache: Any, context: int, batch_size: int) -> 
 
 
 def _fill_with_random_states(model: Any, cache: Any, context: int, batch_size: int) -> None:
-    """Lets one token through the model, which tells the shapes, and adds random keys and values after it."""
+    """Runs one token through the model, which gives the shapes, and appends random keys and values."""
     token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
     model.base_model(input_ids=token, past_key_values=cache, use_cache=True)
     for index, layer in enumerate(cache.layers):

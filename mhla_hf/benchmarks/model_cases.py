@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that are measured whole, as data."""
+"""Models that are measured whole."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class ModelCase:
     """One diffusion transformer at one size of its input.
 
     Args:
-        name: What `--models` calls it.
+        name: Name for `--models`.
         model_class: The diffusers class.
-        attention: What its own self-attention is: `"softmax"` or `"linear"`.
+        attention: Kind of its own self-attention, `"softmax"` or `"linear"`.
         sizes: Arguments of its constructor.
-        mhla: Options of its MHLA version.
+        mhla: MHLA options of its MHLA version.
         batch: Inputs side by side.
         latents: `[C, ...]` of one input.
-        tokens: T of its self-attention.
-        context: Tokens and width of the text; None for a model without.
-        classes: Number of class labels; None for a model without.
+        tokens: Tokens of its self-attention.
+        context: Tokens and width of the text; None without one.
+        classes: Number of class labels; None without one.
         quick: Whether `--quick` measures it.
     """
 
@@ -153,12 +153,12 @@ MODEL_CASES: dict[str, ModelCase] = {
 
 
 def choose_models(names: Sequence[str] | None, device: torch.device, quick: bool) -> list[ModelCase]:
-    """The models of some names, or those that suit a device.
+    """The models with some names, or those that suit a device.
 
     Args:
         names: Names of `MODEL_CASES`; None for all on a GPU, and the small ones on a CPU.
-        device: Where they run.
-        quick: Only the few quick ones, where no names are given.
+        device: Device that they run on.
+        quick: The few quick ones only, without names.
 
     Raises:
         ValueError: If a name is unknown.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models with random weights: a forward pass, or a step of training, with their own attention and with MHLA."""
+"""Whole models with random weights: a forward pass or a training step, with their own attention and with MHLA."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -13,34 +14,33 @@ import torch.nn as nn
 
 from ..models.registry import mhla_class_for
 from .contestants import CONTESTANTS
+from .measuring import SpeedOptions, check_environment, failure_reason, fill_rows, free_memory
 from .model_cases import ModelCase, choose_models
 from .shapes import OperatorShape
-from .speed import SpeedOptions, check_environment, fill_rows
-from .timing import failure_reason, free_memory
 
 
 ORDINARY = "ordinary"
-"""The diffusers class as it is."""
+"""The diffusers class with its own attention."""
 
 VARIANTS = (ORDINARY, "mhla-torch", "mhla-triton")
-"""What is measured: the ordinary model, and its MHLA version by each backend."""
+"""Contestants: the ordinary model, and its MHLA version by each backend."""
 
-PASSES = ("forward", "train")
+STEPS = ("forward", "train")
 
-_SETS = 3
+_INPUTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(SpeedOptions):
-    """What [`measure_models`] measures; further options are those of [`SpeedOptions`].
+    """Options of [`measure_models`], besides those of [`SpeedOptions`].
 
     Args:
-        step: `"forward"`, without gradients, or `"train"`: forward, backward and what `optimizer` says.
+        step: `"forward"`, without gradients, or `"train"`: forward, backward and optionally the optimizer.
         models: Names of `MODEL_CASES`; None for those that suit the device.
         contestants: Names of `VARIANTS`.
-        compile_backend: Compile every transformer block with this backend of torch.compile; None for not doing so.
-        checkpointing: Whether training keeps only the blocks' inputs and computes the rest again.
-        optimizer: Whether a step of training ends with one of AdamW.
+        compile_backend: Backend of torch.compile for every transformer block; None for no compilation.
+        checkpointing: Gradient checkpointing of the blocks in training.
+        optimizer: End a training step with one of AdamW.
 
     Raises:
         ValueError: If a name is unknown or a number is not positive.
@@ -56,8 +56,8 @@ class ModelOptions(SpeedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step not in PASSES:
-            raise ValueError(f"step={self.step!r} must be one of {', '.join(PASSES)}.")
+        if self.step not in STEPS:
+            raise ValueError(f"step={self.step!r} must be one of {', '.join(STEPS)}.")
         for name in self.contestants:
             if name not in VARIANTS:
                 raise ValueError(f"contestants={name!r} must be one of {', '.join(VARIANTS)}.")
@@ -66,30 +66,29 @@ class ModelOptions(SpeedOptions):
 
 def measure_models(
     options: ModelOptions,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda case: None,
     cases: Sequence[ModelCase] | None = None,
 ) -> dict[str, Any]:
     """Measures time and memory of whole models.
 
     Args:
-        options: What to measure.
-        progress: Is told what comes next.
-        cases: In place of those that the options name.
+        options: Options of the measurement.
+        progress: Called with the name of each case before it is measured.
+        cases: Cases in place of those that the options name.
 
     Returns:
         A report ready for JSON: `machine`, `options`, `models` and `results`, one row for each model and contestant.
         Rows of contestants that did not run have `reason` and no figures.
 
     Raises:
-        ValueError: If the environment decides which backend MHLA takes.
+        ValueError: If an environment variable overrides MHLA's backend.
     """
     check_environment()
     device, dtype = options.place()
     chosen = choose_models(options.models, device, options.quick) if cases is None else list(cases)
     rows: list[dict[str, Any]] = []
     for case in chosen:
-        if progress is not None:
-            progress(f"{case.name}, {options.step}")
+        progress(f"{case.name}, {options.step}")
         rows += _measure_case(case, options, dtype, device)
         free_memory(device)
     sizes = {case.name: asdict(case) for case in chosen}
@@ -103,26 +102,26 @@ def _measure_case(
         torch.compiler.reset()
     inputs, failure = [], None
     try:
-        inputs = [case.inputs(dtype, device, seed) for seed in range(_SETS)]
-    except RuntimeError as error:  # Of memory, which may suffice for the next model.
+        inputs = [case.inputs(dtype, device, seed) for seed in range(_INPUTS)]
+    except RuntimeError as error:  # Out of memory, which may suffice for the next model.
         failure = failure_reason(error)
     rows: dict[str, dict[str, Any]] = {}
     runs = {}
     for name in options.contestants:
-        row: dict[str, Any] = {"model": case.name, "tokens": case.tokens, "contestant": name, "reason": None}
-        row["attention"] = case.attention if name == ORDINARY else "mhla"
+        attention = case.attention if name == ORDINARY else "mhla"
+        row: dict[str, Any] = {"model": case.name, "tokens": case.tokens, "contestant": name, "attention": attention}
         rows[name] = row
-        try:
-            row["reason"] = failure or _obstacle(name, dtype, device)
-            if row["reason"] is None:
+        row["reason"] = failure or _obstacle(name, dtype, device)
+        if row["reason"] is None:
+            try:
                 model = _make_model(case, name, options, dtype, device)
-                row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-                runs[name] = _runner(model, inputs, options)
-        except Exception as error:  # What a contestant cannot do is a result, whatever it raises.
-            row["reason"] = failure_reason(error)
-            free_memory(device)
-    # Eager models are bound by launches often enough: those are part of what users wait for.
-    fill_rows(rows, runs, device, options, alone=True)
+            except Exception as error:  # A model that cannot be built is a result, whatever it raises.
+                row["reason"] = failure_reason(error)
+                free_memory(device)
+                continue
+            row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+            runs[name] = _runner(model, cycle(inputs), options)
+    fill_rows(rows, runs, device, options)
     ordinary = rows.get(ORDINARY, {}).get("milliseconds")
     for row in rows.values():
         if row["reason"] is None:
@@ -133,7 +132,7 @@ def _measure_case(
 def _obstacle(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
     if name == ORDINARY:
         return None
-    # The narrowest problem: what stands in its way stands in every model's.
+    # The narrowest problem: an obstacle to it is one to every model.
     shape = OperatorShape(name="", group="", batch=1, heads=1, width=16, grid=(16,))
     return CONTESTANTS[name].obstacle(shape, dtype, device)
 
@@ -162,7 +161,7 @@ def _make_model(
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Casts parameters as `from_pretrained` does, which leaves those in float32 that a class keeps so."""
+    """Casts parameters as `from_pretrained` does: those that the class keeps in float32 stay so."""
     kept = set(model._keep_in_fp32_modules or ())
     for name, parameter in model.named_parameters():
         if kept.isdisjoint(name.split(".")):
@@ -174,29 +173,24 @@ def _transformer_blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def _runner(
-    model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]], options: ModelOptions
-) -> Callable[[int], torch.Tensor | None]:
+    model: nn.Module, inputs: Iterator[dict[str, torch.Tensor]], options: ModelOptions
+) -> Callable[[], torch.Tensor | None]:
     if options.step == "forward":
         return partial(_forward, model, inputs)
-    optimizer = None
-    if options.optimizer:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6) if options.optimizer else None
     return partial(_train, model, inputs, optimizer)
 
 
 @torch.no_grad()
-def _forward(model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]], turn: int) -> torch.Tensor:
-    return model(**inputs[turn % len(inputs)], return_dict=False)[0]
+def _forward(model: nn.Module, inputs: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
+    return model(**next(inputs), return_dict=False)[0]
 
 
 def _train(
-    model: nn.Module,
-    inputs: Sequence[dict[str, torch.Tensor]],
-    optimizer: torch.optim.Optimizer | None,
-    turn: int,
+    model: nn.Module, inputs: Iterator[dict[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """A step; gradients are gone after it, so that each contestant's are in memory only while it runs."""
-    output = model(**inputs[turn % len(inputs)], return_dict=False)[0]
+    """A training step; frees its gradients, so that a contestant's are in memory only while it runs."""
+    output = model(**next(inputs), return_dict=False)[0]
     output.float().square().mean().backward()
     if optimizer is not None:
         optimizer.step()

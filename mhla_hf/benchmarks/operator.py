@@ -1,40 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator by itself: MHLA, softmax and other linear attention at the sizes of models, and the floor below all.
+"""The operator alone: MHLA, softmax and linear attention at the sizes of models, and the floor set by memory.
 
-The floor of a shape is the time that a copy takes to move q, k, v and o once (and their gradients once, where there is
-a backward pass), at the bandwidth that is measured first.
+The floor of a shape is the time of a copy of q, k, v and o (and of their gradients with a backward pass) at the
+bandwidth that is measured first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
 
 from ..utils.machine import last_cache_bytes
-from .contestants import CONTESTANTS, Contestant, Inputs, choose_contestants, make_inputs
+from .attention import Inputs, make_inputs
+from .contestants import CONTESTANTS, Contestant, choose_contestants
+from .measuring import (
+    COPY_BYTES,
+    SpeedOptions,
+    check_environment,
+    copy_bandwidth,
+    failure_reason,
+    fill_rows,
+    free_memory,
+)
 from .shapes import OperatorShape, choose_shapes
-from .speed import SpeedOptions, check_environment, fill_rows
-from .timing import COPY_BYTES, copy_bandwidth, failure_reason, free_memory
 
 
 DIRECTIONS = ("forward", "forward+backward")
-# Sets of inputs that take turns: enough to be larger than the cache twice over, and no more than this.
 _MOST_SETS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorOptions(SpeedOptions):
-    """What [`measure_operator`] measures; further options are those of [`SpeedOptions`].
+    """Options of [`measure_operator`], besides those of [`SpeedOptions`].
 
     Args:
         shapes: Names of `SHAPES`; None for those that suit the device.
         contestants: Names of `CONTESTANTS`; None for the usual ones.
-        backward: Whether to measure forward and backward together too.
-        compile_backend: Of torch.compile, for the contestant that is compiled.
+        backward: Measure forward and backward together as well.
+        compile_backend: Backend of torch.compile, for the contestant that is compiled.
 
     Raises:
         ValueError: If a name is unknown or a number is not positive.
@@ -53,15 +61,15 @@ class OperatorOptions(SpeedOptions):
 
 def measure_operator(
     options: OperatorOptions,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda case: None,
     shapes: Sequence[OperatorShape] | None = None,
 ) -> dict[str, Any]:
     """Measures time and memory of all contestants at all shapes.
 
     Args:
-        options: What to measure.
-        progress: Is told what comes next.
-        shapes: In place of those that the options name.
+        options: Options of the measurement.
+        progress: Called with the name of each case before it is measured.
+        shapes: Shapes in place of those that the options name.
 
     Returns:
         A report ready for JSON: `machine`, `options`, `copy_bandwidth` (bytes per second), `shapes`, and `results`:
@@ -69,21 +77,18 @@ def measure_operator(
         that did not run have `reason` and no figures.
 
     Raises:
-        ValueError: If the environment decides which backend MHLA takes.
+        ValueError: If an environment variable overrides MHLA's backend.
     """
     check_environment()
     device, dtype = options.place()
     chosen = choose_shapes(options.shapes, device, options.quick) if shapes is None else list(shapes)
-    contestants = choose_contestants(options.contestants)
-    if progress is not None:
-        progress("copy bandwidth")
+    progress("copy bandwidth")
     bandwidth = copy_bandwidth(device, COPY_BYTES[device.type] // (4 if options.quick else 1))
     rows: list[dict[str, Any]] = []
     for shape in chosen:
         for direction in DIRECTIONS[: 2 if options.backward else 1]:
-            if progress is not None:
-                progress(f"{shape.name}, {direction}")
-            rows += _measure_shape(shape, direction, contestants, dtype, device, bandwidth, options)
+            progress(f"{shape.name}, {direction}")
+            rows += _measure_shape(shape, direction, dtype, device, bandwidth, options)
             free_memory(device)
     sizes = {
         shape.name: {**asdict(shape), "tokens": shape.tokens, "num_blocks": shape.layout().num_blocks}
@@ -95,82 +100,75 @@ def measure_operator(
 def _measure_shape(
     shape: OperatorShape,
     direction: str,
-    contestants: Sequence[Contestant],
     dtype: torch.dtype,
     device: torch.device,
     bandwidth: float,
     options: OperatorOptions,
 ) -> list[dict[str, Any]]:
     backward = direction != "forward"
-    rows: dict[str, dict[str, Any]] = {}
-    runs = {}
+    contestants = choose_contestants(options.contestants)
     if any(contestant.compiled for contestant in contestants):
         # Otherwise shapes would add up to more versions of a function than torch.compile keeps.
         torch.compiler.reset()
+    rows: dict[str, dict[str, Any]] = {}
+    runs = {}
     sets, failure = [], None
     try:
         sets = _input_sets(shape, dtype, device, backward)
-    except RuntimeError as error:  # Of memory, which may suffice for the next shape.
+    except RuntimeError as error:  # Out of memory, which may suffice for the next shape.
         failure = failure_reason(error)
     for contestant in contestants:
         obstacle = failure or contestant.obstacle(shape, dtype, device)
         for normalizer in contestant.normalizers:
-            row: dict[str, Any] = {"shape": shape.name, "tokens": shape.tokens, "direction": direction}
-            row.update(contestant=contestant.name, normalizer=normalizer, reason=obstacle)
             name = f"{contestant.name}/{normalizer}"
-            rows[name] = row
+            rows[name] = {
+                "shape": shape.name,
+                "tokens": shape.tokens,
+                "direction": direction,
+                "contestant": contestant.name,
+                "normalizer": normalizer,
+                "reason": obstacle,
+            }
             if obstacle is None:
-                runs[name] = partial(_run, contestant, sets, shape, normalizer, backward, options.compile_backend)
+                arguments = (shape, normalizer, options.compile_backend)
+                runs[name] = partial(_run, contestant, arguments, cycle(sets), backward)
     fill_rows(rows, runs, device, options)
     measured = [row for row in rows.values() if row["reason"] is None]
+    moved = shape.least_bytes(dtype, backward)
     for row in measured:
-        family = CONTESTANTS[row["contestant"]].family
-        row.update(_figures(shape, family, row["milliseconds"] / 1e3, dtype, backward, bandwidth))
-        softmax = [other["milliseconds"] for other in measured if _is_softmax_beside(other, row)]
-        row["speedup_over_softmax"] = min(softmax) / row["milliseconds"] if softmax else None
+        seconds, contestant = row["milliseconds"] / 1e3, CONTESTANTS[row["contestant"]]
+        row["teraflops_per_second"] = shape.flops(contestant.family, backward) / seconds / 1e12
+        row["gigabytes_per_second"] = moved / seconds / 1e9
+        row["floor_milliseconds"] = 1e3 * moved / bandwidth
+        row["share_of_floor"] = moved / bandwidth / seconds
+        peers = [other["milliseconds"] for other in measured if _is_softmax_peer(other, contestant)]
+        row["speedup_over_softmax"] = min(peers) / row["milliseconds"] if peers else None
     return list(rows.values())
 
 
-def _is_softmax_beside(other: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether `other` is softmax attention that does as much as `row`: the operator, or a whole path."""
-    contestant = CONTESTANTS[other["contestant"]]
-    return contestant.family == "softmax" and contestant.whole_path == CONTESTANTS[row["contestant"]].whole_path
+def _is_softmax_peer(row: dict[str, Any], contestant: Contestant) -> bool:
+    """Whether a row is of softmax attention with the same extent: the operator, or a whole path."""
+    other = CONTESTANTS[row["contestant"]]
+    return other.family == "softmax" and other.whole_path == contestant.whole_path
 
 
 def _input_sets(shape: OperatorShape, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Inputs]:
-    """Sets of inputs that are together larger than the cache twice over."""
-    count = min(_MOST_SETS, max(2, -(-2 * last_cache_bytes(device) // (3 * shape.tensor_bytes(dtype)))))
+    """Inputs to take turns: on a CPU together twice the size of its cache, which a GPU's timer overwrites anyway."""
+    count = 1
+    if device.type == "cpu":
+        count = min(_MOST_SETS, max(2, -(-2 * last_cache_bytes() // (3 * shape.tensor_bytes(dtype)))))
     sets = [make_inputs(shape, dtype, device, seed) for seed in range(count)]
     return [inputs.differentiable() for inputs in sets] if backward else sets
 
 
 def _run(
-    contestant: Contestant,
-    sets: Sequence[Inputs],
-    shape: OperatorShape,
-    normalizer: str | None,
-    backward: bool,
-    compile_backend: str,
-    turn: int,
+    contestant: Contestant, arguments: tuple[Any, ...], sets: Iterator[Inputs], backward: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """One run with one of the sets; the output, and the gradients where they are asked for."""
-    inputs = sets[turn % len(sets)]
+    """One run with the next inputs; returns the output, and with a backward pass the gradients."""
+    inputs = next(sets)
     with torch.set_grad_enabled(backward):
-        output = contestant.attend(inputs, shape, normalizer, compile_backend)
+        output = contestant.attend(inputs, *arguments)
     if not backward:
         return (output,)
     wanted = (*inputs.tokens, inputs.mixing, inputs.gate)
     return output.detach(), *torch.autograd.grad(output, wanted, inputs.gradient, allow_unused=True)
-
-
-def _figures(
-    shape: OperatorShape, family: str, seconds: float, dtype: torch.dtype, backward: bool, bandwidth: float
-) -> dict[str, float]:
-    least_bytes = shape.least_bytes(dtype, backward)
-    floor = least_bytes / bandwidth
-    return {
-        "teraflops_per_second": shape.flops(family, backward) / seconds / 1e12,
-        "gigabytes_per_second": least_bytes / seconds / 1e9,
-        "floor_milliseconds": 1e3 * floor,
-        "share_of_floor": floor / seconds,
-    }

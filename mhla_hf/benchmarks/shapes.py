@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes that the operator is measured at, as data."""
+"""Sizes at which the operator is measured."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..layouts.blocks import BlockLayout, choose_blocks
 
 
-class MeasuredCase(Protocol):
-    """What a table of cases holds."""
-
-    @property
-    def quick(self) -> bool:
-        """Whether `--quick` measures it."""
-
-
-Case = TypeVar("Case", bound=MeasuredCase)
+Case = TypeVar("Case", bound=Any)
 
 SMALL = "-small"
-"""Ends the names of the sizes that a CPU takes."""
+"""Suffix of the names of sizes for a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +25,8 @@ class OperatorShape:
     """One problem: self-attention of T tokens with H heads of width K = V.
 
     Args:
-        name: What `--shapes` calls it.
-        group: Shapes of one curve over T.
+        name: Name for `--shapes`.
+        group: Group of shapes that form one curve over T.
         batch: B.
         heads: H.
         width: K and V.
@@ -66,11 +58,11 @@ class OperatorShape:
 
     @property
     def rows(self) -> int:
-        """B · H, the problems in one."""
+        """B · H, independent attention problems."""
         return self.batch * self.heads
 
     def layout(self) -> BlockLayout:
-        """The blocks of the tokens."""
+        """Block layout of the tokens."""
         return _layout(self.grid, self.blocks, self.chunk)
 
     def tensor_bytes(self, dtype: torch.dtype) -> int:
@@ -78,9 +70,9 @@ class OperatorShape:
         return self.batch * self.tokens * self.heads * self.width * dtype.itemsize
 
     def least_bytes(self, dtype: torch.dtype, backward: bool) -> int:
-        """Bytes that have to move: q, k, v and o once, and their gradients once where there is a backward pass.
+        """Lower bound of the bytes moved: q, k, v and o once, and with a backward pass their gradients once.
 
-        No implementation with a backward pass of its own gets by with that, since it reads q, k and v again.
+        A backward pass of its own exceeds it, since it reads q, k and v again.
         """
         return (8 if backward else 4) * self.tensor_bytes(dtype)
 
@@ -159,12 +151,12 @@ SHAPES: dict[str, OperatorShape] = {
 
 
 def choose_shapes(names: Sequence[str] | None, device: torch.device, quick: bool) -> list[OperatorShape]:
-    """The shapes of some names, or those that suit a device.
+    """The shapes with some names, or those that suit a device.
 
     Args:
         names: Names of `SHAPES`; None for all on a GPU, and the small ones on a CPU.
-        device: Where they run.
-        quick: Only the few quick ones, where no names are given.
+        device: Device that they run on.
+        quick: The few quick ones only, without names.
 
     Raises:
         ValueError: If a name is unknown.

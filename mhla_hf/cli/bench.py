@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf bench decode`: memory and time of decoding on this machine, MHLA against softmax."""
+"""`mhla-hf bench`: time, memory and quality on this machine, MHLA against other attention."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,13 +15,102 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw them into this PNG file; needs matplotlib.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the table only.")]
 
-RANDOM = "Random model"
-MHLA = "MHLA"
+_RANDOM = "Random model"
+_MHLA = "MHLA"
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="bfloat16, float16 or float32; bfloat16 on a GPU and float32 on a CPU if left out.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="A few sizes and rounds, to see that it works.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the transformer blocks of all contestants.")]
+Models = Annotated[str | None, typer.Option(help="Such as wan,dit-512; those that suit the device if left out.")]
+Variants = Annotated[str | None, typer.Option(help="Of ordinary,mhla-torch,mhla-triton; all if left out.")]
+Seconds = Annotated[float | None, typer.Option(help="Approximate time for all runs of one size.")]
 
 
 @app.callback()
 def bench() -> None:
     pass
+
+
+@app.command("op")
+def operator_command(
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="Such as wan,causal-32k; those that suit the device if left out."),
+    ] = None,
+    contestants: Annotated[
+        str | None,
+        typer.Option(help="Such as mhla-triton,softmax-cudnn; all usual ones if left out."),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    backward: Annotated[bool, typer.Option(help="Measure forward and backward together as well.")] = True,
+    seconds: Seconds = None,
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """The operator alone: MHLA, softmax and linear attention at the sizes of models, against a memory copy.
+
+    Contestants take turns and inputs change from run to run; times are medians. The floor is the time of
+    a copy of queries, keys, values and outputs, and of their gradients with a backward pass.
+    """
+    from ..benchmarks.operator import OperatorOptions, measure_operator
+    from .bench_tables import show_operator
+
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "backward": backward,
+        "quick": quick,
+        "seconds": seconds,
+    }
+    options |= {"shapes": _names(shapes), "contestants": _names(contestants)}
+    _measure(measure_operator, OperatorOptions, options, show_operator, json_file, plot_file, quiet)
+
+
+@app.command("model")
+def model_command(
+    models: Models = None,
+    contestants: Variants = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    compiled: Compile = False,
+    seconds: Seconds = None,
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """The forward pass of whole models with random weights: their own attention against MHLA, in the same run."""
+    options = {"step": "forward", "dtype": dtype, "device": device, "quick": quick, "seconds": seconds}
+    _measure_models(options, models, contestants, compiled, json_file, plot_file, quiet)
+
+
+@app.command("train")
+def train_command(
+    models: Models = None,
+    contestants: Variants = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    compiled: Compile = False,
+    checkpointing: Annotated[
+        bool, typer.Option(help="Keep the inputs of transformer blocks only and compute the rest again.")
+    ] = True,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="End each step with one of AdamW.")] = False,
+    seconds: Seconds = None,
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """A training step of whole models with random weights: their own attention against MHLA, in the same run."""
+    options = {"step": "train", "dtype": dtype, "device": device, "quick": quick, "seconds": seconds}
+    options |= {"checkpointing": checkpointing, "optimizer": optimizer}
+    _measure_models(options, models, contestants, compiled, json_file, plot_file, quiet)
 
 
 @app.command("decode")
@@ -32,15 +121,15 @@ def decode_command(
             help="Directory or Hub id of a causal language model; a Llama with random weights if left out."
         ),
     ] = None,
-    hidden_size: Annotated[int, typer.Option(rich_help_panel=RANDOM)] = 256,
-    layers: Annotated[int, typer.Option(rich_help_panel=RANDOM)] = 4,
-    heads: Annotated[int, typer.Option(rich_help_panel=RANDOM)] = 4,
+    hidden_size: Annotated[int, typer.Option(rich_help_panel=_RANDOM)] = 256,
+    layers: Annotated[int, typer.Option(rich_help_panel=_RANDOM)] = 4,
+    heads: Annotated[int, typer.Option(rich_help_panel=_RANDOM)] = 4,
     kv_heads: Annotated[
-        int | None, typer.Option(help="As many as --heads if left out.", rich_help_panel=RANDOM)
+        int | None, typer.Option(help="As many as --heads if left out.", rich_help_panel=_RANDOM)
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a block.", rich_help_panel=MHLA)] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a block.", rich_help_panel=_MHLA)] = None,
     feature_map: Annotated[
-        str | None, typer.Option(help="relu, elu, exp, hedgehog or identity.", rich_help_panel=MHLA)
+        str | None, typer.Option(help="relu, elu, exp, hedgehog or identity.", rich_help_panel=_MHLA)
     ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens in the cache before decoding starts.")] = "2048,8192,32768",
     dtype: Annotated[
@@ -66,53 +155,106 @@ def decode_command(
     The MHLA cache is filled by random tokens that run through the model in parts, the KV cache with random keys and
     values; prompts are not timed. Times are medians; all caches take turns token by token.
     """
-    options: dict[str, Any] = {
+    options = {
         "model": model, "hidden_size": hidden_size, "layers": layers, "heads": heads, "kv_heads": kv_heads,
-        "block_size": block_size, "feature_map": feature_map, "contexts": parse_numbers(contexts, "contexts"),
-        "dtypes": None if dtype is None else tuple(name.strip() for name in dtype.split(",")),
-        "cache": cache, "tokens": tokens,
-        "warmup": warmup, "batch_size": batch_size, "device": device,
+        "block_size": block_size, "feature_map": feature_map, "contexts": _numbers(contexts, "contexts"),
+        "dtypes": _names(dtype), "cache": cache, "tokens": tokens, "warmup": warmup, "batch_size": batch_size,
+        "device": device,
     }  # fmt: skip
-
     from ..benchmarks import DecodeOptions, measure_decoding
+    from .bench_tables import show_decoding
 
-    check_outputs(json_file, plot_file)
-    report = measure_decoding(DecodeOptions(**options), progress_printer(quiet))
-    _show(report)
-    write_report(report, json_file, plot_file)
+    _measure(measure_decoding, DecodeOptions, options, show_decoding, json_file, plot_file, quiet)
 
 
-def progress_printer(quiet: bool) -> Callable[[str], None] | None:
-    """What tells on standard error what is measured next; None if that is not wanted."""
-    return None if quiet else lambda what: typer.echo(f"measuring {what}", err=True)
+@app.command("quality")
+def quality_command(
+    setting: Annotated[
+        str, typer.Option(help="small (two CPU cores), large (a GPU) or smoke (seconds; its figures mean nothing).")
+    ] = "small",
+    output: Annotated[Path, typer.Option(help="Directory of the JSON file and the images.")] = Path("."),
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Directory of finished trainings, to resume from; runs/quality_dit-SETTING if left out."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images per step.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance of the images that are shown; 1 for none.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice if left out.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the table only.")] = False,
+) -> None:
+    """Quality of MHLA beside softmax and linear attention: DiTs on handwritten digits, alike but for their attention.
+
+    All start from the same weights and see the same data and noise. Reported are the noise-prediction loss on held-out
+    digits, the Fréchet distance of samples on features of a small classifier, and sample images. Needs a checkout of
+    the repository.
+    """
+    from ..utils.checkout import import_from_checkout
+
+    given: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "guidance_scale": guidance}
+    given["seeds"] = None if seeds is None else _numbers(seeds, "seeds")
+    comparison = import_from_checkout("benchmarks.quality_dit.command", "mhla-hf bench quality")
+    comparison.compare(setting, output, work, given, device=device, threads=threads, quiet=quiet)
 
 
-def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
-    """Checks that a report can be written before anything is measured for it.
+def _measure_models(
+    options: dict[str, Any],
+    models: str | None,
+    contestants: str | None,
+    compiled: bool,
+    json_file: Path | None,
+    plot_file: Path | None,
+    quiet: bool,
+) -> None:
+    from ..benchmarks.models import ModelOptions, measure_models
+    from .bench_tables import show_models
+
+    options |= {"models": _names(models), "contestants": _names(contestants)}
+    options["compile_backend"] = "inductor" if compiled else None
+    _measure(measure_models, ModelOptions, options, show_models, json_file, plot_file, quiet)
+
+
+def _measure(
+    measure: Callable[..., dict[str, Any]],
+    options_class: Callable[..., Any],
+    options: dict[str, Any],
+    show: Callable[[dict[str, Any]], None],
+    json_file: Path | None,
+    plot_file: Path | None,
+    quiet: bool,
+) -> None:
+    """Measures with the options that are not None, prints the table, and writes the files.
 
     Raises:
-        ValueError: If a file is a directory, or a picture is wanted and there is no matplotlib.
+        ValueError: If a file is a directory, or a plot is wanted without matplotlib; before anything is measured.
     """
+    from ..utils.files import write_json
+
     for name, file in (("json", json_file), ("plot", plot_file)):
         if file is not None and file.is_dir():
             raise ValueError(f"{name}={str(file)!r} is a directory; give a file.")
     if plot_file is not None and find_spec("matplotlib") is None:
         raise ValueError("plot needs matplotlib (pip install matplotlib).")
 
+    def announce(case: str) -> None:
+        if not quiet:
+            typer.echo(f"measuring {case}", err=True)
 
-def write_report(report: dict[str, Any], json_file: Path | None, plot_file: Path | None) -> None:
-    """Writes a report's figures and their picture where they are wanted, the figures first."""
-    from ..benchmarks.plots import plot_report
-    from ..utils.files import write_json
-
+    given = {name: value for name, value in options.items() if value is not None}
+    report = measure(options_class(**given), announce)
+    show(report)
     if json_file is not None:
         write_json(json_file, report)
     if plot_file is not None:
+        from ..benchmarks.plots import plot_report
+
         plot_report(report, plot_file)
 
 
-def parse_numbers(text: str, name: str) -> tuple[int, ...]:
-    """Numbers separated by commas.
+def _numbers(text: str, name: str) -> tuple[int, ...]:
+    """Parses numbers separated by commas.
 
     Raises:
         ValueError: If `text` is anything else; the message calls it `name`.
@@ -123,34 +265,5 @@ def parse_numbers(text: str, name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..conversion.options import format_bytes
-
-    table = Table(
-        title=f"{report['model']['class']}, {report['machine']['device']}, {report['options']['cache']} cache"
-    )
-    for column in ("dtype", "context", "MHLA cache", "KV cache", "ratio", "MHLA time", "softmax time"):
-        table.add_column(column, justify="left" if column == "dtype" else "right")
-    for row in report["results"]:
-        mhla, softmax = row["mhla"], row["softmax"]
-        table.add_row(
-            row["dtype"],
-            f"{row['context']:,}",
-            format_bytes(mhla["cache_bytes"]),
-            format_bytes(softmax["cache_bytes"]),
-            f"{mhla['cache_bytes'] / softmax['cache_bytes']:.2f}",
-            *(f"{1e3 * figures['seconds_per_token']:.2f} ms" for figures in (mhla, softmax)),
-        )
-    console = Console(soft_wrap=True)
-    console.print(table)
-    contexts = sorted(report["options"]["contexts"])
-    if len(contexts) > 1:
-        for dtype, growth in report["growth"].items():
-            console.print(
-                f"{dtype}: from {contexts[0]:,} to {contexts[-1]:,} tokens a decoded token takes "
-                f"{growth['mhla']:.2f} times as long with MHLA, {growth['softmax']:.2f} times with softmax.",
-                highlight=False,
-            )
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name.strip() for name in text.split(","))

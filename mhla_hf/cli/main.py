@@ -6,8 +6,6 @@ import typer
 from .. import __version__
 from . import (
     bench,
-    bench_quality,
-    bench_speed,
     calibrate,
     check_lora,
     convert,
@@ -49,10 +47,6 @@ app.command("recover")(recover.recover_command)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("select-layers")(select_layers.select_layers_command)
 app.add_typer(train.app, name="train")
-bench.app.command("op")(bench_speed.operator_command)
-bench.app.command("model")(bench_speed.model_command)
-bench.app.command("train")(bench_speed.train_command)
-bench.app.command("quality")(bench_quality.quality_command)
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.run_command)
 app.command("check-lora")(check_lora.check_lora_command)

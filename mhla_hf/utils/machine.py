@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement was made on, and what of it the measurements need to know."""
+"""The device that a program runs on, and a record of the machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 
-# Of a last-level cache that the system does not tell the size of.
-ASSUMED_CACHE_BYTES = 64 << 20
+# Size of a last-level cache that the system does not report.
+_ASSUMED_CACHE_BYTES = 64 << 20
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of that name; without one, a GPU if there is one. A GPU that is named becomes the current one.
+    """The device with this name; None for a GPU if there is one. A named GPU becomes the current one.
 
     Raises:
         ValueError: If there is no such device here.
@@ -36,10 +36,10 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Date, device, number of CPU cores and threads, and versions (None where not installed), ready for JSON.
+    """Date, device, number of CPU cores and threads, and versions (None if not installed), ready for JSON.
 
     Args:
-        device: What the models ran on.
+        device: Device that the models ran on.
     """
     return {
         "date": date.today().isoformat(),
@@ -53,7 +53,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Name of the CPU, as far as the system tells it."""
+    """Name of the CPU, as far as the system reports it."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -62,17 +62,15 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def last_cache_bytes(device: torch.device) -> int:
-    """Bytes of the last cache before memory: a GPU's L2, a CPU's largest."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size
+def last_cache_bytes() -> int:
+    """Size of the CPU's largest cache."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     kibibytes = [int(size[:-1]) for size in sizes if size.endswith("K") and size[:-1].isdecimal()]
-    return max(kibibytes) << 10 if kibibytes else ASSUMED_CACHE_BYTES
+    return max(kibibytes) << 10 if kibibytes else _ASSUMED_CACHE_BYTES
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done its work."""
+    """Waits until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -7,7 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import partial
+from itertools import cycle, groupby
 
 import pytest
 import torch
@@ -15,14 +18,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from mhla_hf.benchmarks import paths
-from mhla_hf.benchmarks.contestants import CONTESTANTS, EPS, Contestant, make_inputs
-from mhla_hf.benchmarks.memory import held_bytes, peak_memory
-from mhla_hf.benchmarks.operator import OperatorOptions, measure_operator
+from mhla_hf.benchmarks.attention import EPS, make_inputs, mhla_path
+from mhla_hf.benchmarks.contestants import CONTESTANTS, REQUIREMENTS, Contestant
+from mhla_hf.benchmarks.measuring import copy_bandwidth, fill_rows, held_bytes, peak_memory, time_in_rounds
+from mhla_hf.benchmarks.operator import OperatorOptions, _input_sets, _run, measure_operator
 from mhla_hf.benchmarks.plots import plot_report
 from mhla_hf.benchmarks.shapes import SHAPES, OperatorShape, choose_shapes
-from mhla_hf.benchmarks.speed import fill_rows
-from mhla_hf.benchmarks.timing import copy_bandwidth, time_in_turns
 from mhla_hf.cli.main import app
 from mhla_hf.ops import naive_mhla_attention
 from mhla_hf.utils.machine import choose_device, last_cache_bytes, machine_facts
@@ -50,7 +51,7 @@ def inputs_of(shape: OperatorShape, dtype: torch.dtype = torch.float64):
 
 @pytest.fixture(scope="module")
 def report():
-    options = OperatorOptions(device="cpu", seconds=0.05, least_rounds=3, quick=True)
+    options = OperatorOptions(device="cpu", seconds=0.05, rounds=3, quick=True)
     return measure_operator(options, shapes=[FLAT, CAUSAL])
 
 
@@ -139,16 +140,17 @@ def test_kernels_compute_it_too_but_are_not_timed_on_a_cpu():
 @pytest.mark.parametrize("normalizer", ["none", "query"])
 def test_whole_paths_compute_the_same(normalizer):
     inputs = inputs_of(FLAT, torch.float32)
-    expected = paths.mhla_path(inputs, FLAT, normalizer, "torch", fused=False)
+    expected = mhla_path(inputs, FLAT, normalizer, backend="torch")
     for fused in (False, True):
-        got = paths.mhla_path(inputs, FLAT, normalizer, "triton", fused=fused)
+        got = mhla_path(inputs, FLAT, normalizer, backend="triton", fused=fused)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert paths.fits(FLAT, torch.float32) and not paths.fits(replace(FLAT, width=256), torch.bfloat16)
+    assert REQUIREMENTS["fused"](FLAT, torch.float32, CPU) is None
+    assert "too wide" in (REQUIREMENTS["fused"](replace(FLAT, width=256), torch.bfloat16, CPU) or "")
 
 
 def test_whole_path_of_softmax_norms_and_rotates():
     inputs = inputs_of(FLAT)
-    query, key = (F.rms_norm(x.flatten(2), (24,), eps=paths.EPS).unflatten(2, (3, 8)) for x in inputs.tokens[:2])
+    query, key = (F.rms_norm(x.flatten(2), (24,), eps=EPS).unflatten(2, (3, 8)) for x in inputs.tokens[:2])
     angles = torch.arange(24)[:, None] * torch.linspace(1, 0, 4)
     turns = torch.polar(torch.ones(24, 4), angles)[:, None].to(torch.complex128)
     query, key = (
@@ -238,29 +240,50 @@ def test_the_environment_must_not_decide(monkeypatch):
         measure_operator(OperatorOptions(device="cpu"), shapes=[FLAT])
 
 
-def test_failures_after_the_warm_up_count_too():
-    def fail_later(turn: int) -> None:
-        if turn > 2:
+def test_failures_after_the_first_round_count_too():
+    calls = {"a": 0}
+
+    def fail_later() -> None:
+        calls["a"] += 1
+        if calls["a"] > 20:
             raise RuntimeError("no more")
 
-    times = time_in_turns({"a": fail_later, "b": lambda turn: None}, CPU, seconds=0.01, least=4, most=4)
+    times = time_in_rounds({"a": fail_later, "b": lambda: time.sleep(1e-3)}, CPU, seconds=0.05, rounds=100)
     assert times["a"] == "RuntimeError: no more"
-    assert times["b"].runs == 4
+    assert times["b"]["runs"] >= 100
 
 
-def test_rounds_take_other_inputs_and_turns():
-    order: list[tuple[str, int]] = []
-    runs = {name: (lambda turn, name=name: order.append((name, turn))) for name in "ab"}
-    times = time_in_turns(runs, CPU, seconds=1.0, least=2, most=3)
-    assert order[:4] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert order[4:] == [("a", 2), ("b", 2), ("a", 3), ("b", 3), ("a", 4), ("b", 4)]
-    assert all(timing.runs == 3 and timing.low <= timing.median <= timing.high for timing in times.values())
+def test_contestants_take_turns():
+    order: list[str] = []
+
+    def run(name: str) -> None:
+        order.append(name)
+        time.sleep(1e-3)
+
+    times = time_in_rounds({name: partial(run, name) for name in "ab"}, CPU, seconds=0.06, rounds=3)
+    assert [name for name, _ in groupby(order)] == ["a", "b", "a", "b", "a", "b"]
+    for figures in times.values():
+        assert figures["runs"] >= 3
+        assert 1 < figures["milliseconds_20"] <= figures["milliseconds"] <= figures["milliseconds_80"]
+
+
+def test_runs_take_other_inputs():
+    seen: list[float] = []
+    contestant = Contestant(
+        "spy", "softmax", lambda inputs, *_: seen.append(inputs.query.sum().item()) or inputs.value
+    )
+    sets = _input_sets(FLAT, torch.float64, CPU, backward=False)
+    assert 2 <= len(sets) <= 32
+    turns = cycle(sets)
+    for _ in range(len(sets) + 1):
+        _run(contestant, (FLAT, None, "eager"), turns, False)
+    assert len(set(seen)) == len(sets) and seen[-1] == seen[0]
 
 
 def test_a_device_that_fails_leaves_a_reason_in_every_row():
     """As after a fault in a kernel, when a GPU refuses all further work."""
     rows: dict[str, dict] = {"a": {"reason": None}, "b": {"reason": "cannot run"}}
-    fill_rows(rows, {"a": lambda turn: torch.ones(1)}, torch.device("cuda:99"), OperatorOptions(device="cpu"))
+    fill_rows(rows, {"a": lambda: torch.ones(1)}, torch.device("cuda:99"), OperatorOptions(device="cpu"))
     assert rows["a"]["reason"] and "milliseconds" not in rows["a"]
     assert rows["b"] == {"reason": "cannot run"}
 
@@ -280,7 +303,7 @@ def test_peak_memory_is_beyond_what_comes_out():
 
 def test_machine():
     assert copy_bandwidth(CPU, 1 << 20) > 0
-    assert last_cache_bytes(CPU) > 1 << 16
+    assert last_cache_bytes() > 1 << 16
     facts = machine_facts(CPU)
     assert facts["torch"] == torch.__version__ or facts["torch"] in torch.__version__
     assert {"diffusers", "triton", "date", "device"} <= set(facts)
@@ -312,6 +335,15 @@ def test_plots(report, tmp_path):
     with pytest.raises(ValueError, match="would be empty"):
         plot_report(empty, tmp_path / "empty.png")
     assert not (tmp_path / "empty.png").exists()
+
+
+@pytest.mark.parametrize("name", ["op", "decode"])
+def test_stored_results_can_be_plotted(name, tmp_path):
+    stored = sorted((ROOT / "benchmarks" / "results").glob(f"{name}-*.json"))
+    assert stored
+    for path in stored:
+        plot_report(json.loads(path.read_text()), tmp_path / "stored.png")
+        assert (tmp_path / "stored.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_command(tmp_path):
