@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the images of the documentation into `docs/images`.
+
+python docs/scripts/make_images.py                     # those that need the package only
+python docs/scripts/make_images.py --demo demo-output  # also those of a finished `make demo`
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from PIL import Image
+
+from mhla_hf import BlockLayout, MHLAConfig
+from mhla_hf.layers import initial_mixing
+
+
+IMAGES = Path(__file__).resolve().parent.parent / "images"
+PALETTE = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2"]
+INK = "#333333"
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+TITLES = {
+    "softmax": "softmax (original)",
+    "mhla": "MHLA",
+    "mhla_window": "MHLA + window",
+    "linear": "linear attention",
+}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, name: str) -> None:
+    IMAGES.mkdir(exist_ok=True)
+    figure.savefig(IMAGES / name, dpi=110, facecolor="white")
+    # A palette keeps the files small.
+    Image.open(IMAGES / name).convert("RGB").quantize(128).save(IMAGES / name, optimize=True)
+
+
+def hide_ticks(*all_axes: Axes) -> None:
+    for axes in all_axes:
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+
+
+def draw_blocks(name: str) -> None:
+    """Token grids cut into blocks: one that the blocks divide, and one that they do not."""
+    figure = new_figure(8.4, 3.0)
+    cases = [
+        ((9, 15), (3, 5), "9 × 15 tokens in 3 × 5 blocks"),
+        ((9, 17), (3, 5), "9 × 17 tokens: blocks of 3 or 4 columns"),
+    ]
+    for axes, (grid, blocks, title) in zip(figure.subplots(1, 2, width_ratios=[15, 17]), cases):
+        layout = BlockLayout(grid=grid, blocks=blocks)
+        block = layout.block_of_token.reshape(grid).numpy()
+        for row, column in np.ndindex(grid):
+            place = np.unravel_index(block[row, column], blocks)
+            shade = PALETTE[(place[0] * 2 + place[1]) % len(PALETTE)]
+            axes.add_patch(Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, color=shade, alpha=0.75, linewidth=0))
+        axes.set(xlim=(0, grid[1]), ylim=(grid[0], 0), aspect="equal")
+        axes.set_title(title, fontsize=10, color=INK)
+        hide_ticks(axes)
+    save(figure, name)
+
+
+def draw_summaries(name: str) -> None:
+    """The path of a query: keys and values into summaries of blocks, mixed for the query's block."""
+    figure = new_figure(9.0, 3.5)
+    axes = figure.subplots()
+    weights = initial_mixing(MHLAConfig(mixing_range=3.0), (6,))[2].numpy()
+    for block in range(6):
+        top = block * 1.1
+        for token in range(4):
+            axes.add_patch(Rectangle((token * 0.5, top), 0.44, 0.8, color=PALETTE[block], alpha=0.75, linewidth=0))
+        axes.add_patch(
+            FancyArrowPatch((2.15, top + 0.4), (3.3, top + 0.4), arrowstyle="->", mutation_scale=10, color=INK)
+        )
+        axes.add_patch(Rectangle((3.4, top), 0.8, 0.8, color=PALETTE[block], linewidth=0))
+        axes.text(3.8, top + 0.4, f"$S_{block + 1}$", ha="center", va="center", color="white", fontsize=11)
+        width = 0.4 + 9 * weights[block]
+        axes.add_patch(
+            FancyArrowPatch(
+                (4.3, top + 0.4), (7.0, 2.6), arrowstyle="-", linewidth=width, color=PALETTE[block], alpha=0.8
+            )
+        )
+        axes.text(
+            4.75,
+            top + 0.5 + 0.18 * (2 - block),
+            f"$m_{{3,{block + 1}}}$ = {weights[block]:.2f}",
+            fontsize=8.5,
+            color=INK,
+            bbox=LABEL_BOX,
+        )
+    axes.add_patch(Rectangle((7.0, 2.1), 1.0, 1.0, color=PALETTE[2], linewidth=0))
+    axes.text(7.5, 2.6, r"$\tilde{S}_3$", ha="center", va="center", color="white", fontsize=13)
+    axes.add_patch(FancyArrowPatch((8.1, 2.6), (9.4, 2.6), arrowstyle="->", mutation_scale=12, color=INK))
+    axes.text(8.75, 2.35, r"$\varphi(q_t)^\top \tilde{S}_3$", ha="center", fontsize=10, color=INK)
+    for token in range(4):
+        axes.add_patch(Rectangle((9.5 + token * 0.5, 2.2), 0.44, 0.8, color=PALETTE[2], alpha=0.75, linewidth=0))
+    for x, text in (
+        (1.0, "keys and values\nin 6 blocks"),
+        (3.8, "summaries"),
+        (5.6, "mixing weights\nof block 3"),
+        (7.5, "its mixture"),
+        (10.5, "outputs of the\nqueries in block 3"),
+    ):
+        axes.text(x, -0.35, text, ha="center", va="bottom", fontsize=9.5, color=INK)
+    axes.set(xlim=(-0.2, 11.8), ylim=(6.6, -1.4))
+    hide_ticks(axes)
+    save(figure, name)
+
+
+def draw_initial_mixing(name: str) -> None:
+    """The values of `mixing_init`: the row of one block of a line, and the whole matrix of a grid for the default."""
+    figure = new_figure(9.0, 3.2)
+    left, right = figure.subplots(1, 2, width_ratios=[2, 1])
+    for kind in ("linear", "cos", "exp", "gaussian", "local", "uniform"):
+        weights = initial_mixing(MHLAConfig(mixing_init=kind), (15,))[5].numpy()
+        left.plot(range(1, 16), weights, marker="o", markersize=3, label=kind)
+    left.set(xlabel="block b", ylabel="weight for the queries of block 6", xticks=range(1, 16, 2))
+    left.legend(frameon=False, fontsize=8)
+    left.spines[["top", "right"]].set_visible(False)
+    right.imshow(initial_mixing(MHLAConfig(), (4, 4)).numpy(), cmap="Blues", vmin=0)
+    right.set_title('"linear" on 4 × 4 blocks', fontsize=10, color=INK)
+    right.set(xlabel="block b", ylabel="block i of the query", xticks=[], yticks=[])
+    save(figure, name)
+
+
+def draw_learned_mixing(demo: Path, name: str) -> None:
+    """Heat maps of what the layers of the demo's MHLA model learned for the queries of the block in the middle."""
+    from diffusers import DiffusionPipeline
+
+    model = DiffusionPipeline.from_pretrained(demo / "mhla").transformer
+    grid = model.mhla_config.grid
+    modules = model.mhla_modules()
+    figure = new_figure(8.4, 1.75 * len(modules) + 0.3)
+    panels = figure.subplots(len(modules), grid[0], squeeze=False)
+    for index, (layer, module) in enumerate(modules.items()):
+        row = panels[index]
+        layout = module.layout_for(grid)
+        mixing = module.mixing_matrix(layout).detach().float()
+        mixing = mixing.mean(dim=0) if mixing.dim() == 3 else mixing
+        block = int(np.ravel_multi_index([count // 2 for count in layout.blocks], layout.blocks))
+        block_of_token = layout.block_of_token.reshape(grid).numpy()
+        tokens = mixing[block].numpy()[block_of_token]
+        limit = np.abs(tokens).max()
+        for frame, axes in enumerate(row):
+            image = axes.imshow(tokens[frame], cmap="RdBu_r", vmin=-limit, vmax=limit)
+            own = np.argwhere(block_of_token[frame] == block)
+            if len(own):
+                (top, start), (bottom, end) = own.min(axis=0), own.max(axis=0)
+                outline = Rectangle((start - 0.5, top - 0.5), end - start + 1, bottom - top + 1)
+                outline.set(fill=False, edgecolor="black", linewidth=2)
+                axes.add_patch(outline)
+            if index == 0:
+                axes.set_title(f"latent frame {frame + 1}", fontsize=9, color=INK)
+        hide_ticks(*row)
+        row[0].set_ylabel(f"layer {layer}", fontsize=9, color=INK)
+        figure.colorbar(image, ax=list(row), fraction=0.02)
+    save(figure, name)
+
+
+def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (0, 4, 8, 12, 16), scale: int = 2) -> None:
+    """Frames of the demo's videos, a row for each model, from `work/videos` of its output."""
+    from PIL import ImageDraw, ImageFont
+    from safetensors.numpy import load_file
+
+    folder = demo / "work" / "videos"
+    videos = {path.stem: load_file(path)["frames"] for path in folder.glob("*.safetensors")}
+    _, _, height, width, _ = next(iter(videos.values())).shape
+    prompts = next(iter(videos.values())).shape[0]
+    font, label, gap = ImageFont.load_default(size=15), 150, 14
+    cell = (width * scale // 2, height * scale // 2)
+    size = (label + prompts * (len(frames) * cell[0] + gap), len(videos) * (cell[1] + 4))
+    canvas = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(canvas)
+    for row, model in enumerate(key for key in TITLES if key in videos):
+        top = row * (cell[1] + 4)
+        draw.text((label - 10, top + cell[1] / 2), TITLES[model], INK, font, anchor="rm")
+        for prompt in range(prompts):
+            for column, frame in enumerate(frames):
+                left = label + prompt * (len(frames) * cell[0] + gap) + column * cell[0]
+                canvas.paste(
+                    Image.fromarray(videos[model][prompt, frame]).resize(cell, Image.Resampling.BICUBIC), (left, top)
+                )
+    canvas.quantize(64).save(IMAGES / name, optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--demo", type=Path, help="Output directory of a finished demo.")
+    demo = parser.parse_args().demo
+    torch.manual_seed(0)
+    draw_blocks("blocks.png")
+    draw_summaries("summaries.png")
+    draw_initial_mixing("initial_mixing.png")
+    if demo is not None:
+        draw_side_by_side(demo, "side_by_side.png")
+        draw_learned_mixing(demo, "learned_mixing.png")
+
+
+if __name__ == "__main__":
+    main()
