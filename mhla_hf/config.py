@@ -108,7 +108,7 @@ class MHLAConfig:
         ValueError: If an option has a value outside its allowed ones; the message names both.
         TypeError: If an unknown option is passed to the constructor ([`MHLAConfig.from_dict`] raises `ValueError`).
 
-    Example:
+    Examples:
         >>> from mhla_hf import MHLAConfig
         >>> config = MHLAConfig(blocks=(3, 5, 10), output_gate=True)
         >>> config.to_dict()["blocks"]

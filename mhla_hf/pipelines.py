@@ -64,7 +64,7 @@ def load_pipeline(
             the pipeline does not have.
         OSError: If there is no such directory or repository, or its weights are not in safetensors files.
 
-    Example:
+    Examples:
         >>> from mhla_hf import load_pipeline
         >>> from mhla_hf.demo import base_pipeline_directory
         >>> pipe = load_pipeline(base_pipeline_directory(), mhla={"blocks": [5, 4, 4]})  # a directory or a Hub id
@@ -159,7 +159,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         ValueError: If there is nothing to convert, or it is MHLA already, offloaded, hooked or quantised. Nothing is
             changed then.
 
-    Example:
+    Examples:
         >>> from transformers import BertConfig, BertModel
         >>> from mhla_hf import convert
         >>> config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)

@@ -90,7 +90,7 @@ def from_preset(
     Raises:
         ValueError: If there is no such preset (the message lists them), or an option is unknown.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM
         >>> from mhla_hf import from_preset
         >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)

@@ -1,75 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README shows works as written: its Python runs, and its commands and options exist."""
+"""README and documentation work as written: Python runs, commands, options and links exist, the API is complete."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
+from mhla_hf.config import MHLAConfig
 from mhla_hf.demo import base_pipeline_directory
 from tests import ROOT
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-NEEDS_A_GPU = "# needs a GPU and the Hub"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+# "# needs a GPU and the Hub", "# needs a trained LoRA"
+NEEDS = "# needs "
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def _blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXTS[page], flags=re.DOTALL)
+
+
+def _python(page: str) -> list[str]:
+    return [block for block in _blocks(page, "python") if not block.startswith(NEEDS)]
 
 
 def _commands() -> list[list[str]]:
     """Every command line of the shell blocks, continuation lines joined and comments dropped."""
-    lines = [line for block in _blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+    blocks = [block for page in TEXTS for block in _blocks(page, "bash")]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = [shlex.split(line, comments=True) for line in dict.fromkeys(lines) if line.strip()]
+    assert len(found) >= 30
+    return found
 
 
-def test_python_blocks_run_in_order(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(
-        app, ["convert", str(base_pipeline_directory()), "demo-output/mhla", "--blocks", "5,4,4", "--quiet"]
-    )
+COMMANDS = _commands()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the Python runs: with the demo's output, unrecovered."""
+    folder = tmp_path_factory.mktemp("readme")
+    arguments = ["convert", str(base_pipeline_directory()), str(folder / "demo-output" / "mhla"), "--blocks", "5,4,4"]
+    result = CliRunner().invoke(app, [*arguments, "--quiet"])
     assert result.exit_code == 0, result.output
-    blocks = [block for block in _blocks("python") if not block.startswith(NEEDS_A_GPU)]
-    assert len(blocks) >= 4
-    for block in blocks:
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if _python(page)])
+def test_python_blocks_run_in_order(page, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for block in _python(page):
         names: dict[str, object] = {}
-        exec(compile(block, "README.md", "exec"), names)
+        exec(compile(block, page, "exec"), names)
         if "video" in names:
             assert names["video"].shape == (17, 64, 64, 3)
-    assert (tmp_path / "digits-mhla-in-place" / "model_index.json").is_file()
+    if page == "README.md":
+        assert len(_python(page)) >= 3
+        assert (folder / "digits-mhla-in-place" / "model_index.json").is_file()
 
 
-@pytest.mark.parametrize("words", [words for words in _commands() if words[0] == "mhla-hf"], ids=" ".join)
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] == "mhla-hf"], ids=" ".join)
 def test_shell_commands_and_their_options_exist(words):
     command = get_command(app)
     arguments = words[1:]
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and not arguments[0].startswith("-"):
         assert arguments[0] in command.commands, f"no command {arguments[0]}"
         command = command.commands[arguments.pop(0)]
-    known = {name for parameter in command.params for name in parameter.opts}
+    known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     assert {word for word in arguments if word.startswith("--")} <= known
 
 
-@pytest.mark.parametrize("words", [words for words in _commands() if words[0] == "accelerate"], ids=" ".join)
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] == "accelerate"], ids=" ".join)
 def test_the_training_scripts_take_the_options_shown(words):
-    script = ROOT / words[2]
-    assert script.is_file()
+    place = next(index for index, word in enumerate(words) if word.endswith(".py"))
+    assert all((ROOT / word).is_file() for word in words if word.endswith((".py", ".yaml")))
+    script = ROOT / words[place]
     train = get_command(app).commands["train"].commands[script.stem.removeprefix("train_")]
     known = {name for parameter in train.params for name in parameter.opts}
-    assert {word for word in words[3:] if word.startswith("--")} <= known
+    assert {word for word in words[place + 1 :] if word.startswith("--")} <= known
 
 
-@pytest.mark.parametrize("target", [words[1] for words in _commands() if words[0] == "make"])
+@pytest.mark.parametrize("target", sorted({words[1] for words in COMMANDS if words[0] == "make"}))
 def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
-def test_links_into_the_repository_lead_somewhere(path):
-    assert path.startswith("https://") or (ROOT / path).exists()
+def _anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_into_the_repository_lead_somewhere(page):
+    for link in sorted(set(re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]))):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def test_every_public_name_is_in_the_api():
+    described = {line[4:] for page in TEXTS if page.startswith("docs/api/") for line in TEXTS[page].splitlines()}
+    names = json.loads((ROOT / "tests" / "public_names.json").read_text(encoding="utf-8"))["names"]
+    aliases = set(names["mhla_hf"])
+    for module, listed in names.items():
+        wanted = {f"{'mhla_hf' if name in aliases else module}.{name}" for name in listed} - {"mhla_hf.__version__"}
+        assert not wanted - described
+
+
+def test_every_option_is_explained():
+    explained = set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/options.md"], flags=re.MULTILINE))
+    assert explained == set(MHLAConfig().to_dict())

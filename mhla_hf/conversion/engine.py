@@ -96,7 +96,7 @@ def convert_pretrained(
         ValueError: If the source cannot be read or converted (not supported, converted already, quantised, pickles
             only, damaged or incomplete weights), an option is wrong, or the destination is taken or too small.
 
-    Example:
+    Examples:
         >>> from mhla_hf import convert_pretrained
         >>> from mhla_hf.demo import base_pipeline_directory
         >>> report = convert_pretrained(

@@ -43,7 +43,7 @@ class BlockLayout:
     Raises:
         ValueError: If not exactly one of `blocks` and `block_size` is given, or if an entry does not fit the grid.
 
-    Example:
+    Examples:
         >>> from mhla_hf import BlockLayout
         >>> layout = BlockLayout(grid=(21, 30, 52), blocks=(3, 5, 10))  # 52 columns in 10 blocks of 5 or 6
         >>> layout.num_tokens, layout.num_blocks, layout.max_block_tokens

@@ -72,7 +72,7 @@ def resample_mixing(
     Raises:
         ValueError: If `mixing` is not for `source_blocks`, or the two have another number of axes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from mhla_hf import resample_mixing
         >>> wider = resample_mixing(torch.full((6, 6), 1 / 6), source_blocks=(2, 3), target_blocks=(2, 5))

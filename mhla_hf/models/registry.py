@@ -177,7 +177,7 @@ def supported_models() -> SupportedModels:
     It is a dict, and prints as a list. Those of transformers were tested; others load too, with a warning, where their
     attention allows it.
 
-    Example:
+    Examples:
         >>> from mhla_hf import supported_models
         >>> supported_models()["WanTransformer3DModel"].mhla_class
         'MHLAWanTransformer3DModel'

@@ -56,7 +56,7 @@ def mhla_attention(
     Raises:
         ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from mhla_hf import BlockLayout, mhla_attention
         >>> layout = BlockLayout(grid=(4, 6), blocks=(2, 3))

@@ -144,7 +144,7 @@ def calibrate(
         ValueError: If there is no MHLA layer or no batch, weights are offloaded or quantised, or activations are not
             finite. The model is unchanged then, and when it is interrupted.
 
-    Example:
+    Examples:
         >>> report = calibrate(model, [tokenizer(texts, return_tensors="pt", padding=True)])  # doctest: +SKIP
         >>> report.error_before, report.error_after  # doctest: +SKIP
     """

@@ -140,7 +140,7 @@ def evaluate(
     Without `objective` it is `objective_for(model)`, with the default noise levels of the model's family; give that
     function the pipeline's directory too, and they are its scheduler's.
 
-    Example:
+    Examples:
         >>> softmax = evaluate(softmax_model, held_out, draws_per_sample=2)  # doctest: +SKIP
         >>> mhla = evaluate(mhla_model, held_out, draws_per_sample=2)  # doctest: +SKIP
         >>> above, standard_error = mhla.difference(softmax)  # doctest: +SKIP

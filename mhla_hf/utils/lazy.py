@@ -17,7 +17,7 @@ def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], 
         names: Public names and the modules that define them, relative to the package: `"config"` for a module of it,
             `".training"` for one beside it.
 
-    Example:
+    Examples:
         >>> __getattr__, __dir__ = lazy_names("mhla_hf", {"MHLAConfig": "config"})
         >>> __getattr__("MHLAConfig").__name__
         'MHLAConfig'

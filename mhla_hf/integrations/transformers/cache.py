@@ -378,7 +378,7 @@ class MHLACache(DynamicCache):
     Args:
         config: The model's configuration.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM
         >>> from mhla_hf import MHLACache, from_preset
