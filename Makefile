@@ -18,7 +18,7 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 	tests/test_hub.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_versions.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage test-upstream test-lowest test-versions test-these-versions style quality clean
+.PHONY: help demo test test-all coverage test-upstream test-lowest test-versions test-these-versions style quality docs clean
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
 	@echo "make test-versions  the tests of transformers models, with its lowest and newest supported versions"
 	@echo "make style      format the code;  make quality  check format, lint and types"
+	@echo "make docs       build the documentation into site/"
 	@echo "make clean      remove caches and build products"
 
 $(bin)/python:
@@ -90,6 +91,10 @@ quality: $(VENV)/.installed-dev
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 
+# Strict: a link or reference that leads nowhere ends it.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist site *.egg-info
 	find mhla_hf tests conversion -name __pycache__ -type d -prune -exec rm -rf {} +

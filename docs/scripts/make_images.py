@@ -44,7 +44,7 @@ def save(figure: Figure, name: str) -> None:
     IMAGES.mkdir(exist_ok=True)
     figure.savefig(IMAGES / name, dpi=110, facecolor="white")
     # A palette keeps the files small.
-    Image.open(IMAGES / name).convert("RGB").quantize(128).save(IMAGES / name, optimize=True)
+    Image.open(IMAGES / name).convert("RGB").quantize(256).save(IMAGES / name, optimize=True)
 
 
 def hide_ticks(*all_axes: Axes) -> None:

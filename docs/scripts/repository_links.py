@@ -15,7 +15,7 @@ from typing import Any
 
 
 LOG = logging.getLogger("mkdocs.hooks.repository_links")
-LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:

@@ -373,10 +373,7 @@ _WINDOW_TENSORS = ("keys", "values", "position")
 
 
 class MHLACache(DynamicCache):
-    """A dynamic cache that tells its memory. Like in any `Cache`, its MHLA layers are exchanged when first used.
-
-    Args:
-        config: The model's configuration.
+    """A `DynamicCache`, made with its arguments, that reports its memory; its MHLA layers are exchanged on first use.
 
     Examples:
         >>> import torch
