@@ -28,8 +28,14 @@ def _blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXTS[page], flags=re.DOTALL)
 
 
-def _python(page: str) -> list[str]:
-    return [block for block in _blocks(page, "python") if not block.startswith(NEEDS)]
+def _python() -> dict[str, list[str]]:
+    """The Python to run by page; what an earlier page has already is left out."""
+    found: dict[str, list[str]] = {}
+    for page in TEXTS:
+        earlier = {block for blocks in found.values() for block in blocks}
+        blocks = [block for block in _blocks(page, "python") if not block.startswith(NEEDS)]
+        found[page] = [block for block in blocks if block not in earlier]
+    return {page: blocks for page, blocks in found.items() if blocks}
 
 
 def _commands() -> list[list[str]]:
@@ -41,7 +47,7 @@ def _commands() -> list[list[str]]:
     return found
 
 
-COMMANDS = _commands()
+PYTHON, COMMANDS = _python(), _commands()
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +60,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("page", [page for page in TEXTS if _python(page)])
+@pytest.mark.parametrize("page", PYTHON)
 def test_python_blocks_run_in_order(page, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    for block in _python(page):
+    for block in PYTHON[page]:
         names: dict[str, object] = {}
         exec(compile(block, page, "exec"), names)
         if "video" in names:
             assert names["video"].shape == (17, 64, 64, 3)
     if page == "README.md":
-        assert len(_python(page)) >= 3
+        assert len(PYTHON[page]) >= 3
         assert (folder / "digits-mhla-in-place" / "model_index.json").is_file()
 
 
