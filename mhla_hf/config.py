@@ -13,33 +13,34 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from .layouts import MAX_BLOCKS, MAX_TOKENS
 from .layouts.windows import WINDOW_GAINS, WINDOWS, check_window
-from .utils.messages import shorten_list, shorten_value
+from .ops import BACKENDS
+from .ops.feature_maps import FEATURE_MAPS
+from .ops.normalizers import NORMALIZERS
+from .utils.messages import check_choice, shorten_list, shorten_value
 
 
-FEATURE_MAPS = ("relu", "elu", "exp", "hedgehog", "identity")
 ROPE_ORDERS = ("after_feature_map", "before_feature_map")
-NORMALIZERS = ("query", "block_query", "none")
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 MIXING_HEADS = ("shared", "per_head")
 MIXING_CONSTRAINTS = ("none", "nonnegative")
 RESIZE_MODES = ("auto", "blocks", "block_size", "extend")
-BACKENDS = ("auto", "torch", "triton")
 
-_CHOICES = {
-    "feature_map": FEATURE_MAPS,
+CHOICES: dict[str, tuple[str, ...]] = {
+    "feature_map": tuple(FEATURE_MAPS),
     "rope": ROPE_ORDERS,
-    "normalizer": NORMALIZERS,
+    "normalizer": tuple(NORMALIZERS),
     "mixing_init": MIXING_INITS,
     "mixing_heads": MIXING_HEADS,
     "mixing_constraint": MIXING_CONSTRAINTS,
     "resize": RESIZE_MODES,
     "backend": BACKENDS,
+    "window": WINDOWS,
     "window_gains": WINDOW_GAINS,
 }
-# The mixing weights of so many blocks have a gigabyte in each layer. M² ≤ T then holds for the most tokens.
-MAX_BLOCKS = 2**14
-MAX_TOKENS = 2**28
+"""Allowed values of the options that are names. `window` may also be `None`."""
+
 # Weights of the depthwise convolution for each channel.
 MAX_LEPE_WEIGHTS = 2**15
 _AXES = ("blocks", "block_size", "grid")
@@ -54,13 +55,13 @@ class MHLAConfig:
     the key `mhla` of a model's own `config.json`. Wherever an `MHLAConfig` is taken, a dict is taken too.
 
     Args:
-        feature_map: The map φ applied to queries and keys: `"relu"`, `"elu"` (elu(x) + 1), `"exp"`, `"hedgehog"`
-            (learnable, softmax over [Wx, -Wx], twice as many features) or `"identity"`.
+        feature_map: The map φ applied to queries and keys, the name of an entry of [`mhla_hf.ops.FEATURE_MAPS`]:
+            `"relu"`, `"exp"` or the learned `"hedgehog"` for example.
         rope: `"after_feature_map"` rotates φ(q) and φ(k) for the numerator and leaves the normaliser unrotated, so
             that it stays positive. `"before_feature_map"` rotates q and k first and uses φ of that everywhere.
-        normalizer: `"query"` divides token t of block i by φ(q_t)·Σ_b m_ib z_b (the paper). `"block_query"` divides
-            the token at position w of block i by Σ_b m_ib φ(q_bw)·z_b (the authors' image code; blocks of equal
-            shape only). `"none"` does not divide (the authors' video and language weights).
+        normalizer: The divisor of each token's output, the name of an entry of [`mhla_hf.ops.NORMALIZERS`]: `"query"`
+            (the paper), `"block_query"` (the authors' image code; blocks of equal shape only) or `"none"` (their video
+            and language weights) for example.
         mixing_init: How the mixing weights start: `"linear"` (the paper's locality bias), `"cos"`, `"exp"`,
             `"gaussian"`, `"local"` (own and adjacent blocks only) or `"uniform"` (equal weights: vanilla linear
             attention exactly). Rows sum to one.
@@ -146,17 +147,14 @@ class MHLAConfig:
         return config
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in allowed:
-                raise ValueError(f"{name}={shorten_value(value)} is not one of {', '.join(map(repr, allowed))}.")
+        for name, allowed in CHOICES.items():
+            if name != "window":
+                check_choice(name, getattr(self, name), allowed)
+            elif self.window is not None:
+                check_choice(name, self.window, allowed, ", or None")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={shorten_value(getattr(self, name))} must be True or False.")
-        if self.window is not None and (not isinstance(self.window, str) or self.window not in WINDOWS):
-            raise ValueError(
-                f"window={shorten_value(self.window)} is not one of {', '.join(map(repr, WINDOWS))}, or None."
-            )
         for name in (*_AXES, "window_size"):
             self._set(name, _axis_tuple(name, getattr(self, name)))
         self._set("layers", _layer_tuple(self.layers))
@@ -166,7 +164,8 @@ class MHLAConfig:
             self._set("mixing_range", _number("mixing_range", self.mixing_range, minimum=0.0, exclusive=True))
         self._check_lepe_kernel()
         self._check_axes()
-        check_window(self)
+        given = next((len(value) for value in (self.blocks, self.block_size, self.grid) if value is not None), None)
+        check_window(self.window, self.window_size, 1 if self.is_sequence else given)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..config import CHOICES
+from .conversion_options import listed
+
 
 app = typer.Typer(help="Compare MHLA with other attention on this machine.", no_args_is_help=True)
 
@@ -129,7 +132,7 @@ def decode_command(
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block.", rich_help_panel=_MHLA)] = None,
     feature_map: Annotated[
-        str | None, typer.Option(help="relu, elu, exp, hedgehog or identity.", rich_help_panel=_MHLA)
+        str | None, typer.Option(help=f"{listed(CHOICES['feature_map'])}.", rich_help_panel=_MHLA)
     ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens in the cache before decoding starts.")] = "2048,8192,32768",
     dtype: Annotated[

@@ -2,12 +2,16 @@
 """The options that say how a model becomes MHLA, for every command that converts one."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from ..config import CHOICES
+from ..ops.feature_maps import FEATURE_MAPS
+from ..ops.normalizers import NORMALIZERS
 
 
 LAYOUT = "Blocks"
@@ -42,6 +46,17 @@ class ConversionOption:
         return Annotated[self.kind | None, option]
 
 
+def listed(names: Iterable[str]) -> str:
+    """Names as they are listed in a sentence: `"a, b or c"`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def described(table: Mapping[str, Any]) -> str:
+    """The entries of a table of formulas for the help of an option."""
+    return "; ".join(f"{name}: {entry.formula}" for name, entry in table.items())
+
+
 OPTIONS: dict[str, ConversionOption] = {
     "blocks": ConversionOption(
         str, "Number of blocks: frames,height,width, such as 3,5,10; height,width for pictures.", LAYOUT
@@ -56,21 +71,25 @@ OPTIONS: dict[str, ConversionOption] = {
         "also takes auto:2/3, which keeps those that matter most.",
         LAYOUT,
     ),
-    "feature_map": ConversionOption(str, "relu, elu, exp, hedgehog or identity.", OPERATOR),
-    "rope": ConversionOption(str, "after_feature_map or before_feature_map.", OPERATOR),
-    "normalizer": ConversionOption(str, "query, block_query or none.", OPERATOR),
-    "mixing_init": ConversionOption(str, "linear, cos, exp, gaussian, local or uniform.", OPERATOR),
-    "mixing_heads": ConversionOption(str, "shared or per_head.", OPERATOR),
-    "mixing_constraint": ConversionOption(str, "none or nonnegative.", OPERATOR),
+    "feature_map": ConversionOption(str, f"φ(x). {described(FEATURE_MAPS)}.", OPERATOR),
+    "rope": ConversionOption(str, f"{listed(CHOICES['rope'])}.", OPERATOR),
+    "normalizer": ConversionOption(str, f"Divisor of token t of block i. {described(NORMALIZERS)}.", OPERATOR),
+    "mixing_init": ConversionOption(str, f"{listed(CHOICES['mixing_init'])}.", OPERATOR),
+    "mixing_heads": ConversionOption(str, f"{listed(CHOICES['mixing_heads'])}.", OPERATOR),
+    "mixing_constraint": ConversionOption(str, f"{listed(CHOICES['mixing_constraint'])}.", OPERATOR),
     "mixing_range": ConversionOption(float, "Blocks at which the locality bias reaches its floor.", OPERATOR),
     "output_norm": ConversionOption(bool, "RMSNorm on each head's output.", OPERATOR),
     "gate": ConversionOption(bool, "SiLU output gate.", OPERATOR, "output_gate"),
     "lepe": ConversionOption(int, "Kernel size of a depthwise convolution of the values.", OPERATOR, "lepe_kernel"),
-    "window": ConversionOption(str, "Exact softmax near each token beside MHLA: block, adjacent or cross.", OPERATOR),
+    "window": ConversionOption(
+        str, f"Exact softmax near each token beside MHLA: {listed(CHOICES['window'])}.", OPERATOR
+    ),
     "window_size": ConversionOption(
         str, "Tokens of a block of the window: frames,height,width, such as 1,3,3; one number for texts.", OPERATOR
     ),
-    "window_gains": ConversionOption(str, "Learned gains of MHLA and window: per_head or per_channel.", OPERATOR),
+    "window_gains": ConversionOption(
+        str, f"Learned gains of MHLA and window: {listed(CHOICES['window_gains'])}.", OPERATOR
+    ),
 }
 """All of them by the name of the command's parameter."""
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import CHOICES
 from .automatic_layers import AUTO, automatic_layers
-from .conversion_options import LAYOUT, OPTIONS, mhla_fields, options_for_components, with_conversion_options
+from .conversion_options import LAYOUT, OPTIONS, listed, mhla_fields, options_for_components, with_conversion_options
 
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def import_official_command(
     ] = None,
     grid: Grid = None,
     normalizer: Annotated[
-        str, typer.Option(help="What the weights were trained with: none, block_query or query.")
+        str, typer.Option(help=f"Normaliser of the weights: {listed(CHOICES['normalizer'])}.")
     ] = "none",
     base: Annotated[
         str | None,

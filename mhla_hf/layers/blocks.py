@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..config import MAX_BLOCKS, MAX_LEPE_WEIGHTS, MHLAConfig
+from ..config import MAX_LEPE_WEIGHTS, MHLAConfig
+from ..layouts import MAX_BLOCKS
 from ..layouts.blocks import BlockLayout, choose_blocks, positive_axes
-from ..layouts.windows import with_window_size
+from ..layouts.windows import check_window, default_window_size
 
 
 def layout_at(
@@ -112,3 +113,38 @@ def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfi
     if config.block_size is not None:
         return config.replace(grid=grid)
     return config.replace(grid=grid, blocks=choose_blocks(grid))
+
+
+def window_size_for(config: MHLAConfig, axes: int) -> tuple[int, ...] | None:
+    """Tokens of a block of the window along each axis: `window_size`, or its default.
+
+    The default for sequences is MHLA's own block size; elsewhere it makes about 200 tokens that a query sees.
+
+    Args:
+        config: The options.
+        axes: Number of axes of the token grid.
+
+    Returns:
+        One number for each axis; `None` without a window.
+
+    Raises:
+        ValueError: If the options do not fit that number of axes.
+    """
+    check_window(config.window, config.window_size, axes)
+    if config.window is None or config.window_size is not None:
+        return config.window_size
+    return config.block_size if config.is_sequence else default_window_size(config.window, axes)
+
+
+def with_window_size(config: MHLAConfig, axes: int) -> MHLAConfig:
+    """Returns the options with the size of the window's blocks filled in, so that it survives a change of defaults.
+
+    Args:
+        config: The options; returned as they are where there is nothing to fill in.
+        axes: Number of axes of the token grid.
+
+    Raises:
+        ValueError: If the options do not fit that number of axes.
+    """
+    size = window_size_for(config, axes)
+    return config if size == config.window_size else config.replace(window_size=size)

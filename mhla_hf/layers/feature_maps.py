@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature maps φ: what queries and keys pass through before linear attention."""
+"""Feature maps φ as modules and functions, and the rotation of features."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from collections.abc import Callable
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-from ..config import FEATURE_MAPS
-from ..utils.messages import shorten_value
-
-
-FIXED_FEATURE_MAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": torch.relu,
-    "elu": lambda tokens: F.elu(tokens) + 1,
-    "exp": torch.exp,
-    "identity": lambda tokens: tokens,
-}
+from ..ops import FEATURE_MAPS
+from ..utils.messages import check_choice
 
 
-class HedgehogFeatureMap(nn.Module):
-    """Learnable feature map softmax([Wx, -Wx]) (Hedgehog, arXiv 2402.04347), one W for each feature head.
+class LearnedFeatureMap(nn.Module):
+    """Feature map with a weight for each feature head, which starts as the identity; by default Hedgehog's.
 
-    W starts as the identity. `[B, T, H, K]` becomes `[B, T, H, 2K]`, in the dtype of the input.
+    Hedgehog (arXiv 2402.04347) is softmax([Wx, -Wx]): `[B, T, H, K]` becomes `[B, T, H, 2K]`, in the dtype of the
+    input.
+
+    Args:
+        num_heads: H.
+        head_dim: K.
+        name: Name of a learned map in [`mhla_hf.ops.FEATURE_MAPS`].
     """
 
-    def __init__(self, num_heads: int, head_dim: int) -> None:
+    def __init__(self, num_heads: int, head_dim: int, name: str = "hedgehog") -> None:
         super().__init__()
+        self.name = name
         self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
 
     def initial_weight(self) -> torch.Tensor:
@@ -37,8 +35,10 @@ class HedgehogFeatureMap(nn.Module):
         return torch.eye(head_dim).repeat(num_heads, 1, 1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        projected = torch.einsum("bthk,hfk->bthf", tokens, self.weight.to(tokens.dtype))
-        return torch.cat([projected, -projected], dim=-1).softmax(dim=-1)
+        return FEATURE_MAPS[self.name].forward(tokens, self.weight.to(tokens.dtype))
+
+
+HedgehogFeatureMap = LearnedFeatureMap
 
 
 def fixed_feature_map(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -47,9 +47,8 @@ def fixed_feature_map(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     Raises:
         ValueError: If there is none of that name.
     """
-    if not isinstance(name, str) or name not in FIXED_FEATURE_MAPS:
-        raise ValueError(f"feature_map={shorten_value(name)} is not one of {', '.join(map(repr, FEATURE_MAPS))}.")
-    return FIXED_FEATURE_MAPS[name]
+    check_choice("feature_map", name, [entry.name for entry in FEATURE_MAPS.values() if not entry.is_learned])
+    return FEATURE_MAPS[name].forward
 
 
 def rotate_features(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout
+from ..ops import FEATURE_MAPS, NORMALIZERS
 from ..ops.numerics import records_gradients
 
 
@@ -75,11 +76,11 @@ def can_fuse(
     """Whether the fused kernels compute what the layer would: no sequence, nothing that they do not know."""
     if backend != "triton" or config.is_sequence:
         return False
-    from ..ops.triton.fused_launch import FEATURE_MAPS, fits
+    from ..ops.triton.fused_launch import fits
 
     return (
-        config.feature_map in FEATURE_MAPS
-        and config.normalizer != "block_query"
+        FEATURE_MAPS[config.feature_map].kernel is not None
+        and NORMALIZERS[config.normalizer].kernel is not None
         and (rotary is None or (config.rope == "after_feature_map" and _is_plain_rotary(rotary, query)))
         and (output_norm is None or is_plain_norm(output_norm, query.device))
         and fits(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
@@ -163,7 +164,8 @@ def fused_attention(
             # The tables' halves interleave as models make them; read once a head, they should be dense.
             tables = tuple(part.float().flatten(0, 2).contiguous() for part in (rotary.cosine, rotary.sine))
         query_norm, key_norm = (norms.query, norms.key) if norms is not None else (None, None)
-        divides = config.normalizer != "none"
+        divides = NORMALIZERS[config.normalizer].divides
+        feature_map = FEATURE_MAPS[config.feature_map].kernel
         weights = [None if norm is None else norm.weight for norm in (query_norm, key_norm, output_norm)]
         half = not records_gradients(query, key, value, mixing, gate, *weights)
         summary, key_sum, _ = fused_summary(
@@ -172,7 +174,7 @@ def fused_attention(
             weights[1],
             *tables,
             table,
-            config.feature_map,
+            feature_map,
             _eps(key_norm),
             root,
             config.feature_map_eps,
@@ -192,7 +194,7 @@ def fused_attention(
             weights[2],
             *tables,
             table,
-            config.feature_map,
+            feature_map,
             _eps(query_norm),
             root,
             config.feature_map_eps,

@@ -19,14 +19,13 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
-from ..layouts.windows import window_size_for
-from ..ops import choose_backend, extend_mixing, mhla_attention
+from ..ops import FEATURE_MAPS, choose_backend, extend_mixing, mhla_attention
 from ..ops.numerics import accumulation_dtype, records_gradients, repeat_heads
 from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
-from .blocks import check_block_sizes, layout_at, reference_blocks
+from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
 from .context_parallel import sharded_convolution
-from .feature_maps import HedgehogFeatureMap, fixed_feature_map, rotate_features
+from .feature_maps import LearnedFeatureMap, rotate_features
 from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 from .precision import token_dtype
@@ -105,9 +104,11 @@ class MHLA(nn.Module):
         count = math.prod(self.blocks) + int(num_prefix_tokens > 0)
         shape = (count, count) if config.mixing_heads == "shared" else (num_heads, count, count)
         self.mixing = nn.Parameter(torch.empty(shape))
-        learned = config.feature_map == "hedgehog"
-        self.feature_map_query = HedgehogFeatureMap(num_heads, head_dim) if learned else None
-        self.feature_map_key = HedgehogFeatureMap(self.num_key_value_heads, head_dim) if learned else None
+        learned = FEATURE_MAPS[config.feature_map].is_learned
+        self.feature_map_query = LearnedFeatureMap(num_heads, head_dim, config.feature_map) if learned else None
+        self.feature_map_key = (
+            LearnedFeatureMap(num_key_value_heads, head_dim, config.feature_map) if learned else None
+        )
         self.output_norm = OutputNorm(value_head_dim, eps=1e-6) if config.output_norm else None
         self.gate = nn.Linear(hidden_size, num_heads * value_head_dim) if config.output_gate else None
         self.lepe = None
@@ -425,7 +426,7 @@ class MHLA(nn.Module):
         return self.layout_for(grid)
 
     def _features(self, tokens: torch.Tensor, learned: nn.Module | None) -> torch.Tensor:
-        features = fixed_feature_map(self.config.feature_map)(tokens) if learned is None else learned(tokens)
+        features = FEATURE_MAPS[self.config.feature_map].forward(tokens) if learned is None else learned(tokens)
         return features + self.config.feature_map_eps if self.config.feature_map_eps else features
 
     def _positional(

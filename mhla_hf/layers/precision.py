@@ -6,11 +6,8 @@ from __future__ import annotations
 import torch
 
 from ..config import MHLAConfig
+from ..ops import FEATURE_MAPS, NORMALIZERS
 from ..ops.numerics import accumulation_dtype
-
-
-# They round nothing: the result is an input, or zero.
-_EXACT_FEATURE_MAPS = ("relu", "identity")
 
 
 def token_dtype(
@@ -38,11 +35,11 @@ def token_dtype(
         changed: Whether more happens to queries and keys than the feature map.
     """
     dtype = value.dtype
-    if dtype == torch.float16 and config.normalizer == "none":
+    if dtype == torch.float16 and not NORMALIZERS[config.normalizer].divides:
         return accumulation_dtype(dtype)
     exact = (
         query.dtype == key.dtype == dtype
-        and config.feature_map in _EXACT_FEATURE_MAPS
+        and FEATURE_MAPS[config.feature_map].is_exact
         and not (changed or config.feature_map_eps or config.output_norm)
     )
     return dtype if backend == "triton" or exact else accumulation_dtype(dtype)

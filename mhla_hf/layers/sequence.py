@@ -11,8 +11,7 @@ import torch
 from ..layouts.blocks import BlockLayout, check_count
 from ..layouts.sequences import SequenceLayout
 from ..ops import attend_blocks, extend_mixing
-from ..ops.checks import check_mixing, check_options, check_tokens
-from ..ops.numerics import check_normalizer
+from ..ops.checks import check_mixing, check_options, check_sequence_normalizer, check_tokens
 from ..ops.recurrent_checks import check_valid
 
 
@@ -108,8 +107,7 @@ def sequence_attention(
         )
     check_count("block_size", block_size)
     check_options("query", sequence.causal, options.get("eps", 0.0), backend)
-    # Blocks of a sequence are not all full.
-    check_normalizer(options.get("normalizer", "query"), ("query", "none"), " for sequences")
+    check_sequence_normalizer(options.get("normalizer", "query"), " for sequences")
     pair = options.get("normalizer_query"), options.get("normalizer_key")
     check_tokens(query, key, value, *pair)
     check_mixing(mixing, query.shape[2], query.device)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..config import MAX_BLOCKS, MAX_TOKENS
 from ..utils.messages import shorten_value
+from . import MAX_BLOCKS, MAX_TOKENS
 from .tables import cached
 
 

@@ -4,13 +4,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from ..utils.messages import shorten_value
-
-
-if TYPE_CHECKING:
-    from ..config import MHLAConfig
 
 
 WINDOWS = ("block", "adjacent", "cross")
@@ -31,14 +26,18 @@ _DEFAULT_SIZES = {
 }
 
 
-def check_window(config: MHLAConfig) -> None:
-    """Checks the options of the window against each other and against the layout's axes, as far as those are known.
+def check_window(window: str | None, size: tuple[int, ...] | None, axes: int | None) -> None:
+    """Checks the options of the window against each other and against the axes of the token grid.
+
+    Args:
+        window: One of [`WINDOWS`], or `None` for no window.
+        size: Tokens of a block of the window along each axis; `None` for the default.
+        axes: Number of axes of the token grid; `None` where it is not known.
 
     Raises:
         ValueError: If they do not fit; the message names the option.
     """
-    size = config.window_size
-    if config.window is None:
+    if window is None:
         if size is not None:
             raise ValueError(
                 f"window_size={shorten_value(size)} needs window, one of {', '.join(map(repr, WINDOWS))}."
@@ -46,62 +45,17 @@ def check_window(config: MHLAConfig) -> None:
         return
     if size is not None and math.prod(size) > MAX_WINDOW_TOKENS:
         raise ValueError(f"window_size={shorten_value(size)} has more than {MAX_WINDOW_TOKENS} tokens in a block.")
-    given = (config.blocks, config.block_size, config.grid)
-    axes = 1 if config.is_sequence else next((len(value) for value in given if value is not None), None)
-    check_window_axes(config, axes if axes is not None or size is None else len(size))
-
-
-def check_window_axes(config: MHLAConfig, axes: int | None) -> None:
-    """Checks the options of the window against the number of axes of the token grid; `None` where it is not known.
-
-    Raises:
-        ValueError: If they do not fit.
-    """
-    if config.window is None or axes is None:
-        return
-    if config.window_size is not None and len(config.window_size) != axes:
-        raise ValueError(
-            f"window_size={config.window_size} must have one entry for each axis of the layout, which has {axes}."
-        )
-    if config.window == "cross" and axes != 3:
+    if axes is None:
+        axes = None if size is None else len(size)
+    if size is not None and len(size) != axes:
+        raise ValueError(f"window_size={size} must have one entry for each axis of the layout, which has {axes}.")
+    if window == "cross" and axes not in (None, 3):
         raise ValueError(
             f"window='cross' needs the three axes of a video (frames, height, width), but the layout has {axes}: "
             "use 'adjacent' or 'block'."
         )
 
 
-def window_size_for(config: MHLAConfig, axes: int) -> tuple[int, ...] | None:
-    """Tokens of a block of the window along each axis: `window_size`, or its default.
-
-    The default for sequences is MHLA's own block size; elsewhere it makes about 200 tokens that a query sees.
-
-    Args:
-        config: The options.
-        axes: Number of axes of the token grid.
-
-    Returns:
-        One number for each axis; `None` without a window.
-
-    Raises:
-        ValueError: If the options do not fit that number of axes.
-    """
-    check_window_axes(config, axes)
-    if config.window is None or config.window_size is not None:
-        return config.window_size
-    if config.is_sequence:
-        return config.block_size
-    return _DEFAULT_SIZES[config.window, axes]
-
-
-def with_window_size(config: MHLAConfig, axes: int) -> MHLAConfig:
-    """Returns the options with the size of the window's blocks filled in, so that it survives a change of defaults.
-
-    Args:
-        config: The options; returned as they are where there is nothing to fill in.
-        axes: Number of axes of the token grid.
-
-    Raises:
-        ValueError: If the options do not fit that number of axes.
-    """
-    size = window_size_for(config, axes)
-    return config if size == config.window_size else config.replace(window_size=size)
+def default_window_size(window: str, axes: int) -> tuple[int, ...]:
+    """Tokens of a block of the window along each axis that make about 200 tokens that a query sees."""
+    return _DEFAULT_SIZES[window, axes]

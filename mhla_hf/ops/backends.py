@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..config import BACKENDS
-from ..utils.messages import shorten_value
+from ..utils.messages import check_choice
+from . import BACKENDS
 
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,7 @@ def choose_backend(
         ValueError: If the request, or the environment variable, is not one of these.
     """
     wanted: Any = os.environ.get(ENVIRONMENT_VARIABLE) or requested
-    if not isinstance(wanted, str) or wanted not in BACKENDS:
-        where = ENVIRONMENT_VARIABLE if wanted is not requested else "backend"
-        raise ValueError(f"{where}={shorten_value(wanted)} is not one of {', '.join(map(repr, BACKENDS))}.")
+    check_choice(ENVIRONMENT_VARIABLE if wanted is not requested else "backend", wanted, BACKENDS)
     if wanted == "torch":
         return wanted
     obstacle = triton_obstacle(query, key, value, *(tensor for tensor in others if tensor is not None))

@@ -11,13 +11,9 @@ import torch
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from .checks import check_form
-from .numerics import (
-    accumulation_dtype,
-    from_head_blocks,
-    head_blocks,
-    mix_summaries,
-    repeat_heads,
-)
+from .mixing import mix_summaries
+from .normalizers import NORMALIZERS
+from .numerics import accumulation_dtype, from_head_blocks, head_blocks
 
 
 def block_mhla_attention(
@@ -58,20 +54,12 @@ def block_mhla_attention(
         value_blocks = head_blocks(value, layout, dtype)
         summary = key_blocks.transpose(-1, -2) @ value_blocks
         mixed_summary = mix_summaries(mixing, summary, num_heads)
-        output = query_blocks @ mixed_summary
-        if normalizer != "none":
+        output = from_head_blocks(query_blocks @ mixed_summary, layout)
+        entry = NORMALIZERS[normalizer]
+        if entry.block is not None:
             plain_query_blocks = query_blocks if plain_query is query else head_blocks(plain_query, layout, dtype)
             plain_key_blocks = key_blocks if plain_key is key else head_blocks(plain_key, layout, dtype)
-            key_sum = plain_key_blocks.sum(dim=-2)
-            if normalizer == "query":
-                denominator = plain_query_blocks @ mix_summaries(mixing, key_sum.unsqueeze(-1), num_heads)
-            else:
-                # [B, H, M, N]: each block's own queries against its own key sum, then mixed over blocks.
-                key_sum = repeat_heads(key_sum, num_heads, 1)
-                own = (plain_query_blocks @ key_sum.unsqueeze(-1)).squeeze(-1)
-                denominator = (mixing @ own).unsqueeze(-1)
+            product = entry.block(plain_query_blocks, plain_key_blocks.sum(dim=-2), mixing)
             # Divided token by token: the empty slots of ragged blocks have no denominator.
-            output = from_head_blocks(output, layout) / (from_head_blocks(denominator, layout) + eps)
-        else:
-            output = from_head_blocks(output, layout)
+            output = output / entry.divisor(from_head_blocks(product, layout), eps)
         return output.to(value.dtype)

@@ -11,13 +11,9 @@ import torch
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, earlier_blocks
 from .checks import check_form
-from .numerics import (
-    accumulation_dtype,
-    from_head_blocks,
-    head_blocks,
-    mix_summaries,
-    repeat_heads,
-)
+from .mixing import prefix_and_own, repeat_heads
+from .normalizers import NORMALIZERS
+from .numerics import accumulation_dtype, from_head_blocks, head_blocks
 
 
 def causal_mhla_attention(
@@ -67,18 +63,14 @@ def causal_mhla_attention(
     with torch.autocast(query.device.type, enabled=False):
         key, plain_key, clean_value, bad = finite_tokens(key, plain_key, value)
         query, key, clean_value = (head_blocks(x, layout, dtype) for x in (query, key, clean_value))
-        output, _ = prefix_and_own(query, key, clean_value, mixing)
-        if normalizer != "none":
+        output = from_head_blocks(prefix_and_own(query, key, clean_value, mixing)[0], layout)
+        entry = NORMALIZERS[normalizer]
+        if entry.chunked is not None:
             plain_query = head_blocks(plain_query, layout, dtype)
             plain_key = head_blocks(plain_key, layout, dtype)
-            if normalizer == "query":
-                denominator, _ = prefix_and_own(plain_query, plain_key, None, mixing)
-            else:
-                denominator = _block_query_denominator(plain_query, plain_key, mixing)
+            product = entry.chunked(plain_query, plain_key, mixing)
             # Without the empty slots, whose denominator may be zero.
-            output = from_head_blocks(output, layout) / (from_head_blocks(denominator, layout) + eps)
-        else:
-            output = from_head_blocks(output, layout)
+            output = output / entry.divisor(from_head_blocks(product, layout), eps)
         output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))
     return output.to(value.dtype)
 
@@ -106,50 +98,3 @@ def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_h
     earlier = before.to(flags.dtype) @ flags.sum(dim=-1, keepdim=True)
     counts = (flags.cumsum(dim=-1) + earlier).unsqueeze(-1)
     return repeat_heads(from_head_blocks(counts, layout), num_heads, 2) > 0
-
-
-def _diagonal(mixing: torch.Tensor) -> torch.Tensor:
-    """m_ii shaped to broadcast over `[B, H, M, C, D]`."""
-    return mixing.diagonal(dim1=-2, dim2=-1)[..., None, None]
-
-
-def prefix_and_own(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor | None,
-    mixing: torch.Tensor,
-    past: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """φ(q)ᵀ applied to the mixed earlier chunks plus the causal part of the own chunk.
-
-    Args:
-        query: `[B, H, M, C, K]`.
-        key: `[B, H_kv, M, C, K]`.
-        value: `[B, H_kv, M, C, V]`; `None` for a column of ones.
-        mixing: `[..., M, M]`.
-        past: What belongs to the mixed earlier chunks beside these, `[B, H or H_kv, M, K, V]`.
-
-    Returns:
-        `[B, H, M, C, V]`, and the chunks' summaries `[B, H_kv, M, K, V]`.
-    """
-    num_heads = query.shape[1]
-    if value is None:
-        value = key.new_ones(*key.shape[:-1], 1)
-    summaries = key.transpose(-1, -2) @ value
-    prefix = mix_summaries(mixing.tril(-1), summaries, num_heads)
-    if past is not None:
-        prefix = prefix + repeat_heads(past, num_heads, 1)
-    key, value = repeat_heads(key, num_heads, 1), repeat_heads(value, num_heads, 1)
-    own = (query @ key.transpose(-1, -2)).tril() @ value
-    return query @ prefix + _diagonal(mixing) * own, summaries
-
-
-def _block_query_denominator(query: torch.Tensor, key: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-    """Σ_{b<i} m_ib φ(q_bw)·z_b + m_ii φ(q_iw)·Σ_{j≤t, j in i} φ(k_j): `[B, H, M, C, 1]`."""
-    key = repeat_heads(key, query.shape[1], 1)
-    whole = (query @ key.sum(dim=-2, keepdim=True).transpose(-1, -2)).squeeze(-1)
-    running = (query * key.cumsum(dim=-2)).sum(dim=-1, keepdim=True)
-    # A zero weight does not stop the NaN of a later chunk's query. Those of earlier ones are part of the sum.
-    bad = ~whole.isfinite()
-    earlier = (mixing.tril(-1) @ whole.masked_fill(bad, 0)).masked_fill(bad.cumsum(dim=-2) > bad, float("nan"))
-    return earlier.unsqueeze(-1) + _diagonal(mixing) * running

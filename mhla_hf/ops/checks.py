@@ -11,22 +11,17 @@ from typing import Any
 
 import torch
 
-from ..config import BACKENDS
 from ..layouts.blocks import BlockLayout, check_flag
 from ..layouts.sequences import SequenceLayout, check_mixing_shape
-from ..utils.messages import shorten_value
-from .numerics import check_normalizer
-
-
-# `"naive"`, the dense oracle, can be asked for by name only.
-OPERATOR_BACKENDS = (*BACKENDS, "naive")
+from ..utils.messages import check_choice, shorten_value
+from . import OPERATOR_BACKENDS
+from .normalizers import NORMALIZERS, SEQUENCE_NORMALIZERS
 
 
 def check_options(normalizer: Any, causal: Any, eps: Any, backend: Any = "auto") -> None:
     """Checks the options that [`mhla_hf.ops.mhla_attention`] takes beside tensors."""
     check_normalizer(normalizer)
-    if not isinstance(backend, str) or backend not in OPERATOR_BACKENDS:
-        raise ValueError(f"backend={shorten_value(backend)} is not one of {', '.join(map(repr, OPERATOR_BACKENDS))}.")
+    check_choice("backend", backend, OPERATOR_BACKENDS)
     check_flag("causal", causal)
     check_eps(eps)
 
@@ -85,6 +80,16 @@ def check_dense(
     for name, tensor in pairs:
         if tensor is not None and tensor.dtype != query.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, but query is {query.dtype}: the dense form takes one dtype.")
+
+
+def check_normalizer(normalizer: Any) -> None:
+    """Raises `ValueError` unless `normalizer` is the name of one."""
+    check_choice("normalizer", normalizer, NORMALIZERS)
+
+
+def check_sequence_normalizer(normalizer: Any, why: str) -> None:
+    """Raises `ValueError` unless `normalizer` is one that sequences can have, whose blocks are not all full."""
+    check_choice("normalizer", normalizer, SEQUENCE_NORMALIZERS, why)
 
 
 def check_eps(eps: Any) -> None:
@@ -162,9 +167,9 @@ def check_layout(layout: Any, normalizer: str, causal: bool) -> None:
         lengths = layout.tile_lengths[0]
         if len(layout.grid) != 1 or any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
             raise ValueError(f"causal=True needs a 1-D layout made with block_size, got {layout!r}.")
-    if normalizer == "block_query" and not layout.is_uniform:
+    if not NORMALIZERS[normalizer].mixes_sums and not layout.is_uniform:
         raise ValueError(
-            f"normalizer='block_query' pairs tokens at the same position of each block and needs blocks of equal "
+            f"normalizer={normalizer!r} pairs tokens at the same position of each block and needs blocks of equal "
             f"shape, but {layout!r} has uneven ones. Use normalizer='query', or a grid that the blocks divide."
         )
 

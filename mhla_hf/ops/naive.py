@@ -11,8 +11,9 @@ import torch
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import extend_mixing
-from .checks import check_dense, check_eps
-from .numerics import check_normalizer, repeat_heads
+from .checks import check_dense, check_eps, check_normalizer
+from .mixing import repeat_heads
+from .normalizers import NORMALIZERS
 
 
 def naive_mhla_weights(
@@ -36,11 +37,7 @@ def naive_mhla_weights(
         `[B, H, T, T]` in the dtype of `query`.
     """
     check_dense(query, key, mixing, layout, causal)
-    block = layout.block_of_token.to(query.device)
-    if causal:
-        mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
-    token_mixing = mixing.to(query.dtype)[..., block[:, None], block[None, :]]
-    weights = token_mixing * torch.einsum("bthk,bjhk->bhtj", query, key)
+    weights = _token_mixing(query, mixing, layout, causal) * torch.einsum("bthk,bjhk->bhtj", query, key)
     return weights.tril() if causal else weights
 
 
@@ -74,32 +71,17 @@ def naive_mhla_attention(
     if causal:
         # A zero weight does not stop the NaN of a later value.
         numerator = numerator.masked_fill(bad.cumsum(dim=1) > 0, float("nan"))
-    if normalizer == "none":
+    entry = NORMALIZERS[normalizer]
+    if entry.dense is None:
         return numerator
     plain_query = query if normalizer_query is None else normalizer_query
-    if normalizer == "query":
-        denominator = naive_mhla_weights(plain_query, plain_key, mixing, layout, causal=causal).sum(-1)
-    else:
-        denominator = _block_query_denominator(plain_query, plain_key, mixing, layout, causal=causal)
-    return numerator / (denominator.transpose(1, 2).unsqueeze(-1) + eps)
+    product = entry.dense(plain_query, plain_key, _token_mixing(query, mixing, layout, causal), layout, causal)
+    return numerator / entry.divisor(product.transpose(1, 2).unsqueeze(-1), eps)
 
 
-def _block_query_denominator(
-    query: torch.Tensor, key: torch.Tensor, mixing: torch.Tensor, layout: BlockLayout, *, causal: bool
-) -> torch.Tensor:
-    """Σ_b m_ib φ(q_bw)·z_b for the token at position w of block i: `[B, H, T]`.
-
-    Written out over tokens: token t pairs key j of block b with the query of block b at t's own position.
-    """
+def _token_mixing(query: torch.Tensor, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor:
+    """m_{b(t),b(j)} for every pair of tokens, `[..., T, T]` in the dtype of `query`."""
     block = layout.block_of_token.to(query.device)
-    position = layout.position_in_block.to(query.device)
     if causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
-    token_mixing = mixing.to(query.dtype)[..., block[:, None], block[None, :]]
-    # partner[t, j] is the token of j's block that stands at t's position.
-    token_at = torch.zeros(layout.num_blocks, layout.max_block_tokens, dtype=torch.long, device=query.device)
-    token_at[block, position] = torch.arange(layout.num_tokens, device=query.device)
-    partner = token_at[block[None, :], position[:, None]]
-    scores = torch.einsum("bphk,bjhk->bhpj", query, key)
-    weights = token_mixing * scores[:, :, partner, torch.arange(layout.num_tokens, device=query.device)[None, :]]
-    return (weights.tril() if causal else weights).sum(-1)
+    return mixing.to(query.dtype)[..., block[:, None], block[None, :]]

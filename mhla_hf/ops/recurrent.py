@@ -23,7 +23,9 @@ from ..layouts.blocks import check_count
 from ..layouts.sequences import mixing_at
 from .backends import choose_backend
 from .checks import check_mixing, check_tokens
-from .numerics import mix_summaries, records_gradients
+from .mixing import mix_summaries
+from .normalizers import NORMALIZERS
+from .numerics import records_gradients
 from .recurrent_checks import check_state, check_valid
 
 
@@ -163,6 +165,7 @@ def rewind_state(
 
 def goes_by_kernels(
     backend: str,
+    normalizer: str,
     state: MHLAState,
     mixing: torch.Tensor,
     query: torch.Tensor,
@@ -175,7 +178,11 @@ def goes_by_kernels(
     """Whether Triton kernels move this state on: they keep no gradients and no float64; see [`choose_backend`]."""
     per_head = mixing.dim() > 2 and mixing.shape[0] != 1
     heads = query.shape[2] if per_head else state.current.shape[1]
-    if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads:
+    if (
+        state.current.dtype != torch.float32
+        or state.prefix.shape[1] != heads
+        or NORMALIZERS[normalizer].kernel is None
+    ):
         return False
     held = state.summaries, state.current, state.prefix, state.upcoming
     if records_gradients(query, key, value, mixing, *pair, *held):

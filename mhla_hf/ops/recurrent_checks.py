@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import BACKENDS
-from ..utils.messages import shorten_value
-from .checks import check_eps, check_mixing, check_tokens
-from .numerics import accumulation_dtype, check_normalizer
+from ..utils.messages import check_choice
+from . import BACKENDS
+from .checks import check_eps, check_mixing, check_sequence_normalizer, check_tokens
+from .numerics import accumulation_dtype
 
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ def check_recurrent_arguments(
     Raises:
         ValueError: If one has a wrong type, shape, dtype, device or value; the message names it.
     """
-    check_recurrent_normalizer(normalizer)
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend={shorten_value(backend)} is not one of {', '.join(map(repr, BACKENDS))}.")
+    check_sequence_normalizer(normalizer, " for decoding token by token")
+    check_choice("backend", backend, BACKENDS)
     check_eps(eps)
     check_tokens(query, key, value, normalizer_query, normalizer_key)
     # Summaries carry z as a column. That the two agree is known by now.
@@ -49,11 +48,6 @@ def check_recurrent_arguments(
     check_mixing(mixing, query.shape[2], query.device)
     check_valid(valid, key)
     check_state(state, key, value, mixing, query.shape[2])
-
-
-def check_recurrent_normalizer(normalizer: Any) -> None:
-    """Raises `ValueError` for `"block_query"`, whose state would grow with every token, and for unknown names."""
-    check_normalizer(normalizer, ("query", "none"), " for decoding token by token")
 
 
 def check_valid(valid: Any, tokens: torch.Tensor) -> None:

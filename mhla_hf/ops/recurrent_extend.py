@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, extend_mixing, mixing_at
-from .causal import finite_tokens, prefix_and_own, spoilt_tokens
-from .numerics import accumulation_dtype, from_head_blocks, head_blocks, mix_summaries, normalizer_pair
+from .causal import finite_tokens, spoilt_tokens
+from .mixing import mix_summaries, prefix_and_own
+from .normalizers import NORMALIZERS
+from .numerics import accumulation_dtype, from_head_blocks, head_blocks, normalizer_pair
 from .recurrent import (
     MHLAState,
     block_summary_at,
@@ -86,13 +88,13 @@ def mhla_extend(
         else:
             own = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :]).tril()
             past = _mixed_past(mixing, blocks, state)
-        if goes_by_kernels(backend, state, mixing, query, key, value, pair, products=True):
+        if goes_by_kernels(backend, normalizer, state, mixing, query, key, value, pair, products=True):
             # Imported here alone: Triton need not be installed.
             from .triton.prompt import attend_prompt
 
             output, *tensors = attend_prompt(
                 query, key, value, pair, mixing, own, past, layout, lead, state, position,
-                divides=normalizer == "query", eps=eps,
+                divides=NORMALIZERS[normalizer].divides, eps=eps,
             )  # fmt: skip
             summaries, current, prefix, upcoming = tensors
             return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
@@ -131,9 +133,10 @@ def _attend_chunks(
     past_products, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
     output, products = prefix_and_own(query, key, value, mixing, past_products)
     output = from_head_blocks(output, layout)
-    if normalizer == "query":
-        denominator, sums = prefix_and_own(plain_query, plain_key, None, mixing, past_sums)
-        output = output / (from_head_blocks(denominator, layout) + eps)
+    entry = NORMALIZERS[normalizer]
+    if entry.divides:
+        product, sums = prefix_and_own(plain_query, plain_key, None, mixing, past_sums)
+        output = output / entry.divisor(from_head_blocks(product, layout), eps)
     else:
         sums = plain_key.sum(dim=-2).unsqueeze(-1)
     output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))[:, lead:]

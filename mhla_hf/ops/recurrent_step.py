@@ -8,7 +8,9 @@ import dataclasses
 import torch
 
 from ..layouts.sequences import mixing_at
-from .numerics import mix_summaries, normalizer_pair, repeat_heads
+from .mixing import mix_summaries, repeat_heads
+from .normalizers import NORMALIZERS
+from .numerics import normalizer_pair
 from .recurrent import MHLAState, goes_by_kernels
 from .recurrent_checks import check_recurrent_arguments
 
@@ -59,8 +61,10 @@ def mhla_step(
     mixing = mixing.to(dtype)
     pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     # The kernel files every block that is full.
-    if state.num_blocks > 0 and goes_by_kernels(backend, state, mixing, query, key, value, pair, products=False):
-        return _step_by_kernel(query, key, value, pair, mixing, state, valid, normalizer == "query", eps)
+    if state.num_blocks > 0 and goes_by_kernels(
+        backend, normalizer, state, mixing, query, key, value, pair, products=False
+    ):
+        return _step_by_kernel(query, key, value, pair, mixing, state, valid, NORMALIZERS[normalizer].divides, eps)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
     with torch.autocast(query.device.type, enabled=False):
@@ -73,9 +77,10 @@ def mhla_step(
         own = _weights(mixing, block, block)
         mixed = repeat_heads(state.prefix, num_heads, 1) + own * repeat_heads(current, num_heads, 1)
         output = query.to(dtype).transpose(1, 2) @ mixed[..., :-1]
-        if normalizer == "query":
+        entry = NORMALIZERS[normalizer]
+        if entry.divides:
             plain_query = (query if normalizer_query is None else normalizer_query).to(dtype).transpose(1, 2)
-            output = output / (plain_query @ mixed[..., -1:] + eps)
+            output = output / entry.divisor(plain_query @ mixed[..., -1:], eps)
         upcoming = state.upcoming + torch.where(keep, _upcoming_share(state, mixing, block, offset), 0)
         output = output.masked_fill(~keep, 0)
     state = dataclasses.replace(

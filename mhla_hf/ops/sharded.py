@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.tables import cached
-from .checks import check_blocks, check_eps, check_layout, check_mixing, check_tokens
-from .numerics import accumulation_dtype, mix_summaries, repeat_heads
+from .checks import check_blocks, check_eps, check_layout, check_mixing, check_normalizer, check_tokens
+from .mixing import mix_summaries, repeat_heads
+from .normalizers import NORMALIZERS
+from .numerics import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ def sharded_mhla_attention(
     Raises:
         ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
     """
+    check_normalizer(normalizer)
     check_eps(eps)
     check_layout(layout, normalizer, causal=False)
     check_tokens(query, key, value, normalizer_query, normalizer_key)
@@ -160,7 +163,7 @@ def sharded_mhla_attention(
     layout.check_length(shard.num_tokens, "the sequence of all processes")
     check_mixing(mixing, query.shape[2], query.device)
     check_blocks(mixing, layout)
-    num_heads, width = query.shape[2], value.shape[3]
+    entry, num_heads, width = NORMALIZERS[normalizer], query.shape[2], value.shape[3]
     dtype = accumulation_dtype(value.dtype)
     plain_query = query if normalizer_query is None else normalizer_query
     plain_key = key if normalizer_key is None else normalizer_key
@@ -170,27 +173,27 @@ def sharded_mhla_attention(
         own_mixing = mixing.to(dtype)[..., touched, :]
         query_blocks, key_blocks, value_blocks = (_group(tokens, table, dtype) for tokens in (query, key, value))
         summary = key_blocks.transpose(-1, -2) @ value_blocks
-        if normalizer != "none":
+        if entry.divides:
             plain_key_blocks = key_blocks if plain_key is key else _group(plain_key, table, dtype)
             summary = torch.cat([summary, plain_key_blocks.sum(dim=-2).unsqueeze(-1)], dim=-1)
         shape = (*summary.shape[:2], layout.num_blocks, *summary.shape[3:])
         summary = summary.new_zeros(shape).index_copy(2, touched, summary)
         summary = _SumOverProcesses.apply(summary.to(summary_dtype or dtype), shard.group).to(dtype)
-        mixed = mix_summaries(own_mixing, summary if normalizer == "query" else summary[..., :width], num_heads)
+        mixed = mix_summaries(own_mixing, summary if entry.mixes_sums else summary[..., :width], num_heads)
         output = _ungroup(query_blocks @ mixed[..., :width], layout, shard)
-        if normalizer != "none":
+        if entry.divides:
             plain_query_blocks = query_blocks if plain_query is query else _group(plain_query, table, dtype)
-            if normalizer == "query":
-                denominator = _ungroup(plain_query_blocks @ mixed[..., width:], layout, shard)
+            if entry.mixes_sums:
+                product = _ungroup(plain_query_blocks @ mixed[..., width:], layout, shard)
             else:
                 key_sum = repeat_heads(summary[:, :, touched, :, width:], num_heads, 1)
                 own = _ungroup(plain_query_blocks @ key_sum, layout, shard)
-                denominator = _block_query_denominator(own, own_mixing, layout, shard)
-            output = output / (denominator + eps)
+                product = _aligned_product(own, own_mixing, layout, shard)
+            output = output / entry.divisor(product, eps)
         return output.to(value.dtype)
 
 
-def _block_query_denominator(
+def _aligned_product(
     own: torch.Tensor, own_mixing: torch.Tensor, layout: BlockLayout, shard: TokenShard
 ) -> torch.Tensor:
     """Mixes each token's product with its own block's key sum over the tokens at its position of every block.

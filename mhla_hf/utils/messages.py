@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files and users gave, short enough for one line of an error."""
+"""Values from files and users in one-line errors."""
 
 from __future__ import annotations
 
@@ -42,3 +42,16 @@ def shorten_list(names: Iterable[object], length: int = LIST_LENGTH) -> str:
         shown.append(text)
     rest = len(every) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[str], why: str = "") -> None:
+    """Raises `ValueError` unless a value is one of the allowed strings.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        allowed: The allowed strings.
+        why: Reason why there are no others, appended to the list.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={shorten_value(value)} is not one of {', '.join(map(repr, allowed))}{why}.")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from mhla_hf import MHLAConfig, mhla_attention
-from mhla_hf.layouts.windows import with_window_size
+from mhla_hf.layers.blocks import with_window_size
 
 
 # Kinds of MHLA layer, as changes to a case's own options.

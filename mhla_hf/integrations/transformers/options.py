@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...config import MHLAConfig
-from ...layouts.windows import with_window_size
+from ...config import CHOICES, MHLAConfig
+from ...ops.normalizers import SEQUENCE_NORMALIZERS
 
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
     Raises:
         ValueError: If the options ask for a number of blocks, or contradict the model.
     """
+    from ...layers.blocks import with_window_size
+
     defaults = causal_defaults(head_dim, positions) if causal else encoder_defaults(positions)
     defaults["rope"] = rope
     options = _checked(given)
@@ -122,8 +124,10 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
         raise ValueError(f"causal={options['causal']} contradicts the model, which {direction}.")
     if options.get("resize") not in (None, "auto", "extend"):
         raise ValueError(f"resize={options['resize']!r} has no meaning for sequences, which allow 'extend' alone.")
-    if options.get("normalizer", defaults.get("normalizer")) == "block_query":
-        raise ValueError("normalizer='block_query' needs blocks of equal size; sequences allow 'query' and 'none'.")
+    normalizer = options.get("normalizer", defaults.get("normalizer"))
+    if normalizer in CHOICES["normalizer"] and normalizer not in SEQUENCE_NORMALIZERS:
+        allowed = " and ".join(map(repr, SEQUENCE_NORMALIZERS))
+        raise ValueError(f"normalizer={normalizer!r} needs blocks of equal size; sequences allow {allowed}.")
     # Every option of a sequence has a default but these, whose None means something.
     merged = {**defaults, **{name: value for name, value in options.items() if value is not None or name in _NULLABLE}}
     if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
-from ..numerics import check_normalizer, normalizer_pair, records_gradients, repeat_heads
+from ..normalizers import NORMALIZERS
+from ..numerics import from_head_blocks, head_blocks, normalizer_pair, records_gradients
 from .block_gradient import block_attend_backward, block_summary_backward
 from .device_functions import (
     COUNTS,
@@ -63,11 +64,8 @@ def triton_block_mhla_attention(
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
-
-    Raises:
-        ValueError: If `normalizer` is unknown.
     """
-    check_normalizer(normalizer)
+    entry = NORMALIZERS[normalizer]
     num_heads, dtype = query.shape[2], value.dtype
     normalizer_query, normalizer_key = normalizer_pair(query, key, normalizer_query, normalizer_key)
     half = not records_gradients(query, key, value, mixing, normalizer_query, normalizer_key)
@@ -76,29 +74,19 @@ def triton_block_mhla_attention(
         table = layout.token_table(query.device)
         # Summaries are means over the slots: their size does not grow with the blocks'.
         slots = float(table.shape[-1])
-        divides = normalizer != "none"
-        plain_key = normalizer_key if divides else None
-        summary, key_sum = block_summary(key, value, plain_key, table, 1 / slots, divides, half)
-        to_mix = key_sum if normalizer == "query" else None
+        plain_key = normalizer_key if entry.divides else None
+        summary, key_sum = block_summary(key, value, plain_key, table, 1 / slots, entry.divides, half)
+        to_mix = key_sum if entry.kernel else None
         exact = multiplies_exactly(dtype)
         summary, mixed_sum = mix_summaries_and_sums(mixing, summary, to_mix, num_heads, exact=exact)
         divisor = None
-        if normalizer == "block_query":
+        if entry.block is not None and entry.kernel is None:
             plain_query = query if normalizer_query is None else normalizer_query
-            divisor = _block_query_divisor(plain_query, key_sum, mixing, layout)
-        apart = normalizer_query if normalizer == "query" else None
+            denominators = entry.block(head_blocks(plain_query, layout, torch.float32), key_sum, mixing.float())
+            divisor, eps = entry.divisor(from_head_blocks(denominators, layout).squeeze(-1), eps), 0.0
+        apart = normalizer_query if entry.kernel else None
         output, _ = block_attend(query, summary, mixed_sum, apart, divisor, table, slots, eps)
         return output
-
-
-def _block_query_divisor(
-    query: Tensor, key_sum: Tensor, mixing: Tensor, layout: BlockLayout | SequenceLayout
-) -> Tensor:
-    """Σ_b m_ib φ(q_bw)·z_b for the token at position w of block i, float32 `[B, T, H]`."""
-    num_heads = query.shape[2]
-    key_sum = repeat_heads(key_sum, num_heads, 1).movedim(1, 3)
-    own = torch.einsum("bmnhk,bmkh->bhmn", layout.to_blocks(query).float(), key_sum)
-    return layout.from_blocks((mixing.float() @ own).permute(0, 2, 3, 1))
 
 
 @torch.library.custom_op("mhla_hf::block_summary", mutates_args=())

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..causal import causal_mhla_attention
-from ..numerics import check_normalizer, normalizer_pair, records_gradients
+from ..normalizers import NORMALIZERS
+from ..numerics import normalizer_pair, records_gradients
 from .causal_operators import causal_attention
 from .launching import padded
 
@@ -35,24 +36,21 @@ def triton_causal_mhla_attention(
     """Causal MHLA by Triton kernels; arguments as in [`mhla_hf.ops.causal.causal_mhla_attention`].
 
     Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
-    The normaliser `"block_query"` has no kernels and runs in plain torch, which is logged once.
+    Normalisers without a kernel run in plain torch, which is logged once.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
-
-    Raises:
-        ValueError: If `normalizer` is unknown.
     """
-    check_normalizer(normalizer)
-    if normalizer == "block_query":
+    entry = NORMALIZERS[normalizer]
+    if entry.kernel is None:
         if not torch.compiler.is_compiling():
-            _log_fallback()
+            _log_fallback(normalizer)
         return causal_mhla_attention(
             query, key, value, mixing, layout,
             normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
         )  # fmt: skip
     pair = None, None
-    if normalizer != "none":
+    if entry.divides:
         pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     half = not records_gradients(query, key, value, mixing, *pair)
     starts = layout.first_blocks() if isinstance(layout, SequenceLayout) else None
@@ -63,11 +61,11 @@ def triton_causal_mhla_attention(
     with torch.autocast(query.device.type, enabled=False):
         output, *_ = causal_attention(
             query.to(value.dtype), key.to(value.dtype), value, *pair, mixing.float(), table,
-            starts, normalizer != "none", half, eps,
+            starts, entry.divides, half, eps,
         )  # fmt: skip
     return output
 
 
 @cache
-def _log_fallback() -> None:
-    logger.warning("Causal MHLA runs in plain torch: the kernels do not have normalizer='block_query'.")
+def _log_fallback(normalizer: str) -> None:
+    logger.warning("Causal MHLA runs in plain torch: the kernels do not have normalizer=%r.", normalizer)

@@ -10,6 +10,7 @@ one head.
 import triton
 import triton.language as tl
 
+from .feature_maps import feature_map_gradient
 from .fused_kernels import features_of, normed_rows, rotary_rows
 from .rows import COUNTS, load_rows, product, slot_tokens, store_rows, to_type
 
@@ -19,18 +20,6 @@ def _rotate_back(even, odd, cosine, sine, TOKENS: tl.constexpr, BLOCK_WIDTH: tl.
     """Rows whose rotation has these even and odd channels."""
     values = tl.join(even * cosine + odd * sine, odd * cosine - even * sine)
     return tl.reshape(values, (TOKENS, BLOCK_WIDTH))
-
-
-@triton.jit
-def _through_feature_map(gradient, normed, FEATURE_MAP: tl.constexpr):
-    """The gradient of what the feature map was given, from that of what it put out."""
-    if FEATURE_MAP == "relu":
-        gradient = tl.where(normed <= 0, 0.0, gradient)
-    if FEATURE_MAP == "elu":
-        gradient = tl.where(normed > 0, gradient, gradient * tl.exp(tl.minimum(normed, 0.0)))
-    if FEATURE_MAP == "exp":
-        gradient = gradient * tl.exp(normed)
-    return gradient
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -147,7 +136,7 @@ def fused_gradient_kernel(
             tl.store(weight + per_token, token_weight, mask=present)
         if VECTORS == 1:
             gradient += vector[None, :]
-        gradient = _through_feature_map(gradient, normed, FEATURE_MAP) * scaling
+        gradient = feature_map_gradient(gradient, normed, FEATURE_MAP) * scaling
         store_rows(result_start, tokens, present, HEADS * REPEATS * WIDTH, column, gradient, WIDTH, INTERPRETED)
 
 

@@ -16,6 +16,7 @@ those that run at the same time read the same rows of the rotary tables, and nei
 import triton
 import triton.language as tl
 
+from .feature_maps import feature_map
 from .rows import COUNTS, load_rows, product, slot_tokens, store_rows, to_matrix, to_tf32
 
 
@@ -56,13 +57,7 @@ def normed_rows(
 @triton.jit
 def features_of(values, present, column, feature_eps, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr):
     """The feature map of normed rows plus feature_eps, zero where there is no token or no column."""
-    # NaN must come out as NaN, which a maximum would lose.
-    if FEATURE_MAP == "relu":
-        values = tl.where(values < 0, 0.0, values)
-    if FEATURE_MAP == "elu":
-        values = tl.where(values > 0, values + 1, tl.exp(tl.minimum(values, 0.0)))
-    if FEATURE_MAP == "exp":
-        values = tl.exp(values)
+    values = feature_map(values, FEATURE_MAP)
     return tl.where(present[:, None] & (column < WIDTH)[None, :], values + feature_eps, 0.0)
 
 

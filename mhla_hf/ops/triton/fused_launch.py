@@ -28,9 +28,6 @@ from .launching import (
 )
 
 
-FEATURE_MAPS = ("identity", "relu", "elu", "exp")
-
-
 @dataclass(frozen=True)
 class Features:
     """How projected queries or keys become features.
@@ -41,7 +38,7 @@ class Features:
         cosine: Table of rotary embeddings for neighbouring pairs of channels, float32 `[T, K / 2]`, dense; or None.
         sine: The same.
         table: Token of each slot, int32 `[M, N]`.
-        feature_map: One of `FEATURE_MAPS`.
+        feature_map: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         scaling: Rows are multiplied with it before the feature map.
         feature_eps: Added to the features.
     """

@@ -54,7 +54,7 @@ def fused_summary(
             It gets no gradient.
         sine: The same.
         table: Token of each slot, int32 `[M, N]`.
-        feature_map: One of `FEATURE_MAPS`.
+        feature_map: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         norm_eps: Of the norm.
         scaling: Keys are multiplied with it before the feature map.
         feature_eps: Added to the features.

@@ -12,8 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mhla_hf import BlockLayout
 from mhla_hf.integrations.transformers import rotary
-from mhla_hf.layers.feature_maps import FIXED_FEATURE_MAPS
-from mhla_hf.ops import extend_mixing, naive_mhla_attention
+from mhla_hf.ops import FEATURE_MAPS, extend_mixing, naive_mhla_attention
 
 from .mhla_models import first_output, mhla_model, mhla_modules, served_names
 from .tiny_models import FAMILIES, inputs
@@ -34,7 +33,7 @@ def _dense_attention(module, query, key, value, attention_mask, scaling=None, **
         learned = getattr(mhla, f"feature_map_{which}")
         tokens = tokens.transpose(1, 2).double() * root
         if learned is None:
-            return FIXED_FEATURE_MAPS[mhla.config.feature_map](tokens)
+            return FEATURE_MAPS[mhla.config.feature_map].forward(tokens)
         projected = torch.einsum("bthk,hfk->bthf", tokens, learned.weight.double())
         return torch.cat([projected, -projected], dim=-1).softmax(dim=-1)
 
