@@ -81,10 +81,10 @@ def _digits(case: Case, folder: Path) -> dict[str, Any]:
 
     layers = "all" if case.model == "digits_all" else "2/3"
     demo = Demo(DemoConfig(output=folder, seed=case.seed, layers=layers, progress=False))
-    base = demo._base_pipeline()
-    train, held_out = demo._data(base)
+    base = demo.base_pipeline()
+    train, held_out = demo.data(base)
     variant = "mhla_window" if case.variant == "window" else case.variant
-    return demo._variant(variant, base, train, held_out)
+    return demo.recover(variant, base, train, held_out)
 
 
 def _minilm(case: Case, folder: Path) -> dict[str, Any]:

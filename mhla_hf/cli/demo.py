@@ -17,11 +17,12 @@ def run_command(
         Path | None, typer.Option(help="Pretrained softmax pipeline; by default the one in the package.")
     ] = None,
     from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Pretrain the base pipeline first; over an hour on a CPU.")
+        bool,
+        typer.Option("--from-scratch", help="Pretrain the base pipeline first; over an hour on a CPU."),
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on where a stopped demo was, or start again.")
+        bool, typer.Option("--resume/--no-resume", help="Resume a stopped demo, or start again.")
     ] = True,
     match_steps: Annotated[
         int | None, typer.Option(help="Steps that match each layer's output to softmax.", rich_help_panel=_TRAINING)
@@ -75,17 +76,17 @@ def _show(output: Path, report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..demo.figures import STAGE_TITLES, STAGES, TITLES
+    from ..demo.figures import STAGE_TITLES, TITLES
 
     table = Table(title="Held-out loss, and how far above softmax")
     table.add_column("model")
-    for stage in STAGES:
-        table.add_column(STAGE_TITLES[stage], justify="right")
-    table.add_row("softmax", *[""] * (len(STAGES) - 1), f"{report['softmax']['held_out_loss']:.4f}")
+    for title in STAGE_TITLES.values():
+        table.add_column(title, justify="right")
+    table.add_row("softmax", *[""] * (len(STAGE_TITLES) - 1), f"{report['softmax']['held_out_loss']:.4f}")
     for name, entry in report["variants"].items():
-        cells = [entry["held_out"][stage] for stage in STAGES]
+        cells = entry["held_out"].values()
         table.add_row(TITLES[name], *[f"{c['loss']:.4f} ({c['above_softmax_percent']:+.1f} %)" for c in cells])
     console = Console()
     console.print(table)
-    console.print(f"Report, videos and pictures: {output}", highlight=False)
+    console.print(f"Report, videos and figures: {output}", highlight=False)
     console.print(f"The MHLA pipeline: {output / 'mhla'}", highlight=False)

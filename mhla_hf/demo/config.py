@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of one run of the demo. Imports nothing heavy."""
+"""Options of one run of the demo. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ DEFAULT_PROMPTS = ("a zero moves down", "a one moves right", "a six moves up")
 """Captions of the videos that the demo generates."""
 
 NOT_COMPARED = ("output", "resume", "progress")
-"""Options that do not change what a run computes."""
+"""Options that do not change the results of a run."""
 
 
 def base_pipeline_directory() -> Path:
-    """The pretrained softmax pipeline that the package ships.
+    """Directory of the pretrained softmax pipeline that the package ships.
 
     Raises:
         ValueError: If this installation does not have it.
     """
     directory = Path(__file__).resolve().parent.parent / "assets" / "digits_wan"
     if not (directory / "model_index.json").is_file():
-        raise ValueError(f"{directory} does not hold the demo's base pipeline; make one: --from-scratch")
+        raise ValueError(f"{directory} does not hold the demo's base pipeline; train one: --from-scratch")
     return directory
 
 
@@ -37,13 +37,14 @@ class DemoConfig:
     Attributes:
         output: Directory to write.
         base: Pretrained softmax pipeline; None takes the one that the package ships.
-        from_scratch: Pretrain the base pipeline first. Takes over an hour on a CPU.
+        from_scratch: Pretrain the base pipeline first, which takes over an hour on a CPU and a checkout of the
+            repository.
         pretraining: With `from_scratch`, changes to `PretrainingConfig`; for tests.
         seed: Seed of everything random.
-        resume: Go on from what an earlier, stopped run left in `output`.
+        resume: Resume an earlier, stopped run in `output`.
         blocks: Blocks of the MHLA copies along frames, rows and columns of the 5x8x8 token grid.
-        layers: Layers of all copies that stop being softmax, as `mhla-hf convert` takes them. The default keeps every
-            third one, as the paper's hybrid Wan does.
+        layers: Layers to convert in all copies, in the syntax of `mhla-hf convert`. The default keeps every third one
+            softmax, as the paper's hybrid Wan does.
         match_steps: Steps that match each layer's output to the softmax model's; None for the recipe's.
         distill_steps: Steps that match the whole model's prediction; None for the recipe's.
         train_videos: Videos to train on.
@@ -93,9 +94,9 @@ class DemoConfig:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
             raise ValueError("prompts must hold at least one caption, and none may be empty")
         if self.from_scratch and self.base is not None:
-            raise ValueError("from_scratch makes a base pipeline of its own; leave base out")
+            raise ValueError("from_scratch trains a new base pipeline; leave base out")
 
     def identity(self) -> dict[str, Any]:
-        """The options that a resumed run must share with the one it goes on from, as plain JSON values."""
+        """Options that a resumed run must share with the original one, as plain JSON values."""
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in NOT_COMPARED}
         return json.loads(json.dumps(options, default=str))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the demo: losses, mixing matrices on the token grid, and videos side by side."""
+"""Figures of the demo: losses, mixing matrices on the token grid, and videos side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from ..utils.files import atomic_file
 
 TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
 COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "mhla_window": "#2ca02c", "linear": "#d95f02"}
-STAGES = ("converted", "calibrate", "match", "distill")
 STAGE_TITLES = {
     "converted": "converted",
     "calibrate": "calibrated",
@@ -26,17 +26,21 @@ STAGE_TITLES = {
 FRAMES_PER_SECOND = 8
 
 
-def plot_recovery(path: Path, points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Plot how far the held-out loss is above softmax against the CPU time spent.
+def plot_recovery(path: Path, variants: Mapping[str, Mapping[str, Any]]) -> None:
+    """Plots how far the held-out loss is above softmax against the CPU time spent.
 
     Args:
         path: PNG file to write.
-        points: For each variant, CPU seconds so far and per cent above softmax at each of `STAGES`.
+        variants: Entries of the variants in the demo's report, by name.
     """
     figure = new_figure(8.5, 4.2)
     axis = figure.subplots()
-    for variant, places in points.items():
-        seconds, above = zip(*places, strict=True)
+    for variant, entry in variants.items():
+        seconds = np.cumsum([entry["cpu_seconds"].get(stage, 0.0) for stage in STAGE_TITLES])
+        above = [entry["held_out"][stage]["above_softmax_percent"] for stage in STAGE_TITLES]
+        if variant == next(iter(variants)):
+            for place, title in zip(zip(seconds, above), STAGE_TITLES.values()):
+                axis.annotate(title, place, xytext=(4, 8), textcoords="offset points", fontsize=8)
         axis.plot(seconds, above, color=COLORS[variant], marker="o", label=TITLES[variant])
         axis.annotate(
             f"{above[-1]:+.1f} %",
@@ -45,8 +49,6 @@ def plot_recovery(path: Path, points: Mapping[str, Sequence[tuple[float, float]]
             textcoords="offset points",
             color=COLORS[variant],
         )
-    for place, stage in zip(next(iter(points.values())), STAGES):
-        axis.annotate(STAGE_TITLES[stage], place, xytext=(4, 8), textcoords="offset points", fontsize=8)
     axis.set(xlabel="CPU seconds", ylabel="held-out loss above softmax, %", yscale="log")
     axis.margins(x=0.12)
     axis.legend(frameon=False)
@@ -54,15 +56,15 @@ def plot_recovery(path: Path, points: Mapping[str, Sequence[tuple[float, float]]
 
 
 def plot_mixing(path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockLayout) -> None:
-    """Plot each layer's mixing matrix, and one of its rows laid out on the token grid.
+    """Plots each layer's mixing matrix, and one of its rows laid out on the token grid.
 
-    The row is that of the block in the middle, outlined: how much each block's summary weighs for its queries, drawn
-    on the tokens of every frame.
+    The row belongs to the block in the middle, outlined: the weight of each block's summary for its queries, drawn on
+    the tokens of every frame.
 
     Args:
         path: PNG file to write.
         matrices: Effective mixing `[M, M]` by layer; of `[H, M, M]` the mean over heads is drawn.
-        layout: The layout of three axes that they belong to.
+        layout: Their layout, of three axes.
     """
     from matplotlib.patches import Rectangle
 
@@ -101,15 +103,15 @@ def plot_mixing(path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockL
 
 
 def side_by_side(videos: Mapping[str, np.ndarray], prompts: Sequence[str], scale: int = 4) -> np.ndarray:
-    """Lay out videos with labels: a row for each caption, a column for each model.
+    """Lays out videos with labels: a row for each caption, a column for each model.
 
     Args:
         videos: `[prompts, F, H, W, 3]` uint8 by model.
         prompts: The captions.
-        scale: Enlargement.
+        scale: Magnification.
 
     Returns:
-        `[F, height, width, 3]` uint8; height and width are multiples of 16, which video codecs like.
+        `[F, height, width, 3]` uint8; height and width are multiples of 16, as video codecs prefer.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -126,8 +128,8 @@ def side_by_side(videos: Mapping[str, np.ndarray], prompts: Sequence[str], scale
             left = gap + column * (cell[0] + gap)
             draw.text((left + cell[0] / 2, bar / 2), TITLES.get(name, name), "white", font, anchor="mm")
             for row in range(count):
-                picture = Image.fromarray(video[row, frame]).resize(cell, Image.Resampling.BICUBIC)
-                canvas.paste(picture, (left, bar + row * (cell[1] + bar)))
+                image = Image.fromarray(video[row, frame]).resize(cell, Image.Resampling.BICUBIC)
+                canvas.paste(image, (left, bar + row * (cell[1] + bar)))
         for row, prompt in enumerate(prompts):
             middle = bar + row * (cell[1] + bar) + cell[1] + bar / 2
             draw.text((total[0] / 2, middle), prompt, (200, 200, 205), font, anchor="mm")
@@ -136,26 +138,26 @@ def side_by_side(videos: Mapping[str, np.ndarray], prompts: Sequence[str], scale
 
 
 def write_gif(path: Path, frames: np.ndarray) -> None:
-    """Write frames `[F, H, W, 3]` uint8 as an endless GIF."""
+    """Writes frames `[F, H, W, 3]` uint8 as an endless GIF."""
     from PIL import Image
 
-    # One palette for all frames: one of its own for each makes the background flicker.
+    # One palette for all frames: separate ones make the background flicker.
     palette = Image.fromarray(frames[len(frames) // 2]).quantize(128)
-    pictures = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    images = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
-        pictures[0].save(
+        images[0].save(
             temporary,
             format="GIF",
             save_all=True,
-            append_images=pictures[1:],
+            append_images=images[1:],
             duration=1000 // FRAMES_PER_SECOND,
             loop=0,
         )
 
 
 def frame_strip(videos: Mapping[str, np.ndarray], every: int = 2) -> np.ndarray:
-    """Lay out every `every`-th frame of all videos: `[models x prompts x H, frames x W, 3]` uint8."""
+    """Lays out every `every`-th frame of all videos: `[models x prompts x H, frames x W, 3]` uint8."""
     rows = []
     for prompt in range(len(next(iter(videos.values())))):
         for video in videos.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generating the same captions from the same noise with every model of the demo."""
+"""Videos of the same captions from the same noise with every model of the demo."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .progress import DemoProgress
 def generate_videos(
     config: DemoConfig, pipelines: Mapping[str, Path], folder: Path, progress: DemoProgress
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Generate every caption with every pipeline; what is in `folder` already is not made again.
+    """Generates every caption with every pipeline, except for videos that `folder` has already.
 
     Args:
-        config: The options.
+        config: Options of the demo.
         pipelines: Pipeline directories by name.
-        folder: Where results are kept.
-        progress: The display.
+        folder: Folder of the results.
+        progress: Progress display.
 
     Returns:
-        For each pipeline the videos `[prompts, F, H, W, 3]` uint8, and the seconds that they took.
+        For each pipeline the videos `[prompts, F, H, W, 3]` uint8, and the seconds of their generation.
     """
     videos, seconds = {}, {}
     with progress.stage("Generate videos", len(pipelines)) as stage:
@@ -72,6 +72,6 @@ def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
         max_sequence_length=32,
     ).frames
     seconds = time.perf_counter() - began
-    # The pipeline hands out a transposed view, and safetensors writes the memory as it lies.
+    # The pipeline returns a transposed view, and safetensors writes memory in its order.
     pixels = np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8)
     return np.ascontiguousarray(pixels), seconds

@@ -1,35 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card of the demo's pipeline, as the Hub shows it."""
+"""Model card of the demo's pipeline, as the Hub shows it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
 from ..training.data.digits import MovingDigitsConfig
+from .figures import TITLES
 
 
-_CARD = """---
-license: apache-2.0
-library_name: diffusers
-pipeline_tag: text-to-video
-tags:
-- mhla
-- linear-attention
-- wan
-- diffusers
-widget:
-- text: {prompt}
-  output:
-    url: sample.gif
----
-
+_TEXT = """
 # Moving digits, Wan with MHLA
 
 A very small text-to-video pipeline of the Wan family ({parameters:,} parameters in the transformer) whose
-self-attention is Multi-Head Linear Attention (MHLA, [arXiv 2601.07832](https://arxiv.org/abs/2601.07832)). It makes
-videos of {frames} frames of {size}×{size} pixels in which handwritten digits move. It shows that a conversion from
-softmax attention works; it is of no other use.
+self-attention is Multi-Head Linear Attention (MHLA, [arXiv 2601.07832](https://arxiv.org/abs/2601.07832)). Its videos
+of {frames} frames of {size}×{size} pixels show moving handwritten digits. It demonstrates the conversion from softmax
+attention and has no other use.
 
 ![Softmax, MHLA and linear attention side by side](sample.gif)
 
@@ -52,63 +41,74 @@ Captions are "a *digit* moves *direction*", up to four of them joined by "and"; 
 ## Training
 
 The softmax pipeline was trained on videos made from the scans in scikit-learn's `load_digits`. It was converted to
-MHLA with {blocks} blocks on a grid of 5×8×8 tokens ({what}).
-Then it was calibrated in closed form, had {match_steps} steps that match each layer's output to the softmax model's
-(batch {match_batch_size}) and {distill_steps} steps of distilling that model's prediction (batch
-{distill_batch_size}), with seed {seed}. `conversion.json` says what was copied, initialised and trained.
+MHLA with {blocks} blocks on a grid of 5×8×8 tokens ({layers}).
+It was then calibrated in closed form, matched to the output of each softmax layer for {match[steps]} steps (batch
+{match[batch_size]}) and distilled from the softmax model's prediction for {distill[steps]} steps (batch
+{distill[batch_size]}), with seed {seed}. `conversion.json` lists the copied, initialised and trained weights.
 
 ## Evaluation
 
-Flow-matching loss on held-out scans, the same noise for all models:
+Flow-matching loss on held-out scans, with the same noise for all models:
 
-| model | loss | above softmax |
-|---|---|---|
-| softmax | {softmax:.4f} | |
-| this one | {mhla:.4f} | {mhla_above:+.2f} % |
-| the same with a softmax window beside MHLA | {window:.4f} | {window_above:+.2f} % |
-| the same with vanilla linear attention | {linear:.4f} | {linear_above:+.2f} % |
+{table}
 """
 
 
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def converted_layers(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
-    """Which layers were converted and how, in words; `options` and `recipe` as in `report.json`."""
+    """Description of the converted layers; `options` and `recipe` as in `report.json`."""
     layers, mhla = options["layers"], recipe["mhla"]
-    which = "every layer" if layers == "all" else f"layers {layers}; the others stay softmax"
+    text = "every layer" if layers == "all" else f"layers {layers}; the others stay softmax"
     if mhla.get("lepe_kernel") is not None:
-        which += f"; depthwise convolution of the values, kernel {mhla['lepe_kernel']}"
-    return f"{which}; feature map {mhla.get('feature_map', 'relu')}"
+        text += f"; depthwise convolution of the values, kernel {mhla['lepe_kernel']}"
+    return f"{text}; feature map {mhla.get('feature_map', 'relu')}"
 
 
-def model_card(report: dict[str, Any]) -> str:
-    """Write the model card from the demo's report.
-
-    Args:
-        report: As in `report.json`.
-
-    Returns:
-        Markdown with the Hub's metadata on top.
-    """
+def model_card(report: dict[str, Any]) -> ModelCard:
+    """Builds the model card from the demo's report, the dictionary of `report.json`."""
     options, recipe, appearance = report["options"], report["recipe"], MovingDigitsConfig()
-    last = {name: entry["held_out"]["distill"] for name, entry in report["variants"].items()}
-    return _CARD.format(
-        prompt=options["prompts"][0],
+    prompt, softmax = options["prompts"][0], report["softmax"]["held_out_loss"]
+    losses = {name: entry["held_out"]["distill"] for name, entry in report["variants"].items()}
+    rows = [["softmax", f"{softmax:.4f}", ""]]
+    for name, figures in losses.items():
+        title = f"{TITLES[name]} (this model)" if name == "mhla" else TITLES[name]
+        rows.append([title, f"{figures['loss']:.4f}", f"{figures['above_softmax_percent']:+.2f} %"])
+    data = ModelCardData(
+        license="apache-2.0",
+        library_name="diffusers",
+        pipeline_tag="text-to-video",
+        tags=["mhla", "linear-attention", "wan", "diffusers"],
+        model_name="Moving digits, Wan with MHLA",
+        eval_results=[
+            EvalResult(
+                task_type="text-to-video",
+                dataset_type="digits",
+                dataset_name="Moving digits of scikit-learn's load_digits",
+                dataset_split="held-out scans",
+                metric_type="loss",
+                metric_name="Flow-matching loss",
+                metric_value=round(losses["mhla"]["loss"], 4),
+            )
+        ],
+        widget=[{"text": prompt, "output": {"url": "sample.gif"}}],
+    )
+    text = _TEXT.format(
+        prompt=prompt,
         parameters=report["variants"]["mhla"]["parameters"],
         frames=appearance.num_frames,
         size=appearance.size,
         inference_steps=options["inference_steps"],
         guidance=options["guidance"],
         blocks="×".join(str(count) for count in options["blocks"]),
-        what=converted_layers(options, recipe),
-        match_steps=recipe["match"]["steps"],
-        match_batch_size=recipe["match"]["batch_size"],
-        distill_steps=recipe["distill"]["steps"],
-        distill_batch_size=recipe["distill"]["batch_size"],
+        layers=converted_layers(options, recipe),
+        match=recipe["match"],
+        distill=recipe["distill"],
         seed=report["seed"],
-        softmax=report["softmax"]["held_out_loss"],
-        mhla=last["mhla"]["loss"],
-        mhla_above=last["mhla"]["above_softmax_percent"],
-        window=last["mhla_window"]["loss"],
-        window_above=last["mhla_window"]["above_softmax_percent"],
-        linear=last["linear"]["loss"],
-        linear_above=last["linear"]["above_softmax_percent"],
+        table=markdown_table(("model", "loss", "above softmax"), rows),
     )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo from end to end: recover three copies of a pipeline, compare, generate, report.
 
-Every stage leaves its result in `OUTPUT/work` when it is complete, and is skipped where that is there, so a demo that
-was killed goes on where it was; a recovery goes on from its last checkpoint.
+Every stage writes its result to `OUTPUT/work` when it is complete, and is skipped if the result exists: a killed demo
+resumes with the interrupted stage, and a recovery from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from .progress import DemoProgress, quiet_libraries
 
 
 VARIANTS = ("mhla", "mhla_window", "linear")
-"""The copies that are recovered: MHLA, MHLA with a softmax window beside it, and vanilla linear attention, which is
-MHLA with one block."""
+"""Copies to recover: MHLA, MHLA with a softmax window beside it, and linear attention (MHLA with a single block)."""
 
 WINDOW = "cross"
 """Neighbours in the frame, and the same place in all frames."""
 
 _CHECKPOINT_EVERY = 50
-# What a demo removes or replaces in its output.
+# Files and folders that a demo removes or replaces in its output.
 _OUTPUTS = (
     "work", "mhla", "report.json", "report.md", "recovery.png", "mixing.png", "frames.png", "side_by_side.gif",
     "side_by_side.mp4",
@@ -47,13 +46,13 @@ _RECORD = "the demo's record (remove it to repeat this part):"
 
 
 def run_demo(config: DemoConfig) -> dict[str, Any]:
-    """Run the demo, or what is left of it.
+    """Runs the demo, or the rest of one that was stopped.
 
     Args:
-        config: The options.
+        config: Options of the demo.
 
     Returns:
-        What `OUTPUT/report.json` holds.
+        The report, as in `OUTPUT/report.json`.
 
     Raises:
         ValueError: If `output` holds the work of a demo with other options, or there is no base pipeline.
@@ -65,11 +64,11 @@ class Demo:
     """One run of the demo.
 
     Args:
-        config: The options.
+        config: Options of the demo.
 
     Raises:
-        ValueError: If `output` holds the work of a demo with other options or files of something else, or another
-            demo is running there.
+        ValueError: If `output` holds the work of a demo with other options or unrelated files, or another demo is
+            running there.
     """
 
     def __init__(self, config: DemoConfig) -> None:
@@ -80,7 +79,7 @@ class Demo:
             self._claim_output()
 
     def run(self) -> dict[str, Any]:
-        """Run every stage that is not done."""
+        """Runs every stage that is not complete."""
         with lock_output(self.config.output) or nullcontext():
             for folder in (self.config.output, self.work, *self.work.rglob("*/")):
                 remove_leftovers(folder)
@@ -91,21 +90,22 @@ class Demo:
         from .report import write_outputs
 
         began = time.perf_counter()
-        with quiet_libraries(), _saying_how_to_go_on(), self.progress:
-            base = self._base_pipeline()
-            train, held_out = self._data(base)
-            results: dict[str, Any] = {name: self._variant(name, base, train, held_out) for name in VARIANTS}
+        with quiet_libraries(), _resumable_interrupt(), self.progress:
+            base = self.base_pipeline()
+            train, held_out = self.data(base)
+            results: dict[str, Any] = {name: self.recover(name, base, train, held_out) for name in VARIANTS}
             pipelines = {"softmax": base} | {name: self.pipeline(name) for name in VARIANTS}
             videos, generation = generate_videos(self.config, pipelines, self.work / "videos", self.progress)
             seconds = self._total_seconds(time.perf_counter() - began)
-            return write_outputs(self.config, base, pipelines, videos, results, generation, seconds, self.progress)
+            with self.progress.stage("Write report, figures and pipeline"):
+                return write_outputs(self.config, base, pipelines, videos, results, generation, seconds)
 
     def pipeline(self, variant: str) -> Path:
         """Directory of a variant's recovered pipeline."""
         return self.work / variant
 
     def _claim_output(self) -> None:
-        """Check or start the work directory."""
+        """Checks the work directory of an earlier run, or creates one."""
         record = self.work / "options.json"
         identity = self.config.identity()
         if record.is_file() and self.config.resume:
@@ -118,7 +118,7 @@ class Demo:
                 )
             return
         if not record.is_file():
-            found = [name for name in _OUTPUTS if _holds_something(self.config.output / name)]
+            found = [name for name in _OUTPUTS if _has_content(self.config.output / name)]
             if found:
                 raise ValueError(
                     f"{self.config.output} has {', '.join(found)} and is no output of a demo; choose another directory"
@@ -128,13 +128,14 @@ class Demo:
         self.work.mkdir(parents=True)
         write_json(record, identity)
 
-    def _base_pipeline(self) -> Path:
+    def base_pipeline(self) -> Path:
+        """Directory of the base pipeline, which is pretrained first if the options say so."""
         config = self.config
         if not config.from_scratch:
             return config.base if config.base is not None else base_pipeline_directory()
         directory = config.output / "base"
         if not (directory / "model_index.json").is_file():
-            if _holds_something(directory):
+            if _has_content(directory):
                 raise ValueError(f"{directory} is no pipeline of a demo; choose another output")
             from .pretraining import PretrainingConfig, pretrain
 
@@ -144,12 +145,13 @@ class Demo:
                 pretrain(pretraining, directory, self.work / "pretraining", log=stage.note)
         return directory
 
-    def _data(self, base: Path) -> tuple[DigitLatents, DigitLatents]:
+    def data(self, base: Path) -> tuple[DigitLatents, DigitLatents]:
+        """Training and held-out videos, encoded by the base pipeline."""
         from diffusers import WanPipeline
 
         config = self.config
         with self.progress.stage("Encode videos", config.train_videos + config.held_out_videos) as stage:
-            # Another seed than pretraining's: the same scans in other videos.
+            # Not the seed of the pretraining: the same scans in other videos.
             pipeline = WanPipeline.from_pretrained(base, transformer=None)
             sets = []
             for split, count in (("train", config.train_videos), ("held_out", config.held_out_videos)):
@@ -159,8 +161,8 @@ class Demo:
                 )
         return sets[0], sets[1]
 
-    def _variant(self, name: str, base: Path, train: DigitLatents, held_out: DigitLatents) -> dict[str, Any]:
-        """The report of a variant's recovery, made anew where it is not there."""
+    def recover(self, name: str, base: Path, train: DigitLatents, held_out: DigitLatents) -> dict[str, Any]:
+        """Recovers a variant, unless that is done, and returns the report of its recovery."""
         config = self.config
         with self.progress.stage(f"Recover with {TITLES[name]}") as stage:
 
@@ -184,7 +186,7 @@ class Demo:
         return report.to_dict()
 
     def _changes(self, variant: str, base: Path) -> dict[str, Any]:
-        """What a variant changes in the recipe of its family."""
+        """Changes of a variant to the recipe of its family."""
         config = self.config
         changes: dict[str, Any] = {"mhla.grid": list(token_grid(base)), "mhla.blocks": list(config.blocks)}
         if variant == "linear":
@@ -199,32 +201,32 @@ class Demo:
         return changes
 
     def _total_seconds(self, seconds: float) -> float:
-        """Add this run's seconds to those of the runs that it went on from."""
+        """Adds this run's seconds to those of the runs that it resumed."""
         path = self.work / "seconds.json"
         before = read_json(path, _RECORD, required={"seconds": float})["seconds"] if path.is_file() else 0.0
-        # Time lost with a killed run is not known; a run that found everything done adds next to nothing.
+        # The time of a killed run is not known; a run that found everything complete adds next to nothing.
         write_json(path, {"seconds": before + seconds})
         return before + seconds
 
 
-def _holds_something(path: Path) -> bool:
-    """Whether a file, or a directory with more than temporary files, is there."""
+def _has_content(path: Path) -> bool:
+    """True for a file, or a directory with more than temporary files."""
     if not path.is_dir():
         return path.exists()
     return any(not entry.name.startswith(TEMPORARY_PREFIX) for entry in path.iterdir())
 
 
 @contextmanager
-def _saying_how_to_go_on() -> Iterator[None]:
+def _resumable_interrupt() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        stop.args = ("stopped; the same command goes on where the demo was",)
+        stop.args = ("stopped; the same command resumes the demo",)
         raise
 
 
 def token_grid(base: Path) -> tuple[int, int, int]:
-    """The token grid of the demo's videos in a base pipeline: `(frames, rows, columns)`."""
+    """Token grid of the demo's videos in a base pipeline: `(frames, rows, columns)`."""
     from ..training.data.digits import MovingDigitsConfig
 
     appearance = MovingDigitsConfig()

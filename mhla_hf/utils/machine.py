@@ -48,7 +48,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
-        **{name: _version(name) for name in ("torch", "transformers", "diffusers", "triton")},
+        **{name: _version(name) for name in ("torch", "transformers", "diffusers", "accelerate", "triton", "mhla-hf")},
     }
 
 

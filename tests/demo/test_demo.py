@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -77,7 +78,7 @@ def test_report_compares_on_the_same_draws(finished):
 def test_written_pipeline_generates_with_plain_diffusers(finished):
     from diffusers import DiffusionPipeline
 
-    output, _ = finished
+    output, report = finished
     pipeline = DiffusionPipeline.from_pretrained(output / "mhla")
     assert type(pipeline.transformer).__name__ == "MHLAWanTransformer3DModel"
     assert tuple(pipeline.transformer.config.mhla["blocks"]) == (5, 4, 4)
@@ -85,8 +86,18 @@ def test_written_pipeline_generates_with_plain_diffusers(finished):
     assert np.isfinite(video.frames).all()
     record = json.loads((output / "mhla" / "conversion.json").read_text())
     assert "transformer" in json.dumps(record)
-    card = (output / "mhla" / "README.md").read_text()
-    assert card.startswith("---\nlicense: apache-2.0\n") and "{" not in card.split("```")[0]
+    card = ModelCard.load(output / "mhla" / "README.md")
+    assert (card.data.license, card.data.library_name, card.data.pipeline_tag) == (
+        "apache-2.0",
+        "diffusers",
+        "text-to-video",
+    )
+    assert {"mhla", "linear-attention", "wan"} <= set(card.data.tags)
+    assert card.data.widget == [{"text": "a three moves left", "output": {"url": "sample.gif"}}]
+    assert card.data.eval_results[0].metric_value == pytest.approx(
+        report["variants"]["mhla"]["held_out"]["distill"]["loss"], abs=1e-4
+    )
+    assert "{" not in card.text.split("```")[0]
 
 
 def test_pictures_show_what_they_should(finished):
@@ -127,8 +138,8 @@ def test_a_stopped_demo_ends_like_an_uninterrupted_one(finished, tmp_path):
     output, report = finished
     config = DemoConfig(output=tmp_path / "output", base=output / "base", **TINY_DEMO)
     stopped = Demo(config)
-    train, held_out = stopped._data(config.base)
-    stopped._variant("mhla", config.base, train, held_out)
+    train, held_out = stopped.data(config.base)
+    stopped.recover("mhla", config.base, train, held_out)
     resumed = run_demo(config)
     for name, entry in report["variants"].items():
         assert resumed["variants"][name]["held_out"]["distill"]["loss"] == pytest.approx(

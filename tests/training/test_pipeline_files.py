@@ -183,7 +183,7 @@ class TestRecords:
         folder.mkdir(parents=True)
         (folder / "run.json").write_text("[1]")
         with pytest.raises(ValueError, match=r"run\.json is not a JSON object but a list"):
-            demo._variant("mhla", base_pipeline_directory(), None, None)
+            demo.recover("mhla", base_pipeline_directory(), None, None)
 
     def test_tensors_of_the_demo_and_the_benchmark(self, tmp_path):
         damaged = {"empty": b"", "text": b"no tensors", "long header": b"\xff" * 100}
