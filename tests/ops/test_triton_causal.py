@@ -21,8 +21,7 @@ from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_er
 
 pytest.importorskip("triton")
 
-from mhla_hf.ops.triton.causal import _log_fallback
-from mhla_hf.ops.triton.causal_launch import limits
+from mhla_hf.ops.triton.causal import _log_fallback, limits
 from tests import GOLDEN
 
 

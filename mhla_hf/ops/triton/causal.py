@@ -1,38 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal MHLA in chunks by Triton kernels: summaries, mixed prefix, and one pass over the tokens of each chunk."""
+"""Causal MHLA in chunks, forward: summaries, mixed prefix, and one pass over the tokens of each chunk.
 
-from __future__ import annotations
+    S_b = Σ_{j in b} φ(k_j) v_jᵀ,  z_b = Σ_{j in b} φ(k_j)                                   summaries, by `outer`
+    P_i = Σ_{b<i} m_ib S_b,  p_i = Σ_{b<i} m_ib z_b                                          prefix, by `mixing`
+    n_t = φ(q_t)ᵀ P_i + m_ii Σ_{j in i, j≤t} (φ(q_t)·φ(k_j)) v_j                             the kernel below
+    d_t = φ(q_t)·p_i + m_ii Σ_{j in i, j≤t} φ(q_t)·φ(k_j) + eps,  o_t = n_t / d_t            for chunk i = b(t)
+
+A chunk is worked on in tiles of rows; a row tile meets the tiles of its chunk up to its own. Scores are products of
+tokens in the tokens' own type, which float32 sums hold exactly. Keys and values that are not finite count as zero;
+outputs from their slot on are NaN.
+
+Shape letters: B batch, T tokens, H query heads, G key heads (H or a divisor), S heads of the prefix (H, or G where all
+heads share the mixing weights), K and V widths, P width of the normaliser's pair, M chunks, N slots of a chunk.
+"""
+
+# No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 import logging
 from functools import cache
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..causal import causal_mhla_attention
 from ..normalizers import NORMALIZERS
 from ..numerics import normalizer_pair, records_gradients
-from .causal_operators import causal_attention
-from .launching import padded
+from .causal_gradient import causal_attention_backward, causal_flops
+from .device_functions import (
+    COUNTS,
+    dense_head_rows,
+    finite_or_zero,
+    head_rows,
+    load_matrix,
+    load_rows,
+    product,
+    raw_product,
+    slot_tokens,
+    store_rows,
+    tile_of_program,
+    token_product,
+)
+from .launching import as_rows, chunk_options, multiplies_exactly, padded, summary_dtype, token_tensor
+from .mixing import diagonal_arguments, mix_blocks
+from .outer import outer
 
 
 logger = logging.getLogger(__name__)
 
 
 def triton_causal_mhla_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
     layout: BlockLayout | SequenceLayout,
     *,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
+    normalizer_query: Tensor | None = None,
+    normalizer_key: Tensor | None = None,
     normalizer: str = "query",
     eps: float = 1e-6,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal MHLA by Triton kernels; arguments as in [`mhla_hf.ops.causal.causal_mhla_attention`].
 
     Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
@@ -69,3 +102,351 @@ def triton_causal_mhla_attention(
 @cache
 def _log_fallback(normalizer: str) -> None:
     logger.warning("Causal MHLA runs in plain torch: the kernels do not have normalizer=%r.", normalizer)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def limit_kernel(
+    first_bad,
+    starts,
+    limit,
+    num_blocks,
+    slots,
+    starts_stride_batch,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The slot of each chunk from which on outputs are NaN: the first bad one, or 0 after a chunk with a bad one.
+
+    `first_bad` and `limit` are int32 `[B, HEADS, M]`, `slots` where no slot is bad. `starts` is the first chunk of
+    each chunk's document, int32 `[B, M]`, or None for one document.
+    """
+    last_tile = tl.program_id(1)
+    row = last_tile * BLOCK + tl.arange(0, BLOCK)
+    batch = tl.program_id(0).to(tl.int64) // HEADS
+    line = tl.program_id(0).to(tl.int64) * num_blocks
+    inside = row < num_blocks
+    own = tl.load(first_bad + line + row, mask=inside, other=0)
+    if starts is not None:
+        start = tl.load(starts + batch * starts_stride_batch + row, mask=inside, other=0)
+    else:
+        start = tl.zeros((BLOCK,), tl.int32)
+    spoilt = tl.zeros((BLOCK,), tl.int32)
+    for tile in range(last_tile + 1):
+        other = tile * BLOCK + tl.arange(0, BLOCK)
+        bad = tl.load(first_bad + line + other, mask=other < num_blocks, other=slots) < slots
+        earlier = (other[None, :] >= start[:, None]) & (other[None, :] < row[:, None])
+        spoilt = tl.maximum(spoilt, tl.max((earlier & bad[None, :]).to(tl.int32), axis=1))
+    tl.store(limit + line + row, tl.where(spoilt > 0, 0, own), mask=inside)
+
+
+def limits(first_bad: Tensor, starts: Tensor | None, slots: int) -> Tensor:
+    """The slot of each chunk from which on outputs are NaN, int32 `[B, G, M]`; N where none are.
+
+    Args:
+        first_bad: The first bad slot of each chunk, int32 `[B, G, M]`, N where there is none.
+        starts: The first chunk of each chunk's document, int32 `[B, M]`; `None` for one document.
+        slots: N.
+    """
+    batch, heads, blocks = first_bad.shape
+    limit = torch.empty_like(first_bad)
+    tile = min(64, padded(blocks))
+    with torch.cuda.device_of(first_bad):
+        limit_kernel[(batch * heads, triton.cdiv(blocks, tile))](
+            first_bad,
+            starts,
+            limit,
+            blocks,
+            slots,
+            0 if starts is None else starts.stride(0),
+            HEADS=heads,
+            BLOCK=tile,
+        )
+    return limit
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def causal_attend_kernel(
+    query,
+    key,
+    value,
+    plain_query,
+    plain_key,
+    prefix,
+    prefix_sum,
+    limit,
+    mixing,
+    mixing_stride_batch,
+    mixing_stride_head,
+    mixing_stride_diagonal,
+    table,
+    output,
+    denominator,
+    factor,
+    eps,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
+    slots,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    PREFIX_REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """output_t = (factor · query_tᵀ prefix_i + m_ii Σ_{j ≤ t in i} (query_t · key_j) value_j) / d_t for chunk i.
+
+    HEADS is the number of query heads; REPEATS of them share a key head, PREFIX_REPEATS a prefix. With `prefix_sum`,
+    d_t is written to `denominator`, from `plain_query` and `plain_key` if they are given; without it, nothing is
+    divided. Rows from the chunk's `limit` on become NaN.
+    """
+    batch, head, block, row_tile, column_tile = tile_of_program(
+        num_blocks, slots, HEADS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
+    )
+    key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
+    column, plain_column = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_PLAIN)
+    value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    block_table = table + batch * table_stride_batch + block * slots
+    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
+    key_rows, value_rows = head_rows(key, batch, key_head), head_rows(value, batch, key_head)
+    rows = load_rows(head_rows(query, batch, head), tokens, present, column, WIDTH)
+    plain_rows = rows
+    if plain_query is not None:
+        plain_rows = load_rows(head_rows(plain_query, batch, head), tokens, present, plain_column, PLAIN)
+    result = tl.zeros((BLOCK_TOKENS, BLOCK_VALUE), tl.float32)
+    divisor = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    for tile in range(row_tile + 1):
+        other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+        seen = other_slot[None, :] <= slot[:, None]
+        keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
+        values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
+        scores = tl.where(seen, token_product(rows, tl.trans(keys), PRECISION), 0.0)
+        result += product(scores, values, PRECISION)
+        if plain_query is not None:
+            plain_keys = load_rows(head_rows(plain_key, batch, key_head), others, there, plain_column, PLAIN)
+            scores = tl.where(seen, token_product(plain_rows, tl.trans(finite_or_zero(plain_keys)), PRECISION), 0.0)
+        if prefix_sum is not None:
+            divisor += tl.sum(scores, axis=1)
+    weight = tl.load(mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal)
+    matrix = (batch * (HEADS // PREFIX_REPEATS) + prefix_head) * num_blocks + block
+    matrix_rows = load_matrix(prefix + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
+    result = result * weight + raw_product(rows, matrix_rows, PRECISION) * factor
+    if prefix_sum is not None:
+        sums = tl.load(prefix_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
+        divisor = divisor * weight + tl.sum(plain_rows.to(tl.float32) * sums[None, :], axis=1) + eps
+        result = result / tl.where(present, divisor, 1.0)[:, None]
+        if column_tile == 0:
+            tl.store(denominator + (batch * num_tokens + tokens) * HEADS + head, divisor, mask=present)
+    first_spoilt = tl.load(limit + (batch * (HEADS // REPEATS) + key_head) * num_blocks + block)
+    result = tl.where((slot >= first_spoilt)[:, None], float("nan"), result)
+    outputs = dense_head_rows(output, batch, head, num_tokens, HEADS, VALUE)
+    store_rows(outputs, tokens, present, value_column, result, VALUE)
+
+
+def causal_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
+    prefix: Tensor,
+    prefix_sum: Tensor | None,
+    mixing: Tensor,
+    limit: Tensor,
+    table: Tensor,
+    *,
+    factor: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Outputs from the mixed prefix and the own chunk.
+
+    Args:
+        query: As in [`causal_attention`], like `key`, `value`, the normaliser's pair, `mixing`, `table` and `eps`.
+        key: `[B, T, G, K]`.
+        value: `[B, T, G, V]`.
+        plain_query: `[B, T, H, P]`, or None.
+        plain_key: `[B, T, G, P]`, or None.
+        prefix: Σ_{b<i} m_ib S_b / factor, `[B, S, M, K, V]`, dense.
+        prefix_sum: Σ_{b<i} m_ib z_b, float32 `[B, S, M, P]`, dense; without it nothing is divided.
+        mixing: The weights, of which the diagonal is read.
+        limit: See [`limits`].
+        table: Token of each slot.
+        factor: Factor of the products with the prefix.
+        eps: Added to the denominator.
+
+    Returns:
+        `[B, T, H, V]`, zero for padding, and the denominators with eps, float32 `[B, T, H]` (empty where nothing is
+        divided).
+    """
+    batch, _, heads, width = query.shape
+    columns, plain_width = value.shape[-1], width if plain_key is None else plain_key.shape[-1]
+    value_tile, tiles, options = chunk_options(query, prefix, table, max(width, plain_width), columns)
+    output = token_tensor(query, table, columns)
+    denominator = query.new_empty(query.shape[:3] if prefix_sum is not None else (0,), dtype=torch.float32)
+    with torch.cuda.device_of(query):
+        causal_attend_kernel[(batch * heads * table.shape[-2] * tiles,)](
+            as_rows(query),
+            as_rows(key),
+            as_rows(value),
+            as_rows(plain_query),
+            as_rows(plain_key),
+            prefix,
+            prefix_sum,
+            limit,
+            **diagonal_arguments(mixing),
+            output=output,
+            denominator=denominator,
+            factor=factor,
+            eps=eps,
+            REPEATS=heads // key.shape[2],
+            PREFIX_REPEATS=heads // prefix.shape[1],
+            WIDTH=width,
+            VALUE=columns,
+            PLAIN=plain_width,
+            BLOCK_WIDTH=padded(width),
+            BLOCK_VALUE=value_tile,
+            BLOCK_PLAIN=padded(plain_width),
+            **options,
+        )
+    return output, denominator
+
+
+@torch.library.custom_op("mhla_hf::causal_attention", mutates_args=())
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
+    mixing: Tensor,
+    table: Tensor,
+    starts: Tensor | None,
+    divides: bool,
+    half: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Causal MHLA in chunks, and what its backward pass needs.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, G, K]`, of the same dtype.
+        value: `[B, T, G, V]`, of the same dtype.
+        plain_query: Queries of the normaliser where there is one and they differ, `[B, T, H, P]`.
+        plain_key: Keys of the normaliser, given together with them, `[B, T, G, P]`.
+        mixing: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`; the lower triangle is read.
+        table: Token of each slot, int32 `[M, N]` or `[B, M, N]`, T where a slot is empty.
+        starts: The first chunk of each chunk's document, int32 `[B, M]`; `None` for one document a row.
+        divides: Whether to divide by the normaliser.
+        half: See [`summary_dtype`].
+        eps: Added to the denominator.
+
+    Returns:
+        `[B, T, H, V]`; denominators, float32 `[B, T, H]`; S / N `[B, G, M, K, V]` and its mixed prefix
+        `[B, S, M, K, V]` in [`summary_dtype`]; z and its mixed prefix, float32 `[B, G or S, M, P]`; the slot of each
+        chunk from which on outputs are NaN, int32 `[B, G, M]`. Denominators and sums are empty unless `divides`.
+    """
+    output, denominator, summary, prefix, key_sum, prefix_sum, _, limit = causal_stages(
+        query, key, value, plain_query, plain_key, mixing, table,
+        starts=starts, divides=divides, total=divides, half=half, eps=eps,
+    )  # fmt: skip
+    if prefix_sum is None:
+        prefix_sum = key_sum.new_empty(0)
+    return output, denominator, summary, prefix, key_sum, prefix_sum, limit
+
+
+def causal_stages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
+    mixing: Tensor,
+    table: Tensor,
+    *,
+    starts: Tensor | None,
+    divides: bool,
+    total: bool,
+    half: bool,
+    eps: float,
+    past: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """The stages of [`causal_attention`], one launch each; prompts that go on from a state take them too.
+
+    Args beyond those of [`causal_attention`]:
+        total: Whether z is wanted; it has to be where `divides`.
+        past: What earlier tokens add to the prefix, float32 `[B, S, M, K, V + 1]` with z in the last column.
+
+    Returns:
+        As [`causal_attention`], with the first bad slot of each chunk, int32 `[B, G, M]`, before the last tensor, and
+        None for the prefix of z unless `divides`.
+    """
+    slots = table.shape[-1]
+    exact = multiplies_exactly(value.dtype)
+    summary, key_sum, first_bad = outer(
+        key, value, table, key.shape[2],
+        factor=1 / slots, dtype=summary_dtype(key.dtype, half), total=total, plain=plain_key, finite=True,
+    )  # fmt: skip
+    limit = limits(first_bad, starts, slots)
+    groups = _prefix_heads(query, key, mixing)
+    prefix = mix_blocks(mixing, summary, groups, True, exact)
+    prefix_sum = mix_blocks(mixing, key_sum.unsqueeze(-1), groups, True, True).squeeze(-1) if divides else None
+    if past is not None:
+        prefix = (past[..., :-1] / slots + prefix).to(prefix.dtype).contiguous()
+        prefix_sum = None if prefix_sum is None else prefix_sum + past[..., -1]
+    output, denominator = causal_attend(
+        query, key, value, plain_query, plain_key, prefix, prefix_sum, mixing, limit, table,
+        factor=float(slots), eps=eps,
+    )  # fmt: skip
+    return output, denominator, summary, prefix, key_sum, prefix_sum, first_bad, limit
+
+
+def _prefix_heads(query, key, mixing) -> int:
+    per_head = mixing.dim() > 2 and mixing.shape[-3] != 1
+    return query.shape[2] if per_head else key.shape[2]
+
+
+@causal_attention.register_fake
+def _(query, key, value, plain_query, plain_key, mixing, table, starts, divides, half, eps):
+    batch, tokens, heads, width = query.shape
+    blocks, groups, prefix_heads = table.shape[-2], key.shape[2], _prefix_heads(query, key, mixing)
+    plain = width if plain_key is None else plain_key.shape[-1]
+    dtype = summary_dtype(key.dtype, half)
+    nothing = (0,)
+    return (
+        query.new_empty(batch, tokens, heads, value.shape[-1]),
+        query.new_empty((batch, tokens, heads) if divides else nothing, dtype=torch.float32),
+        query.new_empty(batch, groups, blocks, width, value.shape[-1], dtype=dtype),
+        query.new_empty(batch, prefix_heads, blocks, width, value.shape[-1], dtype=dtype),
+        query.new_empty((batch, groups, blocks, plain) if divides else nothing, dtype=torch.float32),
+        query.new_empty((batch, prefix_heads, blocks, plain) if divides else nothing, dtype=torch.float32),
+        query.new_empty(batch, groups, blocks, dtype=torch.int32),
+    )
+
+
+def _context(ctx, inputs, output):
+    query, key, value, plain_query, plain_key, mixing, table, *_ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.has_pair = plain_query is not None
+    ctx.save_for_backward(*output, query, key, value, plain_query, plain_key, mixing, table)
+
+
+def _backward(ctx, gradient, *_):
+    *gradients, grad_mixing = causal_attention_backward(gradient, *ctx.saved_tensors)
+    if not ctx.has_pair:
+        gradients[3:] = None, None
+    return *gradients, grad_mixing, None, None, None, None, None
+
+
+causal_attention.register_autograd(_backward, setup_context=_context)
+
+
+@register_flop_formula(torch.ops.mhla_hf.causal_attention)
+def _forward_flops(query, key, value, plain_query, plain_key, mixing, table, *args, **kwargs) -> int:
+    return causal_flops(query, key, value, mixing, table)

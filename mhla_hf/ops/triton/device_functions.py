@@ -34,6 +34,22 @@ def place_of_program(parts, num_blocks, HEADS: tl.constexpr):
 
 
 @triton.jit
+def tile_of_program(
+    num_blocks,
+    slots,
+    HEADS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Batch entry, head, block, row tile and column tile of this program, whose parts are tiles of a block."""
+    COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    parts = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
+    batch, head, block, part = place_of_program(parts, num_blocks, HEADS)
+    return batch, head, block, part // COLUMN_TILES, part % COLUMN_TILES
+
+
+@triton.jit
 def head_rows(rows, batch, head):
     """Pointer and token stride of one head of [`launching.Rows`]."""
     return rows.data + batch * rows.stride_batch + head * rows.stride_head, rows.stride_token

@@ -237,3 +237,51 @@ def matrix_options(
         "num_stages": 2,
     }
     return programs * splits, columns_tile, options
+
+
+def chunk_options(
+    tokens: torch.Tensor, matrices: torch.Tensor, table: torch.Tensor, width: int, columns: int
+) -> tuple[int, int, dict[str, Any]]:
+    """Launch of a kernel of causal attention, whose programs take a tile of a chunk's rows each.
+
+    Tiles are smaller than those of [`matrix_options`] where rows of tokens or products are large: the scores of a
+    chunk have to find room in the registers beside them. Chosen from what the compiler uses of them for compute
+    capabilities 8.0 and 9.0, so that nothing spills.
+
+    Args:
+        tokens: `[B, T, H, D]`, H being the heads of the launch.
+        matrices: Factors of the tokens.
+        table: Token of each slot, `[M, N]` or `[B, M, N]`.
+        width: Of the rows that a program holds whole.
+        columns: Of the result.
+
+    Returns:
+        Tile of columns, number of tiles of a chunk, and the arguments that such kernels share.
+    """
+    slots = table.shape[-1]
+    row_bytes = padded(width) * tokens.element_size()
+    from_shared_memory = multiplies_from_shared_memory(tokens.device)
+    wide = padded(width) > 128
+    # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
+    full = matrices.dtype == torch.float32
+    exact = multiplies_exactly(tokens.dtype)
+    halved = full and (exact or tokens.dtype == torch.float32 or wide or not from_shared_memory)
+    quartered = is_padded(width) and (exact or tokens.dtype == torch.float32)
+    largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
+    columns_tile = min(padded(columns), largest // padded(width))
+    if (full and wide) or (is_padded(width) and not from_shared_memory) or exact:
+        most_tokens = 16
+    elif quartered or not (from_shared_memory or (row_bytes <= 128 and not full)):
+        most_tokens = 32
+    else:
+        most_tokens = 64
+    tokens_tile = min(token_tile(slots, width), most_tokens)
+    options = {
+        **block_arguments(table, tokens),
+        "HEADS": tokens.shape[2],
+        "BLOCK_TOKENS": tokens_tile,
+        "PRECISION": product_precision(tokens.dtype, matrices.dtype),
+        "num_warps": 4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8,
+        "num_stages": 2,
+    }
+    return columns_tile, triton.cdiv(columns, columns_tile) * triton.cdiv(slots, tokens_tile), options

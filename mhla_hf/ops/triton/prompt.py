@@ -17,9 +17,10 @@ from torch.utils.flop_counter import register_flop_formula
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..recurrent import MHLAState, current_block
-from . import outer_launch
-from .causal_operators import causal_flops, causal_stages
+from .causal import causal_stages
+from .causal_gradient import causal_flops
 from .launching import on_device
+from .outer import outer
 from .prompt_kernels import file_kernel
 
 
@@ -131,9 +132,10 @@ def extend_state(
     local = current_block(after, slots) - current_block(before, slots)
     entries = table.expand(query.shape[0], -1, -1)
     slot_tokens = entries.gather(1, local[:, None, None].expand(-1, 1, slots))
-    products, sums, bad = outer_launch.finite_outer(
-        key, value, slot_tokens, factor=1.0, total=True, plain=plain_key, dtype=torch.float32
-    )
+    products, sums, bad = outer(
+        key, value, slot_tokens, key.shape[2],
+        factor=1.0, dtype=torch.float32, total=True, plain=plain_key, finite=True,
+    )  # fmt: skip
     current = torch.cat([products, sums.unsqueeze(-1)], dim=-1).squeeze(2)
     if old_current is not None:
         current = current + torch.where((local == 0)[:, None, None, None], old_current, 0)

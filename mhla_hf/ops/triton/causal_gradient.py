@@ -1,0 +1,586 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal MHLA in chunks, backward.
+
+With n_t and d_t the numerator and denominator of token t as in `causal`, g'_t = g_t / d_t and δ_t = -g'_t · n_t / d_t,
+the part of the gradients that the own chunk contributes is, with m = m_ii and sums over the chunk,
+
+    dq_t = m Σ_{j≤t} (g'_t · v_j) k_j      dk_j = m Σ_{t≥j} (g'_t · v_j) q_t      dv_j = m Σ_{t≥j} (q_t · k_j) g'_t
+    dp_t = m δ_t Σ_{j≤t} p_j               dp_j = m Σ_{t≥j} δ_t p_t
+
+for the normaliser's pair p. One kernel computes dq, one dk and dv (with the roles of the tensors exchanged); dp is
+added to them, or computed by a third one where p is not query and key themselves. The prefix adds products with its
+gradients, as in `block_gradient`. Rows of queries from the `limit` of a chunk on are left out, keys and values that
+are not finite count as zero. Programs and shape letters are those of the forward pass.
+"""
+
+# No postponed annotations here: torch.library and Triton read them from the functions themselves.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .device_functions import (
+    COUNTS,
+    dense_head_rows,
+    finite_or_zero,
+    head_rows,
+    load_matrix,
+    load_rows,
+    product,
+    raw_product,
+    slot_tokens,
+    store_rows,
+    tile_of_program,
+    token_product,
+)
+from .launching import as_rows, chunk_options, dense_like, multiplies_exactly, padded, token_tensor
+from .mixing import diagonal_arguments, mix_blocks_backward
+from .outer import outer
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def query_gradient_kernel(
+    gradient,
+    output,
+    query,
+    key,
+    value,
+    prefix,
+    prefix_sum,
+    scale,
+    limit,
+    mixing,
+    mixing_stride_batch,
+    mixing_stride_head,
+    mixing_stride_diagonal,
+    table,
+    result,
+    weight,
+    share,
+    share_stride_part,
+    factor,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
+    slots,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    PREFIX_REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of queries, of their denominators (`weight`, δ), and of m_ii (`share`, to be summed over its parts).
+
+    `scale` is one over the denominators, None where nothing is divided. `prefix_sum` is None, too, where the
+    normaliser's pair is not query and key themselves. δ comes from the products made here where one tile holds all
+    columns, free of the rounding of the outputs (dense `[B, T, HEADS, VALUE]`), otherwise from those.
+    """
+    batch, head, block, row_tile, column_tile = tile_of_program(
+        num_blocks, slots, HEADS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
+    )
+    key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
+    column = column_tile * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    value_column = tl.arange(0, BLOCK_VALUE)
+    stop = tl.load(limit + (batch * (HEADS // REPEATS) + key_head) * num_blocks + block)
+    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    block_table = table + batch * table_stride_batch + block * slots
+    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
+    used = present & (slot < stop)
+    per_token = (batch * num_tokens + tokens) * HEADS + head
+    key_rows, value_rows = head_rows(key, batch, key_head), head_rows(value, batch, key_head)
+    rows = load_rows(head_rows(gradient, batch, head), tokens, used, value_column, VALUE)
+    own = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
+    for tile in range(row_tile + 1):
+        other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+        seen = other_slot[None, :] <= slot[:, None]
+        values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
+        keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
+        scores = tl.where(seen, token_product(rows, tl.trans(values), PRECISION), 0.0)
+        own += product(scores, keys, PRECISION)
+    own_weight = tl.load(
+        mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
+    )
+    matrix = (batch * (HEADS // PREFIX_REPEATS) + prefix_head) * num_blocks + block
+    columns = load_matrix(prefix + matrix * (WIDTH * VALUE), value_column, column, 1, VALUE, VALUE, WIDTH)
+    total = own * own_weight + raw_product(rows, columns, PRECISION) * factor
+    queries = load_rows(head_rows(query, batch, head), tokens, used, column, WIDTH).to(tl.float32)
+    if scale is None:
+        shares = tl.sum(queries * own, axis=1)
+    else:
+        row_scale = tl.load(scale + per_token, mask=used, other=0.0)
+        total *= row_scale[:, None]
+        shares = tl.sum(queries * own, axis=1) * row_scale
+        if BLOCK_WIDTH >= WIDTH:
+            row_weight = -row_scale * tl.sum(total * queries, axis=1)
+        else:
+            output_rows = dense_head_rows(output, batch, head, num_tokens, HEADS, VALUE)
+            outputs = load_rows(output_rows, tokens, used, value_column, VALUE)
+            row_weight = -row_scale * tl.sum(rows.to(tl.float32) * outputs.to(tl.float32), axis=1)
+        if column_tile == 0:
+            tl.store(weight + per_token, row_weight, mask=present)
+        if prefix_sum is not None:
+            # Keys are read once more here, from the cache: sums kept along with the products above would not fit into
+            # registers.
+            key_sums = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
+            for tile in range(row_tile + 1):
+                other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+                others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+                keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
+                seen = (other_slot[None, :] <= slot[:, None]).to(keys.dtype)
+                key_sums += token_product(seen, keys, PRECISION)
+            sums = tl.load(prefix_sum + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
+            total += row_weight[:, None] * (sums[None, :] + own_weight * key_sums)
+            shares += row_weight * tl.sum(queries * key_sums, axis=1)
+    store_rows(dense_head_rows(result, batch, head, num_tokens, HEADS, WIDTH), tokens, present, column, total, WIDTH)
+    part = row_tile * ((WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH) + column_tile
+    share_start = share + part * share_stride_part + (batch * HEADS + head) * num_blocks
+    tl.store(share_start + block, tl.sum(shares, axis=0))
+
+
+def query_gradient(
+    gradient: Tensor,
+    output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix: Tensor,
+    mixing: Tensor,
+    limit: Tensor,
+    table: Tensor,
+    *,
+    factor: float,
+    scale: Tensor | None,
+    prefix_sum: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the queries, of the denominators, and of m_ii.
+
+    Args:
+        gradient: Of the outputs, `[B, T, H, V]`.
+        output: `[B, T, H, V]`.
+        query: As in [`causal.causal_attend`], like all that follows.
+        key: `[B, T, G, K]`.
+        value: `[B, T, G, V]`.
+        prefix: `[B, S, M, K, V]`.
+        mixing: The weights.
+        limit: See [`causal.limits`].
+        table: Token of each slot.
+        factor: Factor of the products with the prefix.
+        scale: One over the denominators, float32 `[B, T, H]`; `None` where nothing is divided.
+        prefix_sum: Where the normaliser's pair is query and key themselves, `[B, S, M, K]`.
+
+    Returns:
+        `[B, T, H, K]` in the type of `query`, float32 `[B, T, H]` (empty without `scale`), and float32 `[B, H, M]`,
+        but for the part of a normaliser's pair other than query and key.
+    """
+    batch, _, heads, width = query.shape
+    blocks, columns = table.shape[-2], value.shape[-1]
+    tile, parts, options = chunk_options(query, prefix, table, columns, width)
+    result = token_tensor(query, table, width)
+    weight = query.new_empty(query.shape[:3] if scale is not None else (0,), dtype=torch.float32)
+    share = query.new_empty(parts, batch, heads, blocks, dtype=torch.float32)
+    with torch.cuda.device_of(query):
+        query_gradient_kernel[(batch * heads * blocks * parts,)](
+            as_rows(gradient),
+            output.contiguous(),
+            as_rows(query),
+            as_rows(key),
+            as_rows(value),
+            prefix,
+            prefix_sum,
+            scale,
+            limit,
+            **diagonal_arguments(mixing),
+            result=result,
+            weight=weight,
+            share=share,
+            share_stride_part=share.stride(0),
+            factor=factor,
+            REPEATS=heads // key.shape[2],
+            PREFIX_REPEATS=heads // prefix.shape[1],
+            WIDTH=width,
+            VALUE=columns,
+            BLOCK_WIDTH=tile,
+            BLOCK_VALUE=padded(columns),
+            **options,
+        )
+    return result, weight, share.sum(0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def key_gradient_kernel(
+    rows,
+    inner,
+    other,
+    matrices,
+    vectors,
+    scale,
+    weight,
+    limit,
+    mixing,
+    mixing_stride_batch,
+    mixing_stride_head,
+    mixing_stride_diagonal,
+    table,
+    result,
+    matrix_stride_row,
+    matrix_stride_column,
+    factor,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
+    slots,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """result_j = factor · rows_jᵀ matrix_i + m_ii Σ_{t ≥ j in i} (scale_t rows_j · inner_t + weight_t) other_t.
+
+    The gradient of values for rows = keys, inner = queries, other = output gradients; that of keys for rows = values,
+    inner = output gradients, other = queries, with δ for `weight` and the block's vector added to the result, if they
+    are given. HEADS is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
+    """
+    batch, head, block, row_tile, column_tile = tile_of_program(
+        num_blocks, slots, HEADS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
+    )
+    row_column = tl.arange(0, BLOCK_WIDTH)
+    column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    matrix = (batch * HEADS + head) * num_blocks + block
+    stop = tl.minimum(tl.load(limit + matrix), slots)
+    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    block_table = table + batch * table_stride_batch + block * slots
+    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
+    own = finite_or_zero(load_rows(head_rows(rows, batch, head), tokens, present, row_column, WIDTH))
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+    for repeat in range(REPEATS):
+        row_head = head * REPEATS + repeat
+        inner_head, other_head = head_rows(inner, batch, row_head), head_rows(other, batch, row_head)
+        own_weight = tl.load(
+            mixing + batch * mixing_stride_batch + row_head * mixing_stride_head + block * mixing_stride_diagonal
+        )
+        for tile in range(row_tile, (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
+            later_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+            later, there = slot_tokens(block_table, later_slot, stop, num_tokens)
+            per_token = (batch * num_tokens + later) * (HEADS * REPEATS) + row_head
+            inner_rows = load_rows(inner_head, later, there, row_column, WIDTH)
+            other_rows = load_rows(other_head, later, there, column, COLUMNS)
+            scores = token_product(own, tl.trans(inner_rows), PRECISION)
+            if scale is not None:
+                scores *= tl.load(scale + per_token, mask=there, other=0.0)[None, :]
+            if weight is not None:
+                scores += tl.load(weight + per_token, mask=there, other=0.0)[None, :]
+            scores = tl.where(later_slot[None, :] >= slot[:, None], scores * own_weight, 0.0)
+            total += product(scores, other_rows, PRECISION)
+    start = matrices + matrix * (WIDTH * COLUMNS)
+    columns = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
+    total += raw_product(own, columns, PRECISION) * factor
+    if vectors is not None:
+        total += tl.load(vectors + matrix * COLUMNS + column, mask=column < COLUMNS, other=0.0)[None, :]
+    results = dense_head_rows(result, batch, head, num_tokens, HEADS, COLUMNS)
+    store_rows(results, tokens, present, column, total, COLUMNS)
+
+
+def key_gradient(
+    rows: Tensor,
+    inner: Tensor,
+    other: Tensor,
+    matrices: Tensor,
+    mixing: Tensor,
+    limit: Tensor,
+    table: Tensor,
+    *,
+    transpose: bool,
+    factor: float,
+    scale: Tensor | None,
+    weight: Tensor | None = None,
+    vectors: Tensor | None = None,
+) -> Tensor:
+    """m_ii Σ_{t ≥ j} (scale_t rows_j · inner_t + weight_t) other_t over the chunk, plus the part of the summaries.
+
+    The gradient of values for rows = keys, inner = queries, other = gradients of the outputs; that of keys for
+    rows = values, inner = gradients of the outputs, other = queries.
+
+    Args:
+        rows: `[B, T, G, D]`.
+        inner: `[B, T, H, D]`.
+        other: `[B, T, H, E]`.
+        matrices: Gradients of the summaries, dense, `[B, G, M, D, E]`, or with `transpose` `[B, G, M, E, D]`.
+        mixing: As in [`causal.causal_attend`].
+        limit: See [`causal.limits`].
+        table: Token of each slot.
+        transpose: Multiply with the transposed matrices.
+        factor: Factor of the products with the matrices.
+        scale: float32 `[B, T, H]`; 1 if not given.
+        weight: float32 `[B, T, H]`; given together with `vectors`.
+        vectors: Added to the rows of each chunk, float32 `[B, G, M, E]`, dense.
+
+    Returns:
+        `[B, T, G, E]` in the type of `rows`.
+    """
+    batch, _, heads, width = rows.shape
+    columns = other.shape[-1]
+    tile, tiles, options = chunk_options(rows, matrices, table, width, columns)
+    result = token_tensor(rows, table, columns)
+    with torch.cuda.device_of(rows):
+        key_gradient_kernel[(batch * heads * table.shape[-2] * tiles,)](
+            as_rows(rows),
+            as_rows(inner),
+            as_rows(other),
+            matrices,
+            vectors,
+            scale,
+            weight,
+            limit,
+            **diagonal_arguments(mixing),
+            result=result,
+            matrix_stride_row=1 if transpose else columns,
+            matrix_stride_column=width if transpose else 1,
+            factor=factor,
+            REPEATS=inner.shape[2] // heads,
+            WIDTH=width,
+            COLUMNS=columns,
+            BLOCK_WIDTH=padded(width),
+            BLOCK_COLUMNS=tile,
+            **options,
+        )
+    return result
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def plain_gradient_kernel(
+    rows,
+    other,
+    vectors,
+    weight,
+    limit,
+    mixing,
+    mixing_stride_batch,
+    mixing_stride_head,
+    mixing_stride_diagonal,
+    table,
+    result,
+    share,
+    share_stride_part,
+    num_tokens,
+    num_blocks,
+    table_stride_batch,
+    slots,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    VECTOR_REPEATS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    OF_QUERY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of one side of a normaliser's pair other than query and key.
+
+    OF_QUERY: result_t = weight_t (vector_i + m_ii Σ_{j ≤ t in i} other_j), with queries in `rows` and keys in `other`,
+    and the gradient of m_ii in `share`, to be summed over its parts; HEADS query heads of which REPEATS share a key
+    head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
+    queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
+    """
+    batch, head, block, row_tile, _ = tile_of_program(num_blocks, slots, HEADS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
+    column = tl.arange(0, BLOCK_PLAIN)
+    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    block_table = table + batch * table_stride_batch + block * slots
+    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
+    key_head = head // REPEATS if OF_QUERY else head
+    key_heads = HEADS // REPEATS if OF_QUERY else HEADS
+    stop = tl.minimum(tl.load(limit + (batch * key_heads + key_head) * num_blocks + block), slots)
+    last_tile = row_tile + 1 if OF_QUERY else (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_PLAIN), tl.float32)
+    own_weight = 1.0
+    for repeat in range(1 if OF_QUERY else REPEATS):
+        query_head = head if OF_QUERY else head * REPEATS + repeat
+        other_head = head_rows(other, batch, key_head if OF_QUERY else query_head)
+        own_weight = tl.load(
+            mixing + batch * mixing_stride_batch + query_head * mixing_stride_head + block * mixing_stride_diagonal
+        )
+        for tile in range(0 if OF_QUERY else row_tile, last_tile):
+            other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+            others, there = slot_tokens(block_table, other_slot, slots if OF_QUERY else stop, num_tokens)
+            other_rows = load_rows(other_head, others, there, column, PLAIN)
+            if OF_QUERY:
+                counted = (other_slot[None, :] <= slot[:, None]).to(tl.float32)
+                other_rows = finite_or_zero(other_rows)
+            else:
+                per_token = (batch * num_tokens + others) * (HEADS * REPEATS) + query_head
+                weights = tl.load(weight + per_token, mask=there, other=0.0) * own_weight
+                counted = tl.where(other_slot[None, :] >= slot[:, None], weights[None, :], 0.0)
+            total += product(counted, other_rows, PRECISION)
+    vector_head = head // VECTOR_REPEATS if OF_QUERY else head
+    vector_heads = HEADS // VECTOR_REPEATS if OF_QUERY else HEADS
+    vector_start = vectors + ((batch * vector_heads + vector_head) * num_blocks + block) * PLAIN
+    vector = tl.load(vector_start + column, mask=column < PLAIN, other=0.0)
+    if OF_QUERY:
+        used = present & (slot < stop)
+        row_weight = tl.load(weight + (batch * num_tokens + tokens) * HEADS + head, mask=used, other=0.0)
+        queries = load_rows(head_rows(rows, batch, head), tokens, used, column, PLAIN).to(tl.float32)
+        shares = row_weight * tl.sum(queries * total, axis=1)
+        total = row_weight[:, None] * (vector[None, :] + own_weight * total)
+        share_start = share + row_tile * share_stride_part + (batch * HEADS + head) * num_blocks
+        tl.store(share_start + block, tl.sum(shares, axis=0))
+    else:
+        total += vector[None, :]
+    store_rows(dense_head_rows(result, batch, head, num_tokens, HEADS, PLAIN), tokens, present, column, total, PLAIN)
+
+
+def plain_gradient(
+    rows: Tensor,
+    other: Tensor,
+    vectors: Tensor,
+    mixing: Tensor,
+    limit: Tensor,
+    table: Tensor,
+    weight: Tensor,
+    *,
+    of_query: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of one side of a normaliser's pair other than query and key.
+
+    Args:
+        rows: The side whose gradient is wanted: queries `[B, T, H, P]` with `of_query`, else keys `[B, T, G, P]`.
+        other: The other side.
+        vectors: Mixed sums `[B, S, M, P]` with `of_query`, else gradients of the chunks' sums `[B, G, M, P]`; float32,
+            dense.
+        mixing: As in [`causal.causal_attend`].
+        limit: See [`causal.limits`].
+        table: Token of each slot.
+        weight: Gradients of the denominators, float32 `[B, T, H]`.
+        of_query: Which side it is.
+
+    Returns:
+        The gradient of `rows`, and with `of_query` this pair's part of the gradient of m_ii, float32 `[B, H, M]`
+        (otherwise empty).
+    """
+    batch, _, heads, width = rows.shape
+    blocks = table.shape[-2]
+    _, _, options = chunk_options(rows, vectors, table, width, width)
+    result = token_tensor(rows, table, width)
+    # One tile holds all columns: there are no matrices.
+    parts = triton.cdiv(table.shape[-1], options["BLOCK_TOKENS"])
+    share = rows.new_empty((parts, batch, heads, blocks) if of_query else (0,), dtype=torch.float32)
+    with torch.cuda.device_of(rows):
+        plain_gradient_kernel[(batch * heads * blocks * parts,)](
+            as_rows(rows),
+            as_rows(other),
+            vectors,
+            weight,
+            limit,
+            **diagonal_arguments(mixing),
+            result=result,
+            share=share,
+            share_stride_part=share.stride(0),
+            REPEATS=max(heads, other.shape[2]) // min(heads, other.shape[2]),
+            VECTOR_REPEATS=heads // vectors.shape[1],
+            PLAIN=width,
+            BLOCK_PLAIN=padded(width),
+            OF_QUERY=of_query,
+            **options,
+        )
+    return result, share.sum(0) if of_query else share
+
+
+@torch.library.custom_op("mhla_hf::causal_attention_backward", mutates_args=())
+def causal_attention_backward(
+    gradient: Tensor,
+    output: Tensor,
+    denominator: Tensor,
+    summary: Tensor,
+    prefix: Tensor,
+    key_sum: Tensor,
+    prefix_sum: Tensor,
+    limit: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
+    mixing: Tensor,
+    table: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, the normaliser's pair (empty without one of its own) and mixing."""
+    slots = table.shape[-1]
+    exact = multiplies_exactly(value.dtype)
+    divides = denominator.numel() > 0
+    has_pair = plain_query is not None and plain_key is not None
+    scale = denominator.reciprocal() if divides else None
+    shared = {"mixing": mixing, "limit": limit, "table": table}
+    grad_query, weight, share = query_gradient(
+        gradient, output, query, key, value, prefix,
+        factor=float(slots), scale=scale, prefix_sum=prefix_sum if divides and not has_pair else None, **shared,
+    )  # fmt: skip
+    grad_prefix, grad_prefix_sum, _ = outer(
+        query, gradient, table, prefix.shape[1],
+        factor=float(slots), dtype=prefix.dtype, scale=scale, total=divides, plain=plain_query,
+        weight=weight if divides else None, limit=limit,
+    )  # fmt: skip
+    grad_mixing, grad_summary = mix_blocks_backward(grad_prefix, mixing, summary, prefix.shape[1], True, exact)
+    grad_sum = None
+    if divides:
+        more, grad_sum = mix_blocks_backward(
+            grad_prefix_sum.unsqueeze(-1), mixing, key_sum.unsqueeze(-1), prefix.shape[1], True, True
+        )
+        grad_mixing, grad_sum = grad_mixing + more, grad_sum.squeeze(-1)
+    grad_key = key_gradient(
+        value, gradient, query, grad_summary, transpose=True, factor=1 / slots, scale=scale,
+        weight=weight if divides and not has_pair else None, vectors=None if has_pair else grad_sum, **shared,
+    )  # fmt: skip
+    grad_value = key_gradient(
+        key, query, gradient, grad_summary, transpose=False, factor=1 / slots, scale=scale, **shared
+    )
+    grad_plain_query, grad_plain_key = query.new_empty(0), query.new_empty(0)
+    if plain_query is not None and plain_key is not None and grad_sum is not None:
+        grad_plain_query, more = plain_gradient(
+            plain_query, plain_key, prefix_sum, weight=weight, of_query=True, **shared
+        )
+        grad_plain_key, _ = plain_gradient(plain_key, plain_query, grad_sum, weight=weight, of_query=False, **shared)
+        share = share + more
+    diagonal = grad_mixing.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(share.sum_to_size((*mixing.shape[:-2], mixing.shape[-1])))
+    return grad_query, grad_key, grad_value, grad_plain_query, grad_plain_key, grad_mixing
+
+
+@causal_attention_backward.register_fake
+def _(
+    gradient, output, denominator, summary, prefix, key_sum, prefix_sum, limit,
+    query, key, value, plain_query, plain_key, mixing, table,
+):  # fmt: skip
+    tensors = query, key, value, plain_query, plain_key, mixing
+    return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
+
+
+def causal_flops(query, key, value, mixing, table) -> int:
+    """Products of causal MHLA: 2 B T K V (G + H) for summaries and prefix, B S M² K V for the mixing of a triangle,
+    and B T H N (K + V) for the triangles of the chunks' own scores and their sums.
+
+    The four arguments before `table` are shapes.
+    """
+    batch, tokens, heads, width = query
+    groups, columns = key[2], value[-1]
+    blocks, slots = table[-2:]
+    per_head = len(mixing) > 2 and mixing[-3] != 1
+    mixed = batch * (heads if per_head else groups) * blocks**2 * width * columns
+    own = batch * tokens * heads * slots * (width + columns)
+    return 2 * batch * tokens * (groups + heads) * width * columns + mixed + own
+
+
+@register_flop_formula(torch.ops.mhla_hf.causal_attention_backward)
+def _backward_flops(*args, **kwargs) -> int:
+    """Twice the forward pass, and the scores and their gradients computed once more."""
+    query, key, value, _, _, mixing, table = args[8:15]
+    again = query[0] * query[1] * query[2] * table[-1] * (query[-1] + value[-1])
+    return 2 * causal_flops(query, key, value, mixing, table) + again
