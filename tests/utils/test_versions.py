@@ -62,10 +62,11 @@ def metadata(library: str, version: str, folder: Path) -> Path:
     return folder
 
 
-def packages_without(library: str, folder: Path) -> Path:
-    """A folder with links to every installed package but one."""
+def packages_without(libraries: tuple[str, ...], folder: Path) -> Path:
+    """A folder with links to every installed package but these."""
+    folder.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if entry.name != library and not entry.name.startswith(f"{library}-"):
+        if entry.name.partition("-")[0] not in libraries:
             (folder / entry.name).symlink_to(entry)
     return folder
 
@@ -130,4 +131,96 @@ def test_unsupported_transformers_refuse_mhla_and_leave_diffusers(tmp_path):
     )
     expected = "mhla_hf needs transformers>=5.17,<6, but 4.57.3 is installed: pip install 'transformers>=5.17,<6'"
     assert report == {"refusals": [expected] * 6, "softmax": [2, 6, 32], "video": [1, 16, 2, 4, 4]}
+    assert len(warnings) == 1 and expected in warnings[0]
+
+
+def test_without_transformers_the_diffusers_half_works(tmp_path):
+    report, warnings = run(
+        f"""
+        import importlib.util, json
+        assert importlib.util.find_spec("transformers") is None
+        import mhla_hf
+        {textwrap.indent(textwrap.dedent(REFUSED + WAN), "        ").strip()}
+
+        from diffusers import WanTransformer3DModel
+
+        model = mhla_hf.MHLAWanTransformer3DModel(**sizes, mhla=dict(blocks=(1, 2, 2)))
+        model.save_pretrained("{tmp_path}/model")
+        loaded = WanTransformer3DModel.from_pretrained("{tmp_path}/model")
+        converted = mhla_hf.convert(WanTransformer3DModel(**sizes), dict(blocks=(1, 2, 2)))
+        classes = [type(loaded).__name__, type(converted).__name__]
+        video = loaded(**inputs).sample.shape
+        print(json.dumps(dict(refused=refused(lambda: mhla_hf.MHLACache), classes=classes, video=video)))
+        """,
+        # diffusers itself needs transformers where peft is installed.
+        packages_without(("transformers", "peft"), tmp_path / "packages"),
+        site=False,
+    )
+    assert report == {
+        "refused": "mhla_hf needs transformers>=5.17,<6 for this, which is not installed: "
+        "pip install 'transformers>=5.17,<6'",
+        "classes": ["MHLAWanTransformer3DModel"] * 2,
+        "video": [1, 16, 2, 4, 4],
+    }
+    assert warnings == []
+
+
+TRANSFORMERS_HALF = """
+        import mhla_hf
+        {setup}
+
+        options = dict(block_size=[4], feature_map="relu")
+        LlamaForCausalLM(config).save_pretrained("{folder}/softmax")
+        loaded = AutoModelForCausalLM.from_pretrained(
+            "{folder}/softmax", attn_implementation="mhla", mhla=options, pad_token_id=0
+        )
+        converted = mhla_hf.convert(LlamaForCausalLM(config), options)
+        generated = loaded.generate(ids, max_new_tokens=3, min_new_tokens=3, past_key_values=mhla_hf.MHLACache())
+        refusals = [
+            refused(lambda: mhla_hf.MHLAWanTransformer3DModel),
+            refused(lambda: mhla_hf.load_pipeline("{folder}/softmax")),
+        ]
+        print(json.dumps(dict(
+            refusals=refusals, shapes=[generated.shape, converted(ids).logits.shape], names=len(mhla_hf.supported_models()) > 99
+        )))
+"""  # noqa: E501
+
+
+def test_without_diffusers_the_transformers_half_works(tmp_path):
+    setup = textwrap.indent(textwrap.dedent(REFUSED + LLAMA), "        ").strip()
+    report, warnings = run(
+        """
+        import importlib.util, json
+        assert importlib.util.find_spec("diffusers") is None
+        """
+        + TRANSFORMERS_HALF.format(setup=setup, folder=tmp_path),
+        packages_without(("diffusers",), tmp_path / "packages"),
+        site=False,
+    )
+    expected = "mhla_hf needs diffusers>=0.38 for this, which is not installed: pip install 'diffusers>=0.38'"
+    assert report == {"refusals": [expected] * 2, "shapes": [[2, 9], [2, 6, 32]], "names": True}
+    assert warnings == []
+
+
+def test_unsupported_diffusers_refuse_mhla_and_leave_transformers(tmp_path):
+    setup = textwrap.indent(textwrap.dedent(REFUSED + LLAMA + WAN), "        ").strip()
+    report, warnings = run(
+        """
+        import json
+        """
+        + TRANSFORMERS_HALF.format(setup=setup, folder=tmp_path).replace(
+            "print(",
+            """
+        import diffusers
+        sizes = dict(num_attention_heads=2, attention_head_dim=12, text_dim=8, ffn_dim=8, num_layers=1)
+        softmax = diffusers.WanTransformer3DModel(**sizes)
+        refusals.append(refused(lambda: diffusers.MHLAWanTransformer3DModel))
+        refusals.append(refused(lambda: mhla_hf.convert(softmax)))
+        assert softmax(**inputs).sample.shape == (1, 16, 2, 4, 4)
+        print(""",
+        ),
+        metadata("diffusers", "0.31.0", tmp_path),
+    )
+    expected = "mhla_hf needs diffusers>=0.38, but 0.31.0 is installed: pip install 'diffusers>=0.38'"
+    assert report == {"refusals": [expected] * 4, "shapes": [[2, 9], [2, 6, 32]], "names": True}
     assert len(warnings) == 1 and expected in warnings[0]
