@@ -32,17 +32,12 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 
 # Imports against the order, as (package, package): to be removed.
 EXCEPTIONS: set[tuple[str, str]] = {
-    ("conversion", "__init__"),
     ("demo", "__init__"),
     ("layouts", "config"),
     ("ops", "config"),
-    ("recovery", "__init__"),
 }
 # Modules in circles: to be removed.
 CIRCULAR = {
-    "conversion.engine",
-    "conversion.official",
-    "conversion.single_file",
     "ops.recurrent",
     "ops.recurrent_checks",
 }

@@ -14,7 +14,7 @@ from .conversion_options import LAYOUT, OPTIONS, listed, mhla_fields, options_fo
 
 if TYPE_CHECKING:
     from ..conversion import ConversionReport
-    from ..conversion.provenance import ComponentReport
+    from ..conversion.report import ComponentReport
 
 _WEIGHTS = "Weights"
 _SOURCE = "Hub"
@@ -197,7 +197,7 @@ def _show(report: "ConversionReport") -> None:
     from rich.table import Table
 
     from ..conversion.options import format_bytes
-    from ..conversion.provenance import FILE_NAME
+    from ..conversion.report import FILE_NAME
 
     table = Table("component", "MHLA layers", "blocks", "copied", "new parameters", "types")
     for name, part in report.components.items():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -19,10 +18,9 @@ from ..models.registry import mhla_class_for
 from ..models.source import Source, open_source
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
 from ..utils.destinations import claim_destination
-from ..utils.messages import shorten_list, shorten_text, shorten_value
-from ..utils.source_files import check_entry, read_weight_map
-from ..utils.tensor_files import SafetensorsReader, TensorEntry, split_into_shards
-from .engine import write_result
+from ..utils.messages import shorten_text, shorten_value
+from ..utils.tensor_files import TensorEntry, split_into_shards
+from .checkpoint_files import UPSTREAM, open_checkpoint
 from .options import parse_dtype, parse_size
 from .planning import (
     ComponentPlan,
@@ -34,13 +32,9 @@ from .planning import (
     kept_in_fp32,
     weight_set_report,
 )
-from .provenance import ConversionReport
-from .staging import check_apart
-from .torch_files import torch_entries
+from .report import ConversionReport
+from .writing import check_apart, write_result
 
-
-UPSTREAM = "WanTransformer3DModel"
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 # Sizes in which a transformer must agree with the pipeline it is put into.
 _SHARED_SIZES = ("patch_size", "in_channels", "out_channels", "text_dim", "image_dim")
@@ -112,52 +106,6 @@ def import_official(
         report = ConversionReport("import-official", destination, origin)
         write_result(source, [plan], report, claimed, progress=progress, started=started)
         return report
-
-
-def open_checkpoint(path: Path) -> tuple[list[list[TensorEntry]], tuple[Path, ...]]:
-    """Finds the tensors of a checkpoint without reading their values.
-
-    Args:
-        path: See [`import_official`].
-
-    Returns:
-        The tensors of each file, and the files.
-
-    Raises:
-        ValueError: If there is no checkpoint, a shard is missing or damaged, or a torch file holds anything that
-            could run code.
-    """
-    if path.is_dir():
-        files = _files_in(path)
-        for file in files:
-            if os.path.lexists(file):
-                check_entry(file, path)
-    elif path.is_file():
-        files = [path]
-    else:
-        problem = "is neither a regular file nor a folder" if path.exists() else "does not exist"
-        raise ValueError(f"checkpoint {path} {problem}.")
-    groups = [
-        SafetensorsReader(file).entries() if file.suffix == ".safetensors" else torch_entries(file) for file in files
-    ]
-    return groups, tuple(files)
-
-
-def _files_in(folder: Path) -> list[Path]:
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        raise ValueError(f"checkpoint {folder} has several indices: {shorten_list(path.name for path in indices)}.")
-    if indices:
-        check_entry(indices[0], folder)
-        return read_weight_map(indices[0])
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    files = sorted(path for path in folder.iterdir() if path.suffix in TORCH_SUFFIXES)
-    if len(files) != 1:
-        names = shorten_list(path.name for path in files) or "none"
-        raise ValueError(f"checkpoint {folder} has no safetensors files and not exactly one torch file ({names}).")
-    return files
 
 
 def _plan_import(

@@ -16,13 +16,13 @@ import torch
 from ..config import MHLAConfig
 from ..models.bounds import check_layer_count, check_model_config, check_new_size
 from ..models.options import to_stored
-from ..models.registry import family_for, is_mhla_class
+from ..models.registry import family_for
 from ..models.source import Component
 from ..models.weight_files import DIFFUSERS_FILES, FileNames, WeightSet
 from ..utils.messages import shorten_list, shorten_value
 from ..utils.tensor_files import SafetensorsReader, TensorEntry, split_into_shards
 from .options import parse_layers
-from .provenance import ComponentReport, WeightSetReport
+from .report import ComponentReport, WeightSetReport
 
 
 @dataclass
@@ -58,65 +58,69 @@ class ComponentPlan:
     names: FileNames = DIFFUSERS_FILES
 
 
-def plan_component(
-    component: Component,
-    mhla: MHLAConfig | Mapping[str, Any] | None,
-    layers: str | Iterable[int] | None,
-    dtype: torch.dtype | None,
-    variant: str | None,
-    max_bytes: int | None,
-) -> ComponentPlan:
-    """Decides everything about one transformer of diffusers before anything is written.
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `convert_pretrained` that every plan takes.
 
-    Args:
-        component: What to convert.
-        mhla: The options; the model's defaults for what is not given.
-        layers: As for `convert_pretrained`, as are all others; so are the errors.
+    Attributes:
+        layers: Layers that become MHLA.
         dtype: Type to cast to.
         variant: The only variant to convert.
         max_bytes: Largest weight file.
     """
+
+    layers: str | Iterable[int] | None = None
+    dtype: torch.dtype | None = None
+    variant: str | None = None
+    max_bytes: int | None = None
+
+
+def plan_component(
+    component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions
+) -> ComponentPlan:
+    """Plans the conversion of one transformer of diffusers before anything is written.
+
+    Args:
+        component: The model to convert.
+        mhla: The options; the model's defaults for what is not given.
+        options: The other options; errors are those of `convert_pretrained`.
+    """
     import diffusers
 
-    if is_mhla_class(component.class_name):
+    if component.is_mhla:
         raise ValueError(
             f"{component.folder} is a {component.class_name} already; convert the model it was made from."
         )
     family = family_for(component.class_name)
     target_class = family.load_class()
-    options = target_class.coerce_options(mhla)
-    weight_sets = component.weight_sets(variant)
+    config = target_class.coerce_options(mhla)
+    weight_sets = component.weight_sets(options.variant)
     # Before anything is built: a wrong size may ask for more memory than there is.
     upstream_class, where = getattr(diffusers, family.upstream), str(component.folder / "config.json")
     check_model_config(upstream_class, component.config, where)
+    arguments = inspect.signature(upstream_class.__init__).parameters
+    num_layers = component.config.get("num_layers", arguments["num_layers"].default)
     opened = [weight_set.open() for weight_set in weight_sets]
     for readers in opened:
-        names = [name for reader in readers for name in reader.shapes]
-        check_layer_count(_argument(upstream_class, component.config, "num_layers"), names, where)
-    upstream = empty_model(upstream_class, component.config)
-    if layers is not None:
-        options = options.replace(layers=parse_layers(layers, upstream.config.num_layers))
-    model = empty_model(target_class, {**component.config, "mhla": options.given_options()})
-    expected = {name: tuple(tensor.shape) for name, tensor in upstream.state_dict().items()}
+        check_layer_count(num_layers, [name for reader in readers for name in reader.shapes], where)
+    if options.layers is not None:
+        config = config.replace(layers=parse_layers(options.layers, num_layers))
+    model = empty_model(target_class, {**component.config, "mhla": config.given_options()})
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # The softmax model has the same tensors but those of MHLA.
+    expected = {name: shape for name, shape in target.items() if ".mhla." not in name}
     check_new_size(expected, target)
     report = component_report(component.class_name, model)
     weights = [
-        _plan_weights(weight_set, readers, model, expected, target, report, dtype, max_bytes)
+        _plan_weights(weight_set, readers, model, expected, target, report, options)
         for weight_set, readers in zip(weight_sets, opened)
     ]
     kept = component.config
     if kept["_class_name"] != component.class_name:
-        # An old checkpoint's configuration has entries for models that its class could be besides.
-        entries = inspect.signature(type(upstream).__init__).parameters
-        kept = {name: value for name, value in kept.items() if name in entries or name.startswith("_")}
-    config = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla})
-    return ComponentPlan(component.name, config, weights, report)
-
-
-def _argument(model_class: Any, config: Mapping[str, Any], name: str) -> Any:
-    """What a configuration gives a model's constructor, or its default."""
-    return config.get(name, inspect.signature(model_class.__init__).parameters[name].default)
+        # The configuration of a legacy checkpoint has entries for the other models that its class could be.
+        kept = {name: value for name, value in kept.items() if name in arguments or name.startswith("_")}
+    stored = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla})
+    return ComponentPlan(component.name, stored, weights, report)
 
 
 def empty_model(model_class: type, config: Mapping[str, Any]) -> Any:
@@ -169,19 +173,18 @@ def _plan_weights(
     expected: Mapping[str, tuple[int, ...]],
     target: Mapping[str, tuple[int, ...]],
     report: ComponentReport,
-    dtype: torch.dtype | None,
-    max_bytes: int | None,
+    options: PlanOptions,
 ) -> WeightsPlan:
     found = {name: shape for reader in readers for name, shape in reader.shapes.items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     compare_tensors(found, expected, where=weight_set.where, ignored=ignored, called=weight_set.called)
     kept = kept_in_fp32(model)
-    groups = [[cast_entry(entry, dtype, kept) for entry in reader.entries()] for reader in readers]
+    groups = [[cast_entry(entry, options.dtype, kept) for entry in reader.entries()] for reader in readers]
     copied = [entry for group in groups for entry in group]
-    new_dtype = dtype or dominant_dtype(copied)
+    new_dtype = options.dtype or dominant_dtype(copied)
     new = [name for name in target if name not in expected]
     fresh = [initial_entry(model, name, new_dtype, kept, report) for name in new]
-    return plan_files(weight_set, groups, fresh, max_bytes)
+    return plan_files(weight_set, groups, fresh, options.max_bytes)
 
 
 def plan_files(

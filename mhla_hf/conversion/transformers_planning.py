@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, PreTrainedModel
 
 from ..config import MHLAConfig
+from ..integrations.transformers.attaching import convert_transformers_model
 from ..integrations.transformers.checks import check_layers, check_new_parameters, check_sizes
 from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
 from ..layers.mhla import MHLA
@@ -25,13 +24,14 @@ from ..utils.tensor_files import FLOAT_TYPES, SafetensorsReader, TensorEntry
 from .options import parse_layers
 from .planning import (
     ComponentPlan,
+    PlanOptions,
     WeightsPlan,
     compare_tensors,
     dominant_dtype,
     initial_entry,
     plan_files,
 )
-from .provenance import ComponentReport
+from .report import ComponentReport
 from .transformers_names import StoredNames
 
 
@@ -42,93 +42,60 @@ _OPTIONAL = re.compile(r"(^|\.)pooler\.")
 
 def plan_transformers_model(
     component: Component,
-    options: MHLAConfig | Mapping[str, Any] | None,
-    layers: str | Iterable[int] | None,
-    dtype: torch.dtype | None,
-    variant: str | None,
-    max_bytes: int | None,
+    mhla: MHLAConfig | Mapping[str, Any] | None,
+    options: PlanOptions,
 ) -> ComponentPlan:
-    """Decides everything about one model of transformers before anything is written.
+    """Plans the conversion of one model of transformers before anything is written.
 
     Args:
-        component: What to convert.
-        options: The options. Those that a dict does not give are the defaults for such a model, as in
+        component: The model to convert.
+        mhla: The options. Those that a dict does not give are the defaults for such a model, as in
             `from_pretrained(..., attn_implementation="mhla", mhla=...)`.
-        layers: As for `convert_pretrained`, as are all others; so are the errors.
-        dtype: Type to cast to.
-        variant: The only variant to convert.
-        max_bytes: Largest weight file.
+        options: The other options; errors are those of `convert_pretrained`.
     """
-    if _asks_for_mhla(component.config):
+    if component.is_mhla:
         raise ValueError(f"{component.folder} is MHLA already; convert the model it was made from.")
-    weight_sets = component.weight_sets(variant)
+    weight_sets = component.weight_sets(options.variant)
     # Before anything is built: a wrong size may ask for more memory than there is.
     check_sizes(component.config, str(component.folder / "config.json"))
-    model_class = _model_class(component)
-    model = _empty_mhla_model(component, model_class, options)
-    if layers is not None:
-        model = _empty_mhla_model(component, model_class, _with_layers(model, options, layers))
-    check_new_parameters(model, model.state_dict())
+    model = empty_mhla_model(component, mhla, options.layers)
     report = _report(component, model)
-    weights = [_plan_weights(weight_set, model, report, dtype, max_bytes) for weight_set in weight_sets]
+    weights = [_plan_weights(weight_set, model, report, options) for weight_set in weight_sets]
     main = next((plan for plan in weights if plan.report.variant is None), weights[0])
-    _set_dtype(model.config, dtype, dominant_dtype(entry for shard in main.shards for entry in shard))
+    _set_dtype(model.config, options.dtype, dominant_dtype(entry for shard in main.shards for entry in shard))
     return ComponentPlan(component.name, _saved_config(model), weights, report, TRANSFORMERS_FILES)
 
 
-def _asks_for_mhla(config: Mapping[str, Any]) -> bool:
-    parts = [config, *(entry for entry in config.values() if isinstance(entry, Mapping))]
-    return any(part.get("mhla") is not None or part.get("attn_implementation") == "mhla" for part in parts)
+def empty_mhla_model(
+    component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, layers: str | Iterable[int] | None = None
+) -> Any:
+    """Builds the MHLA version of a model without memory for its parameters.
 
-
-def _model_class(component: Component) -> Any:
-    """The class that the weights were saved from.
+    Args:
+        component: The softmax model.
+        mhla: See [`plan_transformers_model`].
+        layers: Layers that become MHLA, in place of those in `mhla`.
 
     Raises:
-        ValueError: If transformers does not have it.
+        ValueError: If the configuration does not describe a model, or the model cannot be MHLA with these options.
     """
-    found = getattr(transformers, component.class_name, None)
-    if found is None and not component.config.get("architectures"):
-        config = _load_config(component)
-        found = transformers.MODEL_MAPPING.get(type(config), None)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise ValueError(
-            f"{component.folder} is a {shorten_text(component.class_name)}, which transformers "
-            f"{transformers.__version__} does not have; code that comes with a model is not run."
-        )
-    return found
-
-
-def _load_config(component: Component, **changes: Any) -> Any:
-    try:
-        return AutoConfig.from_pretrained(component.folder, trust_remote_code=False, **changes)
-    # What a wrong entry ends in depends on the model's configuration class.
-    except Exception as error:
-        reason = shorten_text(str(error) or type(error).__name__, 300)
-        raise ValueError(f"{component.folder / 'config.json'} cannot be read: {reason}") from error
-
-
-def _empty_model(component: Component, model_class: Any, **changes: Any) -> Any:
-    """Builds the model without memory for its parameters, its configuration changed."""
-    config = _load_config(component, **changes)
+    model_class, config = component.load_class(), component.load_config()
     try:
         with torch.device("meta"):
-            return model_class(config)
+            model = model_class(config)
+            options = mhla if layers is None else _without_layers(mhla)
+            convert_transformers_model(model, options, without_weights=True)
+            if layers is not None:
+                _keep_layers(model, layers)
     except ValueError as error:
         # Errors of transformers may have several lines.
         raise ValueError(shorten_text(str(error), 500)) from error
-    # Sizes that do not fit each other end in errors of all kinds.
+    # The error for sizes that do not fit each other depends on the model.
     except Exception as error:
         reason = shorten_text(f"{type(error).__name__}: {error}", 300)
         raise ValueError(f"{component.folder / 'config.json'} does not describe a model ({reason}).") from error
-
-
-def _empty_mhla_model(component: Component, model_class: Any, options: MHLAConfig | Mapping[str, Any] | None) -> Any:
-    options = {} if options is None else options
-    towers = _towers(model_class.config_class, options)
-    # Options for some towers alone leave the others softmax.
-    implementation = dict.fromkeys(towers, "mhla") if towers else "mhla"
-    return _empty_model(component, model_class, attn_implementation=implementation, mhla=options)
+    check_new_parameters(model, model.state_dict())
+    return model
 
 
 def _attentions(model: Any) -> list[Any]:
@@ -138,32 +105,35 @@ def _attentions(model: Any) -> list[Any]:
     ]
 
 
-def _with_layers(model: Any, options: MHLAConfig | Mapping[str, Any] | None, layers: str | Iterable[int]) -> Any:
-    """Puts the choice of layers into the options; for a model of several towers, into those of each."""
+def _without_layers(mhla: MHLAConfig | Mapping[str, Any] | None) -> Any:
+    """Takes the choice of layers out of options, those of each tower included."""
+    if isinstance(mhla, MHLAConfig):
+        return mhla.replace(layers=None)
+    options = {name: value for name, value in (mhla or {}).items() if name != "layers"}
+    return {
+        name: _without_layers(value) if isinstance(value, (MHLAConfig, Mapping)) else value
+        for name, value in options.items()
+    }
+
+
+def _keep_layers(model: Any, layers: str | Iterable[int]) -> None:
+    """Leaves MHLA to some layers of each tower that has it."""
     towers: dict[int, list[Any]] = {}
     for module in _attentions(model):
         towers.setdefault(id(module.config), []).append(module)
-    names = {id(getattr(model.config, name, None)): name for name in getattr(model.config, "sub_configs", {})}
     wanted = layers if isinstance(layers, str) else list(layers)
-    if not any(key in names for key in towers):
-        modules = next(iter(towers.values()), [])
-        return _replace_layers(options, _chosen(wanted, modules))
-    given = _towers(model.config, options)
-    chosen = {}
-    for key, modules in towers.items():
-        name = names.get(key)
-        # Towers that cannot be MHLA keep softmax, whatever their layers.
-        if name is not None and (not given or name in given) and any(hasattr(module, "mhla") for module in modules):
-            chosen[name] = _replace_layers(given.get(name, options), _chosen(wanted, modules))
-    return chosen
-
-
-def _towers(config: Any, options: MHLAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of each tower of a configuration or its class where they are given so, otherwise nothing."""
-    names = getattr(config, "sub_configs", {})
-    if isinstance(options, Mapping) and all(name in names for name in options):
-        return dict(options)
-    return {}
+    for modules in towers.values():
+        if not any(hasattr(module, "mhla") for module in modules):
+            continue
+        chosen = _chosen(wanted, modules)
+        modules[0].config.mhla["layers"] = chosen
+        for index, module in enumerate(modules):
+            kept = chosen is None or index in chosen
+            reason = window_reason(module, index) if kept and chosen is not None else None
+            if reason is not None:
+                raise ValueError(f"Layer {index} of {type(model).__name__} cannot be MHLA: {reason}.")
+            if not kept and hasattr(module, "mhla"):
+                del module.mhla
 
 
 def _chosen(layers: str | list[int], modules: list[Any]) -> list[int] | None:
@@ -174,12 +144,6 @@ def _chosen(layers: str | list[int], modules: list[Any]) -> list[int] | None:
         if not indices:
             raise ValueError(f"layers={layers} selects sliding-window layers only, which stay softmax; name layers.")
     return indices
-
-
-def _replace_layers(options: MHLAConfig | Mapping[str, Any] | None, layers: list[int] | None) -> Any:
-    if isinstance(options, MHLAConfig):
-        return options.replace(layers=layers)
-    return {**(options or {}), "layers": layers}
 
 
 def _report(component: Component, model: Any) -> ComponentReport:
@@ -198,9 +162,8 @@ def _report(component: Component, model: Any) -> ComponentReport:
     )
 
 
-def _plan_weights(
-    weight_set: WeightSet, model: Any, report: ComponentReport, dtype: torch.dtype | None, max_bytes: int | None
-) -> WeightsPlan:
+def _plan_weights(weight_set: WeightSet, model: Any, report: ComponentReport, options: PlanOptions) -> WeightsPlan:
+    dtype = options.dtype
     readers = weight_set.open(floats_only=False)
     where = str(weight_set.files[0].parent)
     stored = {name: reader for reader in readers for name in reader.shapes}
@@ -227,7 +190,7 @@ def _plan_weights(
     fresh = [
         initial_entry(model, name, new_dtype, kept, report, stored_name) for name, stored_name in names.fresh.items()
     ]
-    return plan_files(weight_set, [group for group in groups if group], fresh, max_bytes)
+    return plan_files(weight_set, [group for group in groups if group], fresh, options.max_bytes)
 
 
 def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:

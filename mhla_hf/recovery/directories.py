@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.provenance import FILE_NAME
+from ..conversion.report import FILE_NAME
 from ..models.registry import MHLA_CLASSES
 from ..models.source import Component, Source, read_source
 from ..models.weight_files import check_weights, damage_named

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.provenance import FILE_NAME
+from ..conversion.planning import PlanOptions
+from ..conversion.report import FILE_NAME
 from ..models.registry import family_for, is_mhla_class
 from ..models.source import Component, open_source, read_source
 from ..models.weight_files import check_weights
@@ -76,7 +77,7 @@ def _transformers_family(component: Component) -> str:
     """`causal`, `encoder` or `vision`, from the options that the model would have."""
     from ..conversion.transformers_planning import plan_transformers_model
 
-    options: Mapping[str, Any] = plan_transformers_model(component, None, None, None, None, None).report.mhla
+    options: Mapping[str, Any] = plan_transformers_model(component, None, PlanOptions()).report.mhla
     if "causal" not in options:
         raise ValueError(
             f"{component.folder} has several towers ({shorten_list(options)}); recover them in Python, with "

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .messages import LIST_LENGTH, shorten_text
+from .tensor_files import TensorEntry
 
 
 SUFFIX = ".gguf"
@@ -85,6 +86,13 @@ class GGUFFile:
             return torch.from_numpy(stored.copy()).view(dtype).reshape(shape)
         rows = stored.reshape(-1, self._gguf.GGML_QUANT_SIZES[kind][1])
         return torch.from_numpy(self._gguf.quants.dequantize(rows, kind)).reshape(shape)
+
+    def entries(self) -> list[TensorEntry]:
+        """Returns every tensor, to be written in the type of `dtypes`."""
+        return [
+            TensorEntry(name, shape, self.dtypes[name], lambda name=name: self.load(name))  # type: ignore[misc]
+            for name, shape in self.shapes.items()
+        ]
 
     def _read_header(self) -> dict[str, _Tensor]:
         if self._data[:4] != _MAGIC:

@@ -18,7 +18,7 @@ import mhla_hf
 from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.conversion.options import format_bytes, parse_axes, parse_dtype, parse_layers, parse_size
-from mhla_hf.conversion.staging import check_space
+from mhla_hf.conversion.writing import check_space
 from mhla_hf.models.options import to_stored
 from mhla_hf.utils.files import atomic_directory
 from mhla_hf.utils.source_files import list_files

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.conversion.staging import check_apart
+from mhla_hf.conversion.writing import check_apart
 from mhla_hf.utils import destinations
 from mhla_hf.utils.destinations import claim_destination, exchange_names
 from mhla_hf.utils.files import atomic_directory, atomic_file, remove_leftovers
@@ -69,16 +69,16 @@ def test_files_that_appear_meanwhile_are_kept(tmp_path):
 
 
 def test_files_that_appear_during_a_conversion_are_kept(softmax, tmp_path, monkeypatch):
-    from mhla_hf.conversion import engine
+    from mhla_hf.conversion import writing
 
-    original = engine.write_shards
+    original = writing.write_shards
 
     def write_shards(*args, **options):
         (tmp_path / "mhla").mkdir()
         (tmp_path / "mhla" / "mine").write_text("mine")
         return original(*args, **options)
 
-    monkeypatch.setattr(engine, "write_shards", write_shards)
+    monkeypatch.setattr(writing, "write_shards", write_shards)
     with pytest.raises(ValueError, match="filled by others meanwhile"):
         convert_pretrained(softmax, tmp_path / "mhla", MHLA, progress=False)
     assert names(tmp_path) == ["mhla"] and names(tmp_path / "mhla") == ["mine"]

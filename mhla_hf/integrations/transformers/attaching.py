@@ -308,7 +308,9 @@ def initialize(module: MHLA) -> None:
         init.copy_(parameter, value)
 
 
-def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
+def convert_transformers_model(
+    model: PreTrainedModel, mhla: MHLAConfig | Mapping[str, Any] | None = None, *, without_weights: bool = False
+) -> Any:
     """Turns a loaded softmax model into its MHLA version, in place.
 
     Every weight is kept; the new parameters are initialised in the dtype and on the device of their layer.
@@ -317,6 +319,7 @@ def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mappin
     Args:
         model: A model of transformers.
         mhla: The options; a dict may hold a dict for each tower (`{"vision_config": {...}}`).
+        without_weights: Also take a model on the meta device.
 
     Returns:
         The same object.
@@ -326,7 +329,7 @@ def convert_transformers_model(model: PreTrainedModel, mhla: MHLAConfig | Mappin
     """
     if has_mhla(model):
         raise ValueError(f"This {type(model).__name__} is MHLA already; load its softmax original to convert it anew.")
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if not without_weights and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("Parts of this model are offloaded; load it without offloading, or convert its directory.")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise ValueError(

@@ -19,11 +19,10 @@ from ..utils.gguf_file import GGUFFile
 from ..utils.json_files import read_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.tensor_files import TensorEntry
-from .official import TORCH_SUFFIXES, open_checkpoint
-from .planning import ComponentPlan, plan_component
+from .checkpoint_files import TORCH_SUFFIXES, UPSTREAM, open_checkpoint
+from .planning import ComponentPlan, PlanOptions, plan_component
 
 
-UPSTREAM = "WanTransformer3DModel"
 # The class that the configurations in the repositories of Wan's authors name.
 _AUTHORS_CLASS = "WanModel"
 _SUFFIXES = (".safetensors", GGUF_SUFFIX, *TORCH_SUFFIXES)
@@ -117,7 +116,7 @@ def plan_original(
     location: str,
     origin: Mapping[str, Any],
     mhla: MHLAConfig | Mapping[str, Any] | None,
-    options: tuple[Any, ...],
+    options: PlanOptions,
     *,
     component: str | None,
     base: str | Path | None,
@@ -131,8 +130,7 @@ def plan_original(
         location: What the user called it.
         origin: Where it came from.
         mhla: As for `convert_pretrained`, as are all others that are not described; so are the errors.
-        options: `layers`, `dtype` and the size of the largest weight file, as for
-            [`plan_component`][mhla_hf.conversion.planning.plan_component].
+        options: See [`PlanOptions`][mhla_hf.conversion.planning.PlanOptions].
         component: Name of the component.
         base: The pipeline.
         config: The configuration.
@@ -151,8 +149,7 @@ def plan_original(
         origin["base"] = source.origin
     configuration, folder = _configuration(part, name, config, source)
     part = replace(part, config=configuration, folder=folder)
-    layers, dtype, max_bytes = options
-    return plan_component(part, chosen[name], layers, dtype, None, max_bytes), source, origin
+    return plan_component(part, chosen[name], options), source, origin
 
 
 def _read_weights(path: Path, location: str, name: str) -> tuple[OriginalComponent, dict[str, int]]:
@@ -162,7 +159,7 @@ def _read_weights(path: Path, location: str, name: str) -> tuple[OriginalCompone
     kinds: dict[str, int] = {}
     if path.suffix == GGUF_SUFFIX:
         file = GGUFFile(path)
-        groups, files, kinds = [_gguf_entries(file)], (path,), file.kinds
+        groups, files, kinds = [file.entries()], (path,), file.kinds
     else:
         groups, files = open_checkpoint(path)
     seen = [entry.name for group in groups for entry in group]
@@ -181,13 +178,6 @@ def _read_weights(path: Path, location: str, name: str) -> tuple[OriginalCompone
     )
     weights = OriginalWeights(None, files, groups=renamed, names=names, location=location)
     return OriginalComponent(name, path, {}, weights=weights), kinds
-
-
-def _gguf_entries(file: GGUFFile) -> list[TensorEntry]:
-    return [
-        TensorEntry(name, shape, file.dtypes[name], lambda name=name: file.load(name))  # type: ignore[misc]
-        for name, shape in file.shapes.items()
-    ]
 
 
 def _read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of `torch.save`: read without running code, and only tensors that are what they claim to be."""
+"""Checkpoints of training code: safetensors shards, or files of `torch.save` read without running code."""
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,63 @@ from typing import Any
 import torch
 
 from ..utils.messages import shorten_list, shorten_text, shorten_value
-from ..utils.tensor_files import FLOAT_TYPES, TensorEntry
+from ..utils.source_files import check_entry, read_weight_map
+from ..utils.tensor_files import FLOAT_TYPES, SafetensorsReader, TensorEntry
 
+
+UPSTREAM = "WanTransformer3DModel"
+"""The diffusers class that checkpoints become."""
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 # Where training code keeps the weights inside a saved dict, outermost first.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
 _DEPTH = 8
+
+
+def open_checkpoint(path: Path) -> tuple[list[list[TensorEntry]], tuple[Path, ...]]:
+    """Finds the tensors of a checkpoint without reading their values.
+
+    Args:
+        path: A safetensors file, a file of `torch.save`, or a directory of either.
+
+    Returns:
+        The tensors of each file, and the files.
+
+    Raises:
+        ValueError: If there is no checkpoint, a shard is missing or damaged, or a torch file holds anything that
+            could run code.
+    """
+    if path.is_dir():
+        files = _files_in(path)
+        for file in files:
+            if os.path.lexists(file):
+                check_entry(file, path)
+    elif path.is_file():
+        files = [path]
+    else:
+        problem = "is neither a regular file nor a folder" if path.exists() else "does not exist"
+        raise ValueError(f"checkpoint {path} {problem}.")
+    groups = [
+        SafetensorsReader(file).entries() if file.suffix == ".safetensors" else torch_entries(file) for file in files
+    ]
+    return groups, tuple(files)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(f"checkpoint {folder} has several indices: {shorten_list(path.name for path in indices)}.")
+    if indices:
+        check_entry(indices[0], folder)
+        return read_weight_map(indices[0])
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    files = sorted(path for path in folder.iterdir() if path.suffix in TORCH_SUFFIXES)
+    if len(files) != 1:
+        names = shorten_list(path.name for path in files) or "none"
+        raise ValueError(f"checkpoint {folder} has no safetensors files and not exactly one torch file ({names}).")
+    return files
 
 
 def torch_entries(path: Path) -> list[TensorEntry]:

@@ -13,15 +13,13 @@ import torch
 from ..config import MHLAConfig
 from ..models.options import options_by_component
 from ..models.source import Component, Source, read_source
-from ..utils.destinations import Destination, claim_destination
-from ..utils.files import write_json
+from ..utils.destinations import claim_destination
 from ..utils.locations import find_directory
-from ..utils.source_files import list_files
-from ..utils.tensor_files import check_safetensors, write_shards
 from .options import parse_dtype, parse_size
-from .planning import ComponentPlan, plan_component
-from .provenance import ConversionReport, describe_file
-from .staging import byte_progress, check_apart, check_space, copy_file
+from .original_weights import find_weights, is_original_directory, plan_original
+from .planning import ComponentPlan, PlanOptions, plan_component
+from .report import ConversionReport
+from .writing import check_apart, write_result
 
 
 def convert_pretrained(
@@ -106,7 +104,7 @@ def convert_pretrained(
         [1, 2, 4]
     """
     started = time.monotonic()
-    destination = Path(destination).expanduser()
+    destination, local = Path(destination).expanduser(), Path(source).expanduser()
     dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
     hub: dict[str, Any] = {
         "revision": revision,
@@ -115,44 +113,29 @@ def convert_pretrained(
         "local_files_only": local_files_only,
     }
     original_only = {"base": base, "config": config}
-    # It reads files by what writes through this module.
-    from .single_file import find_weights, is_original_directory, plan_original
-
-    local = Path(source).expanduser()
     with claim_destination(destination, overwrite=overwrite) as claimed:
         check_apart(claimed, local if local.exists() else None)
         original = find_weights(source, hub)
-        if original is None:
-            root, origin = find_directory(source, subfolder=subfolder, **hub)
-        else:
+        if original is not None:
             _check_unused({"subfolder": subfolder}, f"{source} is a file")
-            root, origin = original
+        root, origin = find_directory(source, subfolder=subfolder, **hub) if original is None else original
+        found: Source | None
         if original is not None or is_original_directory(root):
             _check_unused({"variant": variant}, f"{source} holds original weights")
-            plan, base_source, origin = plan_original(
-                root,
-                str(source),
-                origin,
-                mhla,
-                (layers, dtype, max_bytes),
-                component=component,
-                hub=hub,
-                **original_only,
+            options = PlanOptions(layers, dtype, None, max_bytes)
+            plan, found, origin = plan_original(
+                root, str(source), origin, mhla, options, component=component, hub=hub, **original_only
             )
-            check_apart(claimed, root, None if base_source is None else base_source.root)
-            report = ConversionReport("convert", destination, origin)
-            write_result(base_source, [plan], report, claimed, progress=progress, started=started)
-            return report
-        _check_unused(original_only, f"{source} has other files and a configuration of its own")
-        check_apart(claimed, root)
-        found = read_source(root, str(source), origin)
-        chosen = _choose(found, mhla, component)
-        plans = [
-            _plan(part, chosen[part.name], layers, dtype, variant, max_bytes)
-            for part in found.components
-            if part.name in chosen
-        ]
-        report = ConversionReport("convert", destination, found.origin)
+            plans = [plan]
+            check_apart(claimed, root, None if found is None else found.root)
+        else:
+            _check_unused(original_only, f"{source} has other files and a configuration of its own")
+            check_apart(claimed, root)
+            found = read_source(root, str(source), origin)
+            options = PlanOptions(layers, dtype, variant, max_bytes)
+            chosen = _choose(found, mhla, component)
+            plans = [_plan(part, chosen[part.name], options) for part in found.components if part.name in chosen]
+        report = ConversionReport("convert", destination, origin)
         write_result(found, plans, report, claimed, progress=progress, started=started)
         return report
 
@@ -183,100 +166,10 @@ def _choose(
     return {component: chosen[component]}
 
 
-def _plan(component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, *options: Any) -> ComponentPlan:
+def _plan(component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions) -> ComponentPlan:
     """Each library is imported only for its own models."""
     if component.is_transformers:
         from .transformers_planning import plan_transformers_model
 
-        return plan_transformers_model(component, mhla, *options)
-    return plan_component(component, mhla, *options)
-
-
-def write_result(
-    source: Source | None,
-    plans: list[ComponentPlan],
-    report: ConversionReport,
-    destination: Destination,
-    *,
-    progress: bool,
-    started: float,
-) -> None:
-    """Writes converted models and everything else of their directory.
-
-    Args:
-        source: Where the other files come from; `None` writes a model directory with nothing else.
-        plans: The models. In a pipeline each goes to its folder, otherwise the only one to the root.
-        report: Completed here, and written as `conversion.json`.
-        destination: Where to.
-        progress: Show a progress bar.
-        started: `time.monotonic()` of the beginning.
-
-    Raises:
-        ValueError: If the disk is too small, or others filled the destination meanwhile.
-    """
-    is_pipeline = source is not None and source.pipeline is not None
-    others, skipped = ([], []) if source is None else other_files(source, {plan.name for plan in plans})
-    for path in others:
-        if source is not None and path.suffix == ".safetensors":
-            check_safetensors(source.root / path)
-    copied_bytes = sum((source.root / path).stat().st_size for path in others) if source is not None else 0
-    written_bytes = sum(weights.nbytes for plan in plans for weights in plan.weights)
-    check_space(destination.path, copied_bytes + written_bytes)
-    hashed_bytes = sum(path.stat().st_size for plan in plans for weights in plan.weights for path in weights.sources)
-    total = copied_bytes + written_bytes + hashed_bytes
-    with destination.staging() as staging, byte_progress(total, progress) as (describe, advance):
-        for path in others:
-            assert source is not None
-            describe(f"copying {path.parts[0]}")
-            copy_file(source.root / path, staging / path, advance)
-        report.copied_files = [path.as_posix() for path in others]
-        report.skipped_files = [path.as_posix() for path in skipped]
-        for plan in plans:
-            folder = staging / plan.name if is_pipeline else staging
-            describe(f"converting {plan.name}")
-            for weights in plan.weights:
-                noted = weights.report
-                noted.files = write_shards(
-                    folder, weights.shards, stem=plan.names.stem, variant=noted.variant, on_bytes=advance
-                )
-            write_json(folder / "config.json", plan.config, sort_keys=False)
-            describe(f"hashing {plan.name}")
-            for weights in plan.weights:
-                weights.report.source_files = {path.name: describe_file(path, advance) for path in weights.sources}
-            plan.report.weight_sets = [weights.report for weights in plan.weights]
-            report.components[plan.name] = plan.report
-        if source is not None and source.pipeline is not None:
-            replaced = {plan.name: ["diffusers", plan.config["_class_name"]] for plan in plans}
-            write_json(staging / "model_index.json", {**source.pipeline, **replaced}, sort_keys=False)
-        describe("done")
-        report.bytes_written = copied_bytes + written_bytes
-        report.seconds = time.monotonic() - started
-        report.save(staging)
-
-
-def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Path]]:
-    """Files of a source to copy as they are: all but what is written anew.
-
-    Args:
-        source: The pipeline or model directory.
-        replaced: Names of the components whose weights and configuration are written anew.
-
-    Returns:
-        Those, and the files left out since they hold the old weights in formats that are not written.
-    """
-    components = [component for component in source.components if component.name in replaced]
-    files: list[Path] = []
-    skipped: list[Path] = []
-    for path in list_files(source.root):
-        if path.name in ("model_index.json", "conversion.json") and len(path.parts) == 1:
-            continue
-        owner = next((item for item in components if item.folder == (source.root / path).parent), None)
-        if owner is not None and path.name == "config.json":
-            continue
-        if owner is not None and owner.names.match(path):
-            if path.suffix not in (".safetensors", ".json") or not path.name.startswith(owner.names.stem):
-                skipped.append(path)
-            continue
-        exported = [item for item in components if item.names.is_export(path)]
-        (skipped if exported else files).append(path)
-    return files, skipped
+        return plan_transformers_model(component, mhla, options)
+    return plan_component(component, mhla, options)

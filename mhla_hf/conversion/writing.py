@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a converted directory: checks of the destination, streamed weights, and copies of other files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from ..models.source import CONVERSION_RECORD, Source
+from ..utils.destinations import Destination
+from ..utils.files import write_json
+from ..utils.locations import PIPELINE_INDEX
+from ..utils.source_files import list_files
+from ..utils.tensor_files import check_safetensors, write_shards
+from .options import format_bytes
+from .planning import ComponentPlan
+from .report import ConversionReport, describe_file
+
+
+_COPY_CHUNK = 8 * 2**20
+
+
+def write_result(
+    source: Source | None,
+    plans: list[ComponentPlan],
+    report: ConversionReport,
+    destination: Destination,
+    *,
+    progress: bool,
+    started: float,
+) -> None:
+    """Writes converted models and everything else of their directory.
+
+    Args:
+        source: Where the other files come from; `None` writes a model directory with nothing else.
+        plans: The models. In a pipeline each goes to its folder, otherwise the only one to the root.
+        report: Completed here, and written as `conversion.json`.
+        destination: Where to.
+        progress: Show a progress bar.
+        started: `time.monotonic()` of the beginning.
+
+    Raises:
+        ValueError: If the disk is too small, or others filled the destination meanwhile.
+    """
+    pipeline = None if source is None else source.pipeline
+    copies: dict[Path, Path] = {}
+    if source is not None:
+        others, skipped = other_files(source, {plan.name for plan in plans})
+        copies = {path: source.root / path for path in others}
+        report.copied_files = [path.as_posix() for path in others]
+        report.skipped_files = [path.as_posix() for path in skipped]
+    for path in copies.values():
+        if path.suffix == ".safetensors":
+            check_safetensors(path)
+    copied_bytes = sum(path.stat().st_size for path in copies.values())
+    written_bytes = sum(weights.nbytes for plan in plans for weights in plan.weights)
+    check_space(destination.path, copied_bytes + written_bytes)
+    hashed_bytes = sum(path.stat().st_size for plan in plans for weights in plan.weights for path in weights.sources)
+    total = copied_bytes + written_bytes + hashed_bytes
+    with destination.staging() as staging, byte_progress(total, progress) as (describe, advance):
+        for path, original in copies.items():
+            describe(f"copying {path.parts[0]}")
+            copy_file(original, staging / path, advance)
+        for plan in plans:
+            folder = staging if pipeline is None else staging / plan.name
+            describe(f"converting {plan.name}")
+            for weights in plan.weights:
+                noted = weights.report
+                noted.files = write_shards(
+                    folder, weights.shards, stem=plan.names.stem, variant=noted.variant, on_bytes=advance
+                )
+            write_json(folder / "config.json", plan.config, sort_keys=False)
+            describe(f"hashing {plan.name}")
+            for weights in plan.weights:
+                weights.report.source_files = {path.name: describe_file(path, advance) for path in weights.sources}
+            plan.report.weight_sets = [weights.report for weights in plan.weights]
+            report.components[plan.name] = plan.report
+        if pipeline is not None:
+            replaced = {plan.name: ["diffusers", plan.config["_class_name"]] for plan in plans}
+            write_json(staging / PIPELINE_INDEX, {**pipeline, **replaced}, sort_keys=False)
+        describe("done")
+        report.bytes_written = copied_bytes + written_bytes
+        report.seconds = time.monotonic() - started
+        report.save(staging)
+
+
+def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Path]]:
+    """Files of a source to copy as they are: all but what is written anew.
+
+    Args:
+        source: The pipeline or model directory.
+        replaced: Names of the components whose weights and configuration are written anew.
+
+    Returns:
+        Those, and the files left out since they hold the old weights in formats that are not written.
+    """
+    components = [component for component in source.components if component.name in replaced]
+    files: list[Path] = []
+    skipped: list[Path] = []
+    for path in list_files(source.root):
+        if path in (Path(PIPELINE_INDEX), Path(CONVERSION_RECORD)):
+            continue
+        owner = next((item for item in components if item.folder == (source.root / path).parent), None)
+        if owner is not None and path.name == "config.json":
+            continue
+        if owner is not None and owner.names.match(path):
+            if path.suffix not in (".safetensors", ".json") or not path.name.startswith(owner.names.stem):
+                skipped.append(path)
+            continue
+        exported = [item for item in components if item.names.is_export(path)]
+        (skipped if exported else files).append(path)
+    return files, skipped
+
+
+def check_apart(destination: Destination, *sources: Path | None) -> None:
+    """Refuses to write where something is read, or to replace a directory that holds more than a model.
+
+    Args:
+        destination: What is to be written.
+        *sources: What is read meanwhile.
+
+    Raises:
+        ValueError: If the destination overlaps a source, or is to be replaced although the home or working directory
+            is in it.
+    """
+    target = destination.path
+    for source in sources:
+        if source is None:
+            continue
+        source = source.resolve()
+        if target == source or target in source.parents or source in target.parents:
+            raise ValueError(f"destination {target} overlaps the source {source}.")
+    home, working = Path(os.path.expanduser("~")).resolve(), Path(os.path.realpath(os.curdir))
+    if destination.overwrite and target in (home, *home.parents, *working.parents):
+        raise ValueError(f"destination {target} has your home or working directory in it and is not overwritten.")
+
+
+def check_space(destination: Path, needed: int) -> None:
+    """Refuses to start when the disk cannot hold the result.
+
+    Raises:
+        ValueError: If less than `needed` bytes are free; the message names both figures.
+    """
+    absolute = destination.absolute()
+    folder = next(path for path in (absolute, *absolute.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"destination {destination} needs {format_bytes(needed)}, but {folder} has {format_bytes(free)} free."
+        )
+
+
+def copy_file(source: Path, target: Path, on_bytes: Callable[[int], None] | None = None) -> None:
+    """Copies the contents of a file (links are followed), folders made as needed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while chunk := reader.read(_COPY_CHUNK):
+            writer.write(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
+
+
+@contextmanager
+def byte_progress(total: int, shown: bool) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+    """A progress bar over bytes on standard error.
+
+    Args:
+        total: Bytes to do.
+        shown: `False` for no bar.
+
+    Yields:
+        `(describe, advance)`: sets the text before the bar; adds bytes.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task("", total=total)
+        yield (
+            lambda text: progress.update(task, description=text),
+            lambda count: progress.update(task, advance=count),
+        )
