@@ -2,19 +2,19 @@
 """`mhla-hf convert` and `mhla-hf import-official`."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import CHOICES
-from .automatic_layers import AUTO, automatic_layers
+from .calibrate import batch_progress, show_calibration
 from .conversion_options import LAYOUT, OPTIONS, listed, mhla_fields, options_for_components, with_conversion_options
 
 
 if TYPE_CHECKING:
     from ..conversion import ConversionReport
-    from ..conversion.report import ComponentReport
 
 _WEIGHTS = "Weights"
 _SOURCE = "Hub"
@@ -95,33 +95,30 @@ def convert_command(
     The result needs fine-tuning; SANA's makes the same pictures as before until then.
     """
     from ..conversion import convert_pretrained
+    from ..conversion.options import automatic_share
 
-    automatic = (options["layers"] or "").strip().startswith(AUTO)
-    if data is not None and not calibrate and not automatic:
+    fields, layers = options_for_components(mhla, mhla_fields(options)), options["layers"]
+    share = None if layers is None else automatic_share(layers)
+    if data is not None and not calibrate and share is None:
         raise ValueError("data has no effect without --calibrate or --layers auto:...")
-    if automatic:
-        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "subfolder": subfolder}
-        fields = options_for_components(mhla, mhla_fields(options))
-        options["layers"] = automatic_layers(
-            options["layers"], source, fields, component=component, data=data, hub=hub, quiet=quiet
-        )
+    hub: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    if share is not None:
+        layers = "all" if share == 1 else _select(source, fields, component, data, share, hub, subfolder, quiet)
     report = convert_pretrained(
         source,
         destination,
-        options_for_components(mhla, mhla_fields(options)),
+        fields,
         component=component,
         base=base,
         config=config,
-        layers=options["layers"],
+        layers=layers,
         dtype=dtype,
         variant=variant,
         subfolder=subfolder,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         progress=not quiet,
+        **hub,
     )
     if not quiet:
         _show(report)
@@ -129,9 +126,34 @@ def convert_command(
         _calibrate(destination, data, quiet)
 
 
+def _select(
+    source: str,
+    mhla: dict[str, Any],
+    component: str | None,
+    data: str | None,
+    share: Fraction,
+    hub: dict[str, Any],
+    subfolder: str | None,
+    quiet: bool,
+) -> str:
+    """Selects the layers for `--layers auto:p/q` on a probe."""
+    from ..recovery.directories import select_layers_of
+
+    with batch_progress("selecting layers", not quiet) as progress:
+        report = select_layers_of(
+            source,
+            mhla,
+            component=component,
+            data=data,
+            hub={**hub, "subfolder": subfolder},
+            keep=float(1 - share),
+            progress=progress,
+        )
+    return report.option
+
+
 def _calibrate(directory: Path, data: str | None, quiet: bool) -> None:
     from ..recovery.directories import calibrate_directory
-    from .calibrate import batch_progress, show_calibration
 
     with batch_progress("calibrating", not quiet) as progress:
         calibration = calibrate_directory(directory, data=data, progress=progress)
@@ -197,7 +219,7 @@ def _show(report: "ConversionReport") -> None:
     from rich.table import Table
 
     from ..conversion.options import format_bytes
-    from ..conversion.report import FILE_NAME
+    from ..conversion.report import advice
 
     table = Table("component", "MHLA layers", "blocks", "copied", "new parameters", "types")
     for name, part in report.components.items():
@@ -216,43 +238,10 @@ def _show(report: "ConversionReport") -> None:
     console = Console(soft_wrap=True)
     console.print(table)
     written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"
-    console.print(f"Wrote {report.destination} ({written}); {FILE_NAME} says what came from where.", highlight=False)
-    fresh = {name: part for name, part in report.components.items() if part.initialised}
-    if fresh:
-        console.print(_advice(report.destination, fresh), highlight=False)
-
-
-def _advice(destination: Path, fresh: "dict[str, ComponentReport]") -> str:
-    """What to do about the new parameters of components."""
-    from ..config import MHLAConfig
-    from ..models.registry import MHLA_CLASSES
-
-    commands = {_training_command(destination, name, part) for name, part in fresh.items()}
-    command = commands.pop() if len(commands) == 1 else None
-    how = "the model" if command is None else f"with {command}"
-    families = [(part, MHLA_CLASSES.get(part.target_class)) for part in fresh.values()]
-    same = [
-        family is not None and family.load_class().starts_as_upstream(MHLAConfig.from_dict(part.mhla))
-        for part, family in families
-    ]
-    if all(same):
-        return f"The new parameters leave the model's output as it was. To make use of them, fine-tune {how}."
-    return f"The new parameters are untrained: fine-tune {how}."
-
-
-def _training_command(destination: Path, name: str, part: "ComponentReport") -> str | None:
-    """The command that trains a component; None if there is none for it."""
-    from ..training.families import objective_class
-    from ..utils.json_files import read_json
-
-    # A model alone has no folder of its own.
-    folder = destination / name if (destination / name).is_dir() else destination
-    try:
-        objective = objective_class(part.target_class)
-        objective.check_config(read_json(folder / "config.json", "the model's configuration"))
-    except ValueError:
-        return None
-    return f"mhla-hf train {objective.family().name}"
+    console.print(f"Wrote {report.destination} ({written}); conversion.json records the sources.", highlight=False)
+    next_step = advice(report)
+    if next_step is not None:
+        console.print(next_step, highlight=False)
 
 
 def _blocks(options: Mapping[str, Any]) -> str:

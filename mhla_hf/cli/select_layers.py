@@ -40,7 +40,7 @@ def select_layers_command(
     **options: Any,
 ) -> None:
     """Find out which layers are best kept softmax, and print the others as --layers of mhla-hf convert takes them."""
-    from ..recovery.selection import select_layers_of
+    from ..recovery.directories import select_layers_of
     from ..utils.files import write_json
 
     if options["layers"] is not None:

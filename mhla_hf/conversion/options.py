@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from fractions import Fraction
 from numbers import Integral
 
 import torch
@@ -88,6 +89,29 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
     if not indices:
         raise ValueError("layers is empty: no layer would become MHLA.")
     return indices
+
+
+def automatic_share(layers: str) -> Fraction | None:
+    """Reads `auto:p/q`: the share p/q of the layers becomes MHLA, and the others are those worst to replace.
+
+    Args:
+        layers: A choice of layers.
+
+    Returns:
+        The share, or `None` for a choice that names the layers.
+
+    Raises:
+        ValueError: If it begins with `auto:`, and the rest is not a fraction above 0 and at most 1.
+    """
+    text = layers.strip()
+    if not text.startswith("auto:"):
+        return None
+    match = re.fullmatch(r"auto:\s*(\d{1,9})\s*/\s*(\d{1,9})", text)
+    if match is None or not 0 < int(match[1]) <= int(match[2]):
+        raise ValueError(
+            f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3."
+        )
+    return Fraction(int(match[1]), int(match[2]))
 
 
 def _fraction_of_layers(part: int, whole: int, num_layers: int) -> list[int] | None:

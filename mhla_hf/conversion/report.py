@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`conversion.json`: what a converted directory was made from, and how."""
+"""`conversion.json`: the sources of a converted directory and how it was made, and advice on the next step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..config import MHLAConfig
+from ..models.registry import MHLA_CLASSES
+from ..models.source import CONVERSION_RECORD
 from ..utils.files import write_json
+from ..utils.json_files import read_json
 
 
 SCHEMA_VERSION = 2
-FILE_NAME = "conversion.json"
 
 _PACKAGES = ("mhla-hf", "torch", "diffusers", "transformers", "safetensors", "huggingface_hub")
+_TRAINED_FAMILIES = ("wan", "sana", "dit")
 _HASH_CHUNK = 8 * 2**20
 
 
@@ -123,7 +127,39 @@ class ConversionReport:
 
     def save(self, folder: Path) -> None:
         """Writes `conversion.json` into `folder`."""
-        write_json(folder / FILE_NAME, self.to_dict(), sort_keys=False)
+        write_json(folder / CONVERSION_RECORD, self.to_dict(), sort_keys=False)
+
+
+def advice(report: ConversionReport) -> str | None:
+    """Returns the next step for the new parameters of a conversion; `None` if there are no new parameters."""
+    fresh = {name: part for name, part in report.components.items() if part.initialised}
+    if not fresh:
+        return None
+    commands = {_training_command(report.destination, name, part) for name, part in fresh.items()}
+    command = commands.pop() if len(commands) == 1 else None
+    how = "the model" if command is None else f"with {command}"
+    families = [(part, MHLA_CLASSES.get(part.target_class)) for part in fresh.values()]
+    if all(
+        family is not None and family.load_class().starts_as_upstream(MHLAConfig.from_dict(part.mhla))
+        for part, family in families
+    ):
+        return f"The new parameters leave the model's output as it was. To make use of them, fine-tune {how}."
+    return f"The new parameters are untrained: fine-tune {how}."
+
+
+def _training_command(destination: Path, name: str, part: ComponentReport) -> str | None:
+    """The command that trains a component; `None` without one for its kind, such as distilled models."""
+    family = MHLA_CLASSES.get(part.target_class)
+    if family is None or family.name not in _TRAINED_FAMILIES:
+        return None
+    # A model alone has no folder of its own.
+    folder = destination / name if (destination / name).is_dir() else destination
+    config = read_json(folder / "config.json", "the model's configuration")
+    outputs = config.get("out_channels")
+    inputs = config.get("in_channels", outputs)
+    # Image-to-video models take the channels of an image besides; DiT may predict variances.
+    same = outputs in (None, inputs) or (family.name == "dit" and outputs == 2 * (inputs or 0))
+    return f"mhla-hf train {family.name}" if same and not config.get("guidance_embeds") else None
 
 
 def package_versions() -> Mapping[str, str]:

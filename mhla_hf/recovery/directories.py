@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration of MHLA directories: models are loaded, and the weights that changed replace those in the files."""
+"""Models in directories: calibrating them, selecting their layers, and writing them with new weights."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.report import FILE_NAME
 from ..models.registry import MHLA_CLASSES
-from ..models.source import Component, Source, read_source
+from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Component, Source, open_source, read_source
 from ..models.weight_files import check_weights, damage_named
 from ..training.matching.layers import Batch, is_linear, mhla_layers
 from ..utils.destinations import claim_destination
-from ..utils.files import link_or_copy, write_json
+from ..utils.files import atomic_directory, link_or_copy, write_json
 from ..utils.json_files import read_json
 from ..utils.source_files import list_files
-from ..utils.tensor_files import TensorEntry, write_safetensors
+from ..utils.tensor_files import FLOAT_TYPES, TensorEntry, read_header, write_safetensors
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
-from .probes import DEFAULT_SAMPLES, data_batches, pipeline_batches
-
-
-TRAINING_RECORD = "training.json"
+from .data import probe_batches
+from .probes import DEFAULT_SAMPLES, pipeline_batches
+from .selection import SelectionReport, select_layers
 
 
 def calibrate_directory(
@@ -51,7 +49,7 @@ def calibrate_directory(
     Args:
         directory: A converted pipeline of diffusers, or a converted model of diffusers or transformers.
         output: Another directory to write.
-        data: See [`data_batches`][mhla_hf.recovery.probes.data_batches]. Pipelines need none.
+        data: See [`probe_batches`][mhla_hf.recovery.data.probe_batches]. Pipelines need none.
         samples: Samples of the probe.
         batch_size: Samples of a batch, of `data`.
         seed: Seed of the probe.
@@ -76,9 +74,9 @@ def calibrate_directory(
     check_untrained(root, force)
     destination = root if output is None else Path(output).expanduser()
     with claim_destination(destination, overwrite=output is None or overwrite) as claimed:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        models, batches = open_probe(
-            source, data, device, samples=samples, batch_size=batch_size, seed=seed, prompts=prompts, **call_options
+        options: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": seed}
+        models, batches = _open_probe(
+            source, source.components, data, device, options, {"prompts": prompts, **call_options}
         )
         report, changed = CalibrationReport(), {}
         for name, model in models.items():
@@ -104,8 +102,7 @@ def check_untrained(root: Path, force: bool) -> None:
     """
     if force:
         return
-    record = root / FILE_NAME
-    conversion = read_json(record, "the record") if record.is_file() else {}
+    conversion = _record(root)
     found = "has been trained" if (root / TRAINING_RECORD).is_file() or conversion.get("recovery") else ""
     found = found or ("has been calibrated" if conversion.get("calibration") else "")
     if found:
@@ -115,49 +112,90 @@ def check_untrained(root: Path, force: bool) -> None:
         )
 
 
-def open_probe(
-    source: Source, data: str | None, device: str, *, prompts: Sequence[str] | None, **options: Any
-) -> tuple[dict[str, nn.Module], Mapping[str, Sequence[Batch]]]:
-    """Loads the MHLA models of a directory in fp32, and makes batches for each.
+def select_layers_of(
+    source: str | Path,
+    mhla: Mapping[str, Any] | None = None,
+    *,
+    component: str | None = None,
+    data: str | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    batch_size: int = 4,
+    seed: int = 0,
+    prompts: Sequence[str] | None = None,
+    device: str | None = None,
+    hub: Mapping[str, Any] | None = None,
+    call_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SelectionReport:
+    """Picks layers of a softmax model on disk; it is converted in memory, and nothing is written.
+
+    Args:
+        source: A pipeline of diffusers or a model of transformers, directory or Hub id.
+        mhla: Options of the conversion.
+        component: Which transformer of a pipeline.
+        data: See [`calibrate_directory`], as for the following.
+        samples: Samples of the probe.
+        batch_size: Samples of a batch, of `data`.
+        seed: Seed of the probe.
+        prompts: What a pipeline makes as its probe.
+        device: Where to compute.
+        hub: `revision`, `token` and `cache_dir`.
+        call_options: Arguments of a pipeline's call.
+        **options: Arguments of [`select_layers`][mhla_hf.recovery.selection.select_layers].
 
     Raises:
-        ValueError: If there are neither data nor a pipeline to make samples with.
+        ValueError: If the source cannot be converted, data are missing, or an argument is wrong.
     """
-    call_options = {name: options.pop(name) for name in list(options) if name not in ("samples", "batch_size", "seed")}
-    if data is None and source.pipeline is not None:
-        from ..pipelines import load_pipeline
+    found = open_source(source, **(hub or {}))
+    names = [part.name for part in found.components]
+    if component is None and len(names) > 1:
+        raise ValueError(f"component must be given, for {source} has {', '.join(names)}: select for each by itself.")
+    part = found.component(component)
+    if found.pipeline is None and not part.is_transformers:
+        raise ValueError(f"{source} is a transformer alone; give the pipeline that it belongs to.")
+    sizes: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": seed}
+    calls = {"prompts": prompts, **(call_options or {})}
+    models, batches = _open_probe(found, [part], data, device, sizes, calls, dict(mhla or {}))
+    return select_layers(models[part.name], batches[part.name], **options)
 
-        for part in source.components:
-            check_weights(part.folder)
-        with damage_named(source.root):
-            pipeline = load_pipeline(source.root, attn_implementation=None, torch_dtype=torch.float32)
-        pipeline.to(device)
-        options.pop("batch_size")
-        batches = pipeline_batches(pipeline, prompts=prompts, **options, **call_options)
-        return {part.name: getattr(pipeline, part.name) for part in source.components}, batches
-    if data is None:
+
+def _open_probe(
+    source: Source,
+    parts: Sequence[Component],
+    data: str | None,
+    device: str | None,
+    options: dict[str, Any],
+    call_options: Mapping[str, Any],
+    mhla: dict[str, Any] | None = None,
+) -> tuple[dict[str, nn.Module], Mapping[str, Sequence[Batch]]]:
+    """Loads models of a directory in fp32, converted where options are given, and makes batches for each."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if data is not None:
+        unused = sorted(name for name, value in call_options.items() if value is not None)
+        if unused:
+            raise ValueError(f"{', '.join(unused)}: of no use beside data.")
+        models = {part.name: part.load(mhla).to(device).eval() for part in parts}
+        probes = {
+            name: probe_batches(model, source.root, data, component=name, **options) for name, model in models.items()
+        }
+        return models, probes
+    if source.pipeline is None:
         raise ValueError(
             f"data must be given (--data): {source.root} is a model alone, which makes no samples by itself."
         )
-    unused = sorted(name for name, value in {"prompts": prompts, **call_options}.items() if value is not None)
-    if unused:
-        raise ValueError(f"{', '.join(unused)}: of no use beside data.")
-    models = {part.name: load_component(part).to(device) for part in source.components}
-    probes = {
-        name: data_batches(model, source.root, data, component=name, **options) for name, model in models.items()
-    }
-    return models, probes
+    from ..pipelines import load_pipeline
 
-
-def load_component(part: Component) -> nn.Module:
-    """Loads an MHLA model of a directory in fp32.
-
-    Raises:
-        ValueError: If files are damaged, or the model has no MHLA layer.
-    """
-    model = part.load().eval()
-    mhla_layers(model)
-    return model
+    for part in parts:
+        check_weights(part.folder)
+    chosen: dict[str, Any] = {"attn_implementation": None}
+    if mhla is not None:
+        chosen = {"mhla": {part.name: mhla for part in parts}}
+    with damage_named(source.root):
+        pipeline = load_pipeline(source.root, torch_dtype=torch.float32, **chosen).to(device)
+    drawn = {name: value for name, value in options.items() if name != "batch_size"}
+    return {part.name: getattr(pipeline, part.name) for part in parts}, pipeline_batches(
+        pipeline, **drawn, **call_options
+    )
 
 
 def _touched(model: nn.Module) -> set[str]:
@@ -175,7 +213,7 @@ def _write(
     source: Source, staging: Path, changed: Mapping[str, Mapping[str, torch.Tensor]], report: CalibrationReport
 ) -> None:
     """Fills a directory like the source, with other values of some weights."""
-    rewritten: set[Path] = {Path(FILE_NAME)}
+    rewritten: set[Path] = {Path(CONVERSION_RECORD)}
     for part in source.components:
         values = changed.get(part.name) or {}
         for weights in part.weight_sets():
@@ -195,13 +233,8 @@ def _write(
                     for entry in reader.entries()
                 ]
                 write_safetensors(staging / relative, entries)
-    for path in list_files(source.root):
-        if path not in rewritten:
-            (staging / path).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(source.root / path, staging / path)
-    record = source.root / FILE_NAME
-    content = read_json(record, "the record") if record.is_file() else {}
-    write_json(staging / FILE_NAME, {**content, "calibration": report.to_dict()})
+    _link_rest(source.root, staging, lambda path: path in rewritten)
+    write_json(staging / CONVERSION_RECORD, {**_record(source.root), "calibration": report.to_dict()})
 
 
 def _stored_names(values: Mapping[str, torch.Tensor], stored: Sequence[str], part: Component) -> dict[str, str]:
@@ -220,3 +253,57 @@ def _stored_names(values: Mapping[str, torch.Tensor], stored: Sequence[str], par
             raise ValueError(f"{part.folder} has no weight called {name}; load the model and calibrate it in Python.")
         names[name] = found
     return names
+
+
+def write_recovered(
+    converted: Path, destination: Path, component: str, model: nn.Module, record: Mapping[str, Any]
+) -> None:
+    """Writes a directory like the converted one, with the weights of a model, all at once.
+
+    Args:
+        converted: What `convert_pretrained` wrote, on the same disk.
+        destination: Directory to make.
+        component: Name of the model in a pipeline.
+        model: The recovered model; its weights take the types that the converted ones have.
+        record: Added to `conversion.json`.
+    """
+    part = read_source(converted).component(component)
+    model = model.to("cpu")
+    headers = [read_header(path)[0] for path in sorted(part.folder.glob("*.safetensors"))]
+    stored = {
+        name: FLOAT_TYPES[entry["dtype"]]
+        for header in headers
+        for name, entry in header.items()
+        if entry["dtype"] in FLOAT_TYPES
+    }
+    # Names in the file differ from the model's where transformers maps them.
+    kinds = sorted(stored.values(), key=str)
+    usual = max(kinds, key=kinds.count) if kinds else torch.float32
+    for name, parameter in model.named_parameters():
+        fallback = torch.float32 if ".mhla." in name else usual
+        parameter.data = parameter.data.to(stored.get(name, fallback))
+
+    def is_replaced(path: Path) -> bool:
+        own = (converted / path).parent == part.folder
+        return own and (path.name == "config.json" or part.names.match(path))
+
+    with atomic_directory(destination) as temporary:
+        _link_rest(converted, temporary, lambda path: path == Path(CONVERSION_RECORD) or is_replaced(path))
+        folder = temporary / part.folder.relative_to(converted)
+        saving: Any = model
+        saving.save_pretrained(folder)
+        write_json(temporary / CONVERSION_RECORD, {**_record(converted), **record})
+
+
+def _link_rest(source: Path, destination: Path, is_written: Callable[[Path], bool]) -> None:
+    """Links every file of a directory but those that are written anew."""
+    for path in list_files(source):
+        if not is_written(path):
+            (destination / path).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(source / path, destination / path)
+
+
+def _record(directory: Path) -> dict[str, Any]:
+    """Contents of `conversion.json`, empty without one."""
+    path = directory / CONVERSION_RECORD
+    return read_json(path, "the record") if path.is_file() else {}

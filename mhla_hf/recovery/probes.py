@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small sets of inputs to calibrate on: what a pipeline's transformers see while it makes samples, or given data."""
+"""Probes of pipelines: inputs of their transformers while they make samples, to calibrate on."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,52 +117,6 @@ def pipeline_batches(
     if idle:
         raise ValueError(f"{', '.join(idle)} is not called in {steps} denoising steps; take more of them (steps).")
     return {name: _drawn(calls, samples, seed) for name, calls in taken.items()}
-
-
-def data_batches(
-    model: nn.Module,
-    directory: Path,
-    data: str,
-    *,
-    samples: int = DEFAULT_SAMPLES,
-    batch_size: int = 4,
-    component: str = "transformer",
-    seed: int = 0,
-    **options: Any,
-) -> list[Batch]:
-    """Batches of given data.
-
-    Args:
-        model: The converted model.
-        directory: Its directory, or the pipeline's.
-        data: For language models and encoders a folder of texts, a JSONL file, or the id of a data set; for vision
-            models a folder of pictures or `digits`; for diffusion models the cache of a training.
-        samples: Rows, passages, pictures or noisy latents.
-        batch_size: Samples of a batch.
-        component: Name of the model in a pipeline.
-        seed: Seed of their order, and of noise.
-        **options: Other arguments of [`text_batches`][mhla_hf.training.data.opening.text_batches].
-
-    Raises:
-        ValueError: If there are no such data, or they do not fit the model.
-    """
-    from ..training.data.batch_sources import BatchSource, Latents
-    from ..training.data.opening import picture_batches, text_batches
-
-    source: BatchSource
-    if is_mhla_class(type(model).__name__):
-        from ..training.config import TrainingConfig
-        from ..training.data.cache import LatentDataset
-        from ..training.families import objective_for
-
-        pipeline = directory if (directory / "model_index.json").is_file() else None
-        objective = objective_for(model, pipeline, TrainingConfig(component=component))
-        source = Latents(LatentDataset(Path(data).expanduser()), objective, model, 1, seed)
-    elif any(len(layer.mhla.blocks) == 2 for layer in mhla_layers(model)):
-        source = picture_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
-    else:
-        source = text_batches(model, directory, data, samples=samples, held_out=1, seed=seed, **options)
-    return source.batches("calibrate", max(1, min(samples, 16 * len(source)) // batch_size), batch_size)
 
 
 def _subjects(

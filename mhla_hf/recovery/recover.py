@@ -3,83 +3,29 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from .. import __version__
-from ..conversion import convert_pretrained
+from ..conversion.planning import PlanOptions
+from ..models.registry import family_for
+from ..models.source import Component, Source, open_source
+from ..models.weight_files import check_weights
 from ..training.config import DEVICES
-from ..training.data.batch_sources import BatchSource
-from ..training.matching.layers import find_projections, mhla_layers, on_device
-from ..training.matching.teacher import SharedTeacher
 from ..training.stopping import TrainingStopped
-from ..utils.files import write_json
-from ..utils.messages import shorten_text
+from ..utils.messages import shorten_list, shorten_text
+from .data import DATA_FREE, GENERATED, DigitVideos
 from .defaults import default_recipe
-from .quality import Quality
 from .recipes import Recipe, load_recipe, parse_keep
-from .recovery_data import DATA_FREE, GENERATED, DigitVideos, open_data
-from .recovery_stages import StageRun, changed_parameters, run_stage
-from .report import REPORT, TITLES, write_plot
-from .selection import select_layers
-from .subjects import Subject, find_subject, load_converted, write_recovered
-from .work_folder import RESULT, WorkFolder
+from .report import RecoveryReport
+from .run import MakeSource, RecoveryRun
+from .work_folder import WorkFolder
 
 
-logger = logging.getLogger(__name__)
-
-CONVERTED = "converted"
-MakeSource = Callable[[nn.Module], BatchSource]
 _SAVE_EVERY = 100
-# What layers are tried on when they are to be chosen.
-_TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 8, 4
-
-
-@dataclass
-class RecoveryReport:
-    """What a recovery did; `report.json` holds the same.
-
-    Attributes:
-        output: The directory written.
-        family: See `recipes.FAMILIES`.
-        figures: Quality on held-out data: of the original under `softmax`, after the conversion under `converted`,
-            and after each stage under its name. The main figure comes last, or is `cosine`.
-        seconds: Of each stage: `seconds` by the clock and `cpu_seconds`.
-        stages: What each stage says of itself.
-        data: What was trained on.
-        recipe: The recipe that was followed.
-    """
-
-    output: Path
-    family: str
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)
-    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "family": self.family,
-            "figures": self.figures,
-            "seconds": self.seconds,
-            "stages": self.stages,
-            "data": self.data,
-            "recipe": self.recipe,
-            "version": __version__,
-        }
 
 
 def recover(
@@ -155,10 +101,11 @@ def recover(
     given = load_recipe(recipe) if recipe is not None else None
     if given is not None and preset is not None:
         raise ValueError("recipe and preset are both given; give one of them")
-    subject = find_subject(source, component, **hub)
+    opened, part, family = find_model(source, component, **hub)
     chosen = _with_options(
-        given or default_recipe(subject.family, preset, window),
-        subject,
+        given or default_recipe(family, preset, window),
+        opened.location,
+        family,
         layers=layers,
         keep=keep,
         window=None if given is None else window,
@@ -173,7 +120,7 @@ def recover(
     work = WorkFolder(Path(output).expanduser())
     identity = {
         "source": str(Path(source).resolve()) if Path(source).is_dir() else str(source),
-        "component": subject.component.name,
+        "component": part.name,
         # Samples that a program makes are told from others by their fingerprint alone.
         "data": None if data is None or callable(data) else str(data),
         "prompts": None if prompts is None else str(prompts),
@@ -181,7 +128,8 @@ def recover(
         "recipe": {**chosen.to_dict(), "description": None, "expected": None, "model": None},
     }
     with work.claimed(identity, resume):
-        run = _Run(subject, work, chosen, seed, _device(device), save_every, progress, hub, on_stage)
+        place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
+        run = RecoveryRun(opened, part, work, chosen, seed, place, save_every, progress, hub, on_stage)
         try:
             return run.run(data if data is None or callable(data) else str(data), prompts, digit_videos)
         except TrainingStopped as stop:
@@ -193,7 +141,8 @@ def recover(
 
 def _with_options(
     recipe: Recipe,
-    subject: Subject,
+    location: str,
+    family: str,
     *,
     layers: str | None,
     keep: str | None,
@@ -203,10 +152,8 @@ def _with_options(
     changes: Mapping[str, Any],
 ) -> Recipe:
     """The recipe with what was given besides."""
-    if recipe.family != subject.family:
-        raise ValueError(
-            f"{recipe.name} is for models of the family {recipe.family}, and {subject.location} is of {subject.family}"
-        )
+    if recipe.family != family:
+        raise ValueError(f"{recipe.name} is for models of the family {recipe.family}, and {location} is of {family}")
     if layers is not None and keep is not None:
         raise ValueError("layers and keep are both given; give one of them")
     if layers is not None or keep is not None:
@@ -224,14 +171,6 @@ def _with_options(
     return recipe
 
 
-def _part_of(layers: str, count: int) -> int:
-    """How many of so many layers `auto:p/q` makes MHLA, one at least."""
-    part, _, whole = layers.removeprefix("auto:").partition("/")
-    if int(whole) == 0 or not 0 < Fraction(int(part), int(whole)) <= 1:
-        raise ValueError(f"layers={layers} must be a fraction above 0 and at most 1, such as auto:2/3.")
-    return max(1, round(Fraction(int(part), int(whole)) * count))
-
-
 def _what_to_give(recipe: Recipe) -> str:
     if recipe.family in ("causal", "encoder"):
         return "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
@@ -242,196 +181,47 @@ def _what_to_give(recipe: Recipe) -> str:
     return "a folder of pictures with captions, 'digits', or prompts (--prompts FILE) for the original to draw"
 
 
-@dataclass
-class _Run:
-    """One call of [`recover`]."""
+def find_model(location: str | Path, component: str | None = None, **hub: Any) -> tuple[Source, Component, str]:
+    """Finds the model to recover, without loading weights.
 
-    subject: Subject
-    work: WorkFolder
-    recipe: Recipe
-    seed: int
-    device: torch.device
-    save_every: int
-    progress: bool
-    hub: Mapping[str, Any]
-    on_stage: Callable[[str], None] | None = None
+    Args:
+        location: A pipeline of diffusers or a model of transformers, directory or Hub id.
+        component: Which transformer of a pipeline; `transformer` by default.
+        **hub: Options of [`open_source`][mhla_hf.models.source.open_source].
 
-    def run(
-        self, data: str | MakeSource | None, prompts: str | Path | None, digit_videos: DigitVideos | None
-    ) -> RecoveryReport:
-        """Does what is not done yet."""
-        stages = self.recipe.stages()
-        if not (self.work.path / RESULT).is_dir() and not self.work.is_done(RESULT):
-            open_source: MakeSource | None = None
-            if callable(data):
-                open_source = data
-            elif data is not None or self.recipe.family in DATA_FREE:
-                open_source = partial(
-                    open_data,
-                    self.subject,
-                    self.recipe,
-                    data=data,
-                    converted=self.work.path / CONVERTED,
-                    prompts=None if prompts is None else str(prompts),
-                    cache=self.work.path / "data",
-                    seed=self.seed,
-                    progress=self.progress,
-                    digit_videos=digit_videos,
-                )
-            self._convert(open_source)
-            model, name = self._load(), self.subject.component.name
-            source = None
-            if open_source is not None and stages:
-                source = open_source(model)
-                self._stages(model, source)
-            report = self._report(source)
-            record = {"recovery": {key: value for key, value in report.to_dict().items() if key != "recipe"}}
-            if "calibrate" in report.stages:
-                record["calibration"] = report.stages["calibrate"]
-            write_json(self.work.path / "summary.json", report.to_dict())
-            write_recovered(self.work.path / CONVERTED, self.work.path / RESULT, name, model, record)
-        if not self.work.is_done(RESULT):
-            self.work.publish()
-            summary = self.work.read("summary")
-            write_json(self.work.output / REPORT, summary)
-            write_plot(self.work.output, summary)
-            self.work.finish(RESULT, {})
-        self.work.remove_large([CONVERTED, "data", *stages])
-        return self._finished()
+    Returns:
+        The directory, the model in it, and its family; see `recipes.FAMILIES`.
 
-    def _finished(self) -> RecoveryReport:
-        """The report of a finished run."""
-        summary = self.work.read("summary")
-        summary.pop("version", None)
-        order = [name for name in TITLES if name in summary["figures"]]
-        return RecoveryReport(
-            output=self.work.output, **{**summary, "figures": {name: summary["figures"][name] for name in order}}
+    Raises:
+        ValueError: If it is no such thing, has no version with MHLA, is MHLA already, or of a kind that takes its
+            inputs from several places.
+    """
+    source = open_source(location, **hub)
+    names = [part.name for part in source.components]
+    chosen = component or names[0]
+    if chosen not in names:
+        raise ValueError(f"component must be one of {', '.join(names)} for {location}, got {chosen!r:.100}")
+    part = source.component(chosen)
+    if not part.is_transformers and part.is_mhla:
+        raise ValueError(f"{location} is MHLA already; recover from the model that it was converted from")
+    if not part.is_transformers and source.pipeline is None:
+        raise ValueError(f"{location} is a transformer alone; give the pipeline that it belongs to")
+    check_weights(part.folder)
+    family = _transformers_family(part) if part.is_transformers else family_for(part.class_name).name
+    return source, part, family
+
+
+def _transformers_family(component: Component) -> str:
+    """`causal`, `encoder` or `vision`, from the options that the model would have."""
+    from ..conversion.transformers_planning import plan_transformers_model
+
+    options = plan_transformers_model(component, None, PlanOptions()).report.mhla
+    if "causal" not in options:
+        raise ValueError(
+            f"{component.folder} has several towers ({shorten_list(options)}); recover them in Python, with "
+            "mhla_hf.calibrate and mhla_hf.recovery.match_layers"
         )
-
-    def _convert(self, open_source: Callable[[nn.Module], BatchSource] | None) -> None:
-        """Converts the source, if that is not done; layers that are to be chosen are tried before."""
-        if self.work.is_done(CONVERTED):
-            return
-        layers = self.recipe.layers
-        record: dict[str, Any] = {}
-        with _timed() as seconds:
-            if layers.startswith("auto:"):
-                if open_source is None:
-                    raise ValueError(f"layers={layers} needs data to try the layers on; give data or name the layers")
-                indices = self._convert_with("all")
-                count = _part_of(layers, self._count)
-                chosen = indices
-                if count < len(indices):
-                    model = self._load()
-                    batches = open_source(model).batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
-                    selection = select_layers(model, batches, keep=len(indices) - count)
-                    chosen = selection.mhla_layers
-                    record = {"selection": {**selection.to_dict(), "calibration": None}}
-                record["layers"] = chosen
-                self._convert_with(chosen)
-            else:
-                self._convert_with(layers)
-        self.work.finish(CONVERTED, {"seconds": seconds, **record})
-
-    def _convert_with(self, layers: str | list[int]) -> list[int]:
-        """Writes the converted directory; returns the indices of the layers that are MHLA in it."""
-        subject = self.subject
-        report = convert_pretrained(
-            subject.location,
-            self.work.path / CONVERTED,
-            dict(self.recipe.mhla),
-            component=subject.component.name if subject.is_pipeline else None,
-            layers=layers,
-            overwrite=True,
-            progress=self.progress,
-            **self.hub,
-        )
-        part = report.components[subject.component.name]
-        self._count = part.num_layers
-        return part.mhla_layers
-
-    def _load(self) -> nn.Module:
-        return load_converted(self.work.path / CONVERTED, self.subject.component.name, self.device)
-
-    def _stages(self, model: nn.Module, source: BatchSource) -> None:
-        """Runs what is left of the stages; the model ends with the weights of the last."""
-        names, work = self.recipe.stages(), self.work
-        pending = [name for name in names if not work.is_done(name)]
-        done = [name for name in names if work.is_done(name)]
-        if pending:
-            quality = Quality(model, source)
-            if not work.is_done("start"):
-                figures = {"softmax": quality.original, "converted": quality.measure(model)}
-                work.finish(
-                    "start", {"figures": figures, "data": source.describe(), "fingerprint": source.fingerprint}
-                )
-            elif work.read("start").get("fingerprint") != source.fingerprint:
-                raise ValueError(
-                    f"data: what {work.output} was begun with has changed since; give the same data, or another output"
-                )
-            # Before anything changes: the original's values of what later stages train.
-            teacher = SharedTeacher(model)
-            layers = find_projections(model, mhla_layers(model), on_device(source.batch("start", 0, 1), model))
-            changes = {stage: changed_parameters(model, layers, stage) for stage in names}
-            teacher.keep(sorted(set().union(*changes.values())))
-        if done:
-            work.load_weights(done[-1], model)
-        for name in pending:
-            if self.on_stage is not None:
-                self.on_stage(name)
-            with _timed() as seconds:
-                run = StageRun(
-                    recipe=self.recipe,
-                    model=model,
-                    layers=layers,
-                    teacher=teacher,
-                    source=source,
-                    directory=work.path / name,
-                    device=self.device,
-                    seed=self.seed,
-                    save_every=self.save_every,
-                    progress=self.progress,
-                )
-                details = run_stage(name, run)
-            measured = quality.measure(model)
-            # What earlier stages changed is in it too: the last file alone makes the model.
-            changed = set().union(*(changes[stage] for stage in names[: names.index(name) + 1]))
-            weights = {key: value for key, value in model.named_parameters() if key in changed}
-            work.finish(name, {"figures": measured, "seconds": seconds, "details": details}, weights)
-            logger.info("%s: %s in %.0f s", name, measured, seconds["seconds"])
-            # Its checkpoints and activations, and the weights before it: the result has replaced them.
-            work.remove_large(names[: names.index(name)])
-            work.remove_large([name], weights=False)
-        model.requires_grad_(True).eval()
-
-    def _report(self, source: BatchSource | None) -> RecoveryReport:
-        report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict())
-        conversion = self.work.read(CONVERTED)
-        report.seconds[CONVERTED] = conversion.pop("seconds")
-        if conversion:
-            report.stages[CONVERTED] = conversion
-        if source is None:
-            return report
-        start = self.work.read("start")
-        report.data = start["data"]
-        # Files are sorted by name.
-        report.figures = {name: start["figures"][name] for name in ("softmax", CONVERTED)}
-        for name in self.recipe.stages():
-            record = self.work.read(name)
-            report.figures[name], report.seconds[name] = record["figures"], record["seconds"]
-            report.stages[name] = record["details"]
-        return report
-
-
-def _device(name: str) -> torch.device:
-    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else "cpu")
-
-
-@contextmanager
-def _timed():
-    """Gives a dict that has the seconds when the block ends."""
-    seconds: dict[str, float] = {}
-    began, cpu = time.perf_counter(), time.process_time()
-    yield seconds
-    seconds["seconds"] = round(time.perf_counter() - began, 2)
-    seconds["cpu_seconds"] = round(time.process_time() - cpu, 2)
+    grid = options.get("grid")
+    if grid is not None and len(grid) == 2:
+        return "vision"
+    return "causal" if options["causal"] else "encoder"

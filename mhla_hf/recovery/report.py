@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a recovery: which figure matters, and a plot of it."""
+"""The report of a recovery, its main figure, and a plot of it."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..utils.files import atomic_file
 
 
@@ -32,6 +34,42 @@ LABELS = {
     "bits_per_byte": "bits per byte",
     "agreement": "same class as the original",
 }
+
+
+@dataclass
+class RecoveryReport:
+    """What a recovery did; `report.json` holds the same.
+
+    Attributes:
+        output: The directory written.
+        family: See `recipes.FAMILIES`.
+        figures: Quality on held-out data: of the original under `softmax`, after the conversion under `converted`,
+            and after each stage under its name. The main figure comes last, or is `cosine`.
+        seconds: Of each stage: `seconds` by the clock and `cpu_seconds`.
+        stages: What each stage says of itself.
+        data: What was trained on.
+        recipe: The recipe that was followed.
+    """
+
+    output: Path
+    family: str
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "family": self.family,
+            "figures": self.figures,
+            "seconds": self.seconds,
+            "stages": self.stages,
+            "data": self.data,
+            "recipe": self.recipe,
+            "version": __version__,
+        }
 
 
 def main_figure(figures: Mapping[str, Mapping[str, float]]) -> str | None:

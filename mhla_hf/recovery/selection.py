@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..layers.original import original_attention
-from ..models.source import open_source
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
@@ -28,7 +26,6 @@ from ..training.matching.layers import (
 )
 from .calibration import CalibrationReport, calibrate_model
 from .fits import Changes, replaced
-from .probes import DEFAULT_SAMPLES, data_batches, pipeline_batches
 
 
 # Batches of the probe that the model's output is compared on.
@@ -299,69 +296,3 @@ def _share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not 0 < share <= 1:
         raise ValueError(f"{name}={value!r:.40} must be a share such as 25%, above 0 and at most 100%.")
     return share
-
-
-def select_layers_of(
-    source: str | Path,
-    mhla: Mapping[str, Any] | None = None,
-    *,
-    component: str | None = None,
-    data: str | None = None,
-    samples: int = DEFAULT_SAMPLES,
-    batch_size: int = 4,
-    seed: int = 0,
-    prompts: Sequence[str] | None = None,
-    device: str | None = None,
-    hub: Mapping[str, Any] | None = None,
-    call_options: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> SelectionReport:
-    """Picks layers of a softmax model on disk; it is converted in memory, and nothing is written.
-
-    Args:
-        source: A pipeline of diffusers or a model of transformers, directory or Hub id.
-        mhla: Options of the conversion.
-        component: Which transformer of a pipeline.
-        data: As for [`calibrate_directory`][mhla_hf.recovery.directories.calibrate_directory], and so are the
-            following.
-        samples: As there.
-        batch_size: As there.
-        seed: As there.
-        prompts: As there.
-        device: As there.
-        hub: `revision`, `token` and `cache_dir`.
-        call_options: Arguments of a pipeline's call.
-        **options: Arguments of [`select_layers`].
-
-    Raises:
-        ValueError: If the source cannot be converted, data are missing, or an argument is wrong.
-    """
-    found = open_source(source, **(hub or {}))
-    root = found.root
-    names = [part.name for part in found.components]
-    if component is None and len(names) > 1:
-        raise ValueError(f"component must be given, for {source} has {', '.join(names)}: select for each by itself.")
-    name = component or names[0]
-    if name not in names:
-        raise ValueError(f"component={name!r:.100} is not one of {', '.join(names)}.")
-    part = found.components[names.index(name)]
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if found.pipeline is not None:
-        from ..pipelines import load_pipeline
-
-        pipeline = load_pipeline(root, mhla={name: dict(mhla or {})}, torch_dtype=torch.float32).to(device)
-        model = getattr(pipeline, name)
-    elif part.is_transformers:
-        from ..pipelines import convert
-
-        pipeline, model = None, convert(part.load().eval(), dict(mhla or {})).to(device)
-    else:
-        raise ValueError(f"{source} is a transformer alone; give the pipeline that it belongs to.")
-    if data is not None:
-        batches = data_batches(model, root, data, samples=samples, batch_size=batch_size, component=name, seed=seed)
-    elif pipeline is not None:
-        every = pipeline_batches(pipeline, samples=samples, prompts=prompts, seed=seed, **(call_options or {}))
-        batches = every[name]
-    else:
-        raise ValueError(f"data must be given (--data): {source} makes no samples by itself.")
-    return select_layers(model, batches, **options)

@@ -16,7 +16,7 @@ import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.cli.train import _digit_videos
 from mhla_hf.demo import base_pipeline_directory
-from mhla_hf.recovery import recover as module
+from mhla_hf.recovery import run as module
 from mhla_hf.utils.tensor_files import read_header
 from tests import tiny, tiny_images
 

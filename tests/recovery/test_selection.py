@@ -104,7 +104,7 @@ def test_commands(tmp_path):
 def test_mistakes_in_commands(tmp_path):
     tiny.wan_pipeline(second_transformer=True).save_pretrained(tmp_path / "wan22")
     for arguments, message in (
-        (["convert", "a", "b", "--layers", "auto:4/3"], "must be auto: and a fraction between 0 and 1"),
+        (["convert", "a", "b", "--layers", "auto:4/3"], "must be a fraction above 0 and at most 1"),
         (["select-layers", str(tmp_path / "wan22")], "component must be given"),
         (["select-layers", str(tmp_path / "wan22"), "--layers", "all"], "layers is what this command finds out"),
     ):

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a recovery: conversion, stages and publication of the result, each skipped where it is finished."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..conversion import convert_pretrained
+from ..conversion.options import automatic_share
+from ..models.source import Component, Source, read_source
+from ..training.data.batch_sources import BatchSource
+from ..training.matching.layers import find_projections, mhla_layers, on_device
+from ..training.matching.teacher import SharedTeacher
+from ..utils.files import write_json
+from .data import DATA_FREE, DigitVideos, open_data
+from .directories import write_recovered
+from .quality import Quality
+from .recipes import Recipe
+from .stages import StageRun, changed_parameters, run_stage
+from .report import REPORT, TITLES, RecoveryReport, write_plot
+from .selection import select_layers
+from .work_folder import RESULT, WorkFolder
+
+
+logger = logging.getLogger(__name__)
+
+CONVERTED = "converted"
+MakeSource = Callable[[nn.Module], BatchSource]
+# Batches that layers are tried on when they are selected.
+_TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 8, 4
+
+
+@dataclass
+class RecoveryRun:
+    """One call of [`recover`][mhla_hf.recovery.recover.recover]."""
+
+    source: Source
+    component: Component
+    work: WorkFolder
+    recipe: Recipe
+    seed: int
+    device: torch.device
+    save_every: int
+    progress: bool
+    hub: Mapping[str, Any]
+    on_stage: Callable[[str], None] | None = None
+
+    def run(
+        self, data: str | MakeSource | None, prompts: str | Path | None, digit_videos: DigitVideos | None
+    ) -> RecoveryReport:
+        """Does what is not done yet."""
+        stages = self.recipe.stages()
+        if not (self.work.path / RESULT).is_dir() and not self.work.is_done(RESULT):
+            open_source: MakeSource | None = None
+            if callable(data):
+                open_source = data
+            elif data is not None or self.recipe.family in DATA_FREE:
+                open_source = partial(
+                    open_data,
+                    self.source.root,
+                    self.component,
+                    self.recipe,
+                    data=data,
+                    converted=self.work.path / CONVERTED,
+                    prompts=None if prompts is None else str(prompts),
+                    cache=self.work.path / "data",
+                    seed=self.seed,
+                    progress=self.progress,
+                    digit_videos=digit_videos,
+                )
+            self._convert(open_source)
+            model, name = self._load(), self.component.name
+            source = None
+            if open_source is not None and stages:
+                source = open_source(model)
+                self._stages(model, source)
+            report = self._report(source)
+            record = {"recovery": {key: value for key, value in report.to_dict().items() if key != "recipe"}}
+            if "calibrate" in report.stages:
+                record["calibration"] = report.stages["calibrate"]
+            write_json(self.work.path / "summary.json", report.to_dict())
+            write_recovered(self.work.path / CONVERTED, self.work.path / RESULT, name, model, record)
+        if not self.work.is_done(RESULT):
+            self.work.publish()
+            summary = self.work.read("summary")
+            write_json(self.work.output / REPORT, summary)
+            write_plot(self.work.output, summary)
+            self.work.finish(RESULT, {})
+        self.work.remove_large([CONVERTED, "data", *stages])
+        return self._finished()
+
+    def _finished(self) -> RecoveryReport:
+        """The report of a finished run."""
+        summary = self.work.read("summary")
+        summary.pop("version", None)
+        order = [name for name in TITLES if name in summary["figures"]]
+        return RecoveryReport(
+            output=self.work.output, **{**summary, "figures": {name: summary["figures"][name] for name in order}}
+        )
+
+    def _convert(self, open_source: Callable[[nn.Module], BatchSource] | None) -> None:
+        """Converts the source, if that is not done; layers that are to be chosen are tried before."""
+        if self.work.is_done(CONVERTED):
+            return
+        layers = self.recipe.layers
+        record: dict[str, Any] = {}
+        with _timed() as seconds:
+            share = automatic_share(layers)
+            if share is not None:
+                if open_source is None:
+                    raise ValueError(f"layers={layers} needs data to try the layers on; give data or name the layers")
+                indices = self._convert_with("all")
+                count = max(1, round(share * self._count))
+                chosen = indices
+                if count < len(indices):
+                    model = self._load()
+                    batches = open_source(model).batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
+                    selection = select_layers(model, batches, keep=len(indices) - count)
+                    chosen = selection.mhla_layers
+                    record = {"selection": {**selection.to_dict(), "calibration": None}}
+                record["layers"] = chosen
+                self._convert_with(chosen)
+            else:
+                self._convert_with(layers)
+        self.work.finish(CONVERTED, {"seconds": seconds, **record})
+
+    def _convert_with(self, layers: str | list[int]) -> list[int]:
+        """Writes the converted directory; returns the indices of the layers that are MHLA in it."""
+        report = convert_pretrained(
+            self.source.location,
+            self.work.path / CONVERTED,
+            dict(self.recipe.mhla),
+            component=None if self.source.pipeline is None else self.component.name,
+            layers=layers,
+            overwrite=True,
+            progress=self.progress,
+            **self.hub,
+        )
+        part = report.components[self.component.name]
+        self._count = part.num_layers
+        return part.mhla_layers
+
+    def _load(self) -> nn.Module:
+        part = read_source(self.work.path / CONVERTED).component(self.component.name)
+        return part.load().to(self.device).eval()
+
+    def _stages(self, model: nn.Module, source: BatchSource) -> None:
+        """Runs what is left of the stages; the model ends with the weights of the last."""
+        names, work = self.recipe.stages(), self.work
+        pending = [name for name in names if not work.is_done(name)]
+        done = [name for name in names if work.is_done(name)]
+        if pending:
+            quality = Quality(model, source)
+            if not work.is_done("start"):
+                figures = {"softmax": quality.original, "converted": quality.measure(model)}
+                work.finish(
+                    "start", {"figures": figures, "data": source.describe(), "fingerprint": source.fingerprint}
+                )
+            elif work.read("start").get("fingerprint") != source.fingerprint:
+                raise ValueError(
+                    f"data: what {work.output} was begun with has changed since; give the same data, or another output"
+                )
+            # Before anything changes: the original's values of what later stages train.
+            teacher = SharedTeacher(model)
+            layers = find_projections(model, mhla_layers(model), on_device(source.batch("start", 0, 1), model))
+            changes = {stage: changed_parameters(model, layers, stage) for stage in names}
+            teacher.keep(sorted(set().union(*changes.values())))
+        if done:
+            work.load_weights(done[-1], model)
+        for name in pending:
+            if self.on_stage is not None:
+                self.on_stage(name)
+            with _timed() as seconds:
+                run = StageRun(
+                    recipe=self.recipe,
+                    model=model,
+                    layers=layers,
+                    teacher=teacher,
+                    source=source,
+                    directory=work.path / name,
+                    device=self.device,
+                    seed=self.seed,
+                    save_every=self.save_every,
+                    progress=self.progress,
+                )
+                details = run_stage(name, run)
+            measured = quality.measure(model)
+            # What earlier stages changed is in it too: the last file alone makes the model.
+            changed = set().union(*(changes[stage] for stage in names[: names.index(name) + 1]))
+            weights = {key: value for key, value in model.named_parameters() if key in changed}
+            work.finish(name, {"figures": measured, "seconds": seconds, "details": details}, weights)
+            logger.info("%s: %s in %.0f s", name, measured, seconds["seconds"])
+            # Its checkpoints and activations, and the weights before it: the result has replaced them.
+            work.remove_large(names[: names.index(name)])
+            work.remove_large([name], weights=False)
+        model.requires_grad_(True).eval()
+
+    def _report(self, source: BatchSource | None) -> RecoveryReport:
+        report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict())
+        conversion = self.work.read(CONVERTED)
+        report.seconds[CONVERTED] = conversion.pop("seconds")
+        if conversion:
+            report.stages[CONVERTED] = conversion
+        if source is None:
+            return report
+        start = self.work.read("start")
+        report.data = start["data"]
+        # Files are sorted by name.
+        report.figures = {name: start["figures"][name] for name in ("softmax", CONVERTED)}
+        for name in self.recipe.stages():
+            record = self.work.read(name)
+            report.figures[name], report.seconds[name] = record["figures"], record["seconds"]
+            report.stages[name] = record["details"]
+        return report
+
+
+@contextmanager
+def _timed() -> Iterator[dict[str, float]]:
+    """Gives a dict that has the seconds when the block ends."""
+    seconds: dict[str, float] = {}
+    began, cpu = time.perf_counter(), time.process_time()
+    yield seconds
+    seconds["seconds"] = round(time.perf_counter() - began, 2)
+    seconds["cpu_seconds"] = round(time.process_time() - cpu, 2)
