@@ -17,7 +17,7 @@ from typing import Any
 from ..config import MHLAConfig
 from ..models.registry import MHLA_CLASSES
 from ..models.source import CONVERSION_RECORD
-from ..utils.files import write_json
+from ..utils.files import write_staged_json
 from ..utils.json_files import read_json
 
 
@@ -127,7 +127,7 @@ class ConversionReport:
 
     def save(self, folder: Path) -> None:
         """Writes `conversion.json` into `folder`."""
-        write_json(folder / CONVERSION_RECORD, self.to_dict(), sort_keys=False)
+        write_staged_json(folder / CONVERSION_RECORD, self.to_dict())
 
 
 def advice(report: ConversionReport) -> str | None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from ..models.source import CONVERSION_RECORD, Source
 from ..utils.destinations import Destination
-from ..utils.files import write_json
+from ..utils.files import write_staged_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.source_files import list_files
 from ..utils.tensor_files import check_safetensors, write_shards
@@ -76,7 +76,7 @@ def write_result(
                 noted.files = write_shards(
                     folder, weights.shards, stem=plan.names.stem, variant=noted.variant, on_bytes=advance
                 )
-            write_json(folder / "config.json", plan.config, sort_keys=False)
+            write_staged_json(folder / "config.json", plan.config)
             describe(f"hashing {plan.name}")
             for weights in plan.weights:
                 weights.report.source_files = {path.name: describe_file(path, advance) for path in weights.sources}
@@ -84,7 +84,7 @@ def write_result(
             report.components[plan.name] = plan.report
         if pipeline is not None:
             replaced = {plan.name: ["diffusers", plan.config["_class_name"]] for plan in plans}
-            write_json(staging / PIPELINE_INDEX, {**pipeline, **replaced}, sort_keys=False)
+            write_staged_json(staging / PIPELINE_INDEX, {**pipeline, **replaced})
         describe("done")
         report.bytes_written = copied_bytes + written_bytes
         report.seconds = time.monotonic() - started

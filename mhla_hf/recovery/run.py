@@ -26,9 +26,9 @@ from .data import DATA_FREE, DigitVideos, open_data
 from .directories import write_recovered
 from .quality import Quality
 from .recipes import Recipe
-from .stages import StageRun, changed_parameters, run_stage
 from .report import REPORT, TITLES, RecoveryReport, write_plot
 from .selection import select_layers
+from .stages import StageRun, changed_parameters, run_stage
 from .work_folder import RESULT, WorkFolder
 
 

@@ -59,10 +59,15 @@ def atomic_file(destination: Path) -> Iterator[Path]:
         raise
 
 
-def write_json(destination: Path, value: Any, *, sort_keys: bool = True) -> None:
-    """Writes indented JSON with a final newline, atomically."""
+def write_json(destination: Path, value: Any) -> None:
+    """Writes indented, sorted JSON with a final newline, atomically."""
     with atomic_file(destination) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
+        write_staged_json(temporary, value, sort_keys=True)
+
+
+def write_staged_json(destination: Path, value: Any, *, sort_keys: bool = False) -> None:
+    """Writes the same in place, for files of a directory that is itself moved when it is complete."""
+    destination.write_text(json.dumps(value, indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 
 def path_inside(root: Path, name: Any, where: str) -> Path:

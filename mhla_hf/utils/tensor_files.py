@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from .files import atomic_file, write_json
+from .files import atomic_file, write_staged_json
 from .messages import shorten_text
 
 
@@ -281,5 +281,6 @@ def write_shards(
         weight_map = {entry.name: name for name, entries in zip(names, shards) for entry in entries}
         total = sum(entry.nbytes for entries in shards for entry in entries)
         index_name = f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json"
-        write_json(folder / index_name, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_staged_json(folder / index_name, index, sort_keys=True)
     return names
