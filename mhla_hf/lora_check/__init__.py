@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LoRA made for a softmax model does on the MHLA model that was made from it."""
+"""Effect of a LoRA made for a softmax model on the MHLA model made from it."""
 
-from .checking import check_lora
-from .report import LoraReport
+from .check import LoraReport, check_lora
 
 
 __all__ = ["LoraReport", "check_lora"]

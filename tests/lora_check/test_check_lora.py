@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.lora_check import check_lora
+from mhla_hf.lora_check.lora import read_lora
 from mhla_hf.lora_check.probing import diffusion_probes, outputs, probe_grid, transformers_probes
-from mhla_hf.lora_check.reading import read_lora
 from mhla_hf.models.wan import MHLAWanTransformer3DModel
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.models.adapter_checks import TARGETS, randomize_lora
