@@ -109,7 +109,7 @@ def option_parameters(panel: str | None = None) -> list[inspect.Parameter]:
 
 
 def with_conversion_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options in place of its `**` parameter; they come before its own keyword parameters."""
+    """Adds the options to a command in place of its `**` parameter; they come before its own keyword parameters."""
     own = inspect.signature(command).parameters.values()
     positional = [parameter for parameter in own if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
     keyword = [parameter for parameter in own if parameter.kind == inspect.Parameter.KEYWORD_ONLY]

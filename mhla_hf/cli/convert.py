@@ -245,7 +245,7 @@ def _show(report: "ConversionReport") -> None:
 
 
 def _blocks(options: Mapping[str, Any]) -> str:
-    """How a table calls the blocks of some options."""
+    """Blocks of some options, for a table."""
     if options["blocks"]:
         return "×".join(map(str, options["blocks"]))
     return f"of {'×'.join(map(str, options['block_size']))} tokens"

@@ -72,7 +72,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def torch_entries(path: Path) -> list[TensorEntry]:
-    """The tensors of a file of `torch.save`, alone or under one of the usual keys.
+    """Reads the tensors of a file of `torch.save`, alone or under one of the usual keys.
 
     Args:
         path: The file.
@@ -96,7 +96,7 @@ def torch_entries(path: Path) -> list[TensorEntry]:
 
 
 def _refusal(tensor: torch.Tensor, claimed: dict[int, int]) -> str:
-    """What is wrong with a tensor, or nothing. `claimed` counts the bytes taken of each storage so far."""
+    """Reason to refuse a tensor, or nothing. `claimed` counts the bytes taken of each storage so far."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
     if tensor.device.type != "cpu":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what users type (`3,5,10`, `2/3`, `bf16`, `5GB`) into values, with errors that name the option."""
+"""Parses options such as `3,5,10`, `2/3`, `bf16` and `5GB`, with errors that name the option."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def parse_axes(text: str | None, name: str, axes: int | None = 3) -> tuple[int, 
     """Reads `"3,5,10"` (or `"3x5x10"`) as one positive integer an axis.
 
     Args:
-        text: What was typed; `None` stays `None`.
-        name: The option's name, for the error.
-        axes: How many numbers there must be; `None` for one to three.
+        text: Text of the option; `None` stays `None`.
+        name: Name of the option, for the error.
+        axes: Number of values; `None` for one to three.
 
     Raises:
         ValueError: If it is anything else.
@@ -51,12 +51,12 @@ def parse_axes(text: str | None, name: str, axes: int | None = 3) -> tuple[int, 
 
 
 def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[int] | None:
-    """Reads which layers become MHLA.
+    """Reads the choice of layers that become MHLA.
 
     Args:
         layers: `None` or `"all"` for every layer; indices as `"1,2,4"` or as integers; or a fraction `"p/q"`: of each
             q layers in a row the first q - p stay softmax, so `"2/3"` keeps 0, 3, 6, … as the authors' hybrid does.
-        num_layers: How many layers the model has.
+        num_layers: Number of layers of the model.
 
     Returns:
         Sorted indices, or `None` for every layer.

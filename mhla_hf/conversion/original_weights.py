@@ -29,7 +29,7 @@ _SUFFIXES = (".safetensors", GGUF_SUFFIX, *TORCH_SUFFIXES)
 
 
 class _Tensors(NamedTuple):
-    """What is asked of an open weight file."""
+    """An open weight file, in the interface of `SafetensorsReader`."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -46,7 +46,7 @@ class OriginalWeights(WeightSet):
     Attributes:
         groups: The tensors of each file.
         names: Their names in the file, by the name in diffusers.
-        location: What the user called the file or folder.
+        location: Location as the user gave it.
     """
 
     groups: tuple[tuple[TensorEntry, ...], ...] = ()
@@ -62,11 +62,11 @@ class OriginalWeights(WeightSet):
 
     @property
     def where(self) -> str:
-        """What holds the weights, for errors."""
+        """Location of the weights, for errors."""
         return self.location
 
     def called(self, name: str) -> str:
-        """The name of a weight in the file, for errors."""
+        """Name of a weight in the file, for errors."""
         return (self.names or {}).get(name, name)
 
 
@@ -87,14 +87,14 @@ class OriginalComponent(Component):
 
 
 def find_weights(source: str | Path, hub: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-    """The weight file that a source means, and where it came from; `None` if it is a directory or repository.
+    """Returns the weight file that a source names, and its origin; `None` for a directory or repository.
 
     Args:
-        source: What the user gave: a path, an address on the Hub, or anything else.
+        source: A path, an address on the Hub, or any other location.
         hub: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
 
     Raises:
-        ValueError: If it is called like a weight file and is not there, or cannot be downloaded.
+        ValueError: If it has the name of a weight file and does not exist, or cannot be downloaded.
     """
     path = Path(source).expanduser()
     if path.is_dir() or not (is_url(source) or path.suffix in _SUFFIXES):
@@ -123,12 +123,12 @@ def plan_original(
     config: str | Path | None,
     hub: Mapping[str, Any],
 ) -> tuple[ComponentPlan, Source | None, dict[str, Any]]:
-    """Decides everything about original weights before anything is written.
+    """Plans the conversion of original weights before anything is written.
 
     Args:
         path: The file, or the directory of shards.
-        location: What the user called it.
-        origin: Where it came from.
+        location: Location as the user gave it.
+        origin: Origin of the file, for the record.
         mhla: As for `convert_pretrained`, as are all others that are not described; so are the errors.
         options: See [`PlanOptions`][mhla_hf.conversion.planning.PlanOptions].
         component: Name of the component.
@@ -193,7 +193,7 @@ def _read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
 def _configuration(
     part: OriginalComponent, name: str, config: str | Path | None, base: Source | None
 ) -> tuple[dict[str, Any], Path]:
-    """The configuration of the softmax model (the one given, the base's, or what the weights tell) and its folder."""
+    """The configuration of the softmax model (the given one, the base's, or one read off the weights) and its folder."""
     folder = part.folder
     if config is not None:
         path = Path(config).expanduser()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversion will write, decided from headers alone: every tensor's name, shape, type and where it is from."""
+"""Plans of conversions, made from headers alone: name, shape, type and origin of every tensor that is written."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ComponentPlan:
         name: Name of the component.
         config: Contents of `config.json`.
         weights: The sets of weight files.
-        report: What goes into `conversion.json`.
-        names: What the weight files are called.
+        report: Its part of `conversion.json`.
+        names: Names of the weight files.
     """
 
     name: str
@@ -193,7 +193,7 @@ def plan_files(
     """Distributes copied and new tensors over files: one file stays one file; several get one more.
 
     Args:
-        weight_set: What is read.
+        weight_set: The files that are read.
         groups: The copied tensors of each file.
         fresh: The new ones.
         max_bytes: Largest file.
@@ -218,9 +218,9 @@ def compare_tensors(
     Args:
         found: Shapes by name.
         expected: The model's shapes by name.
-        where: What holds them, for the error.
+        where: Location of the weights, for the error.
         ignored: Parts of names that may be left over.
-        called: How a name reads in the error, where the file calls it something else.
+        called: Returns the name for the error, where the file has another one.
 
     Raises:
         ValueError: If tensors are missing, left over or of another shape; the message names them.
@@ -244,7 +244,7 @@ def compare_tensors(
 
 
 def kept_in_fp32(model: Any) -> Callable[[str], bool]:
-    """Tells by name which parameters diffusers keeps in fp32: it matches whole parts of the dotted name."""
+    """Returns a test by name for parameters that diffusers keeps in fp32; it matches whole parts of the dotted name."""
     parts = set(getattr(model, "_keep_in_fp32_modules", None) or [])
     return lambda name: bool(parts & set(name.split(".")))
 
@@ -257,7 +257,7 @@ def cast_entry(entry: TensorEntry, dtype: torch.dtype | None, kept: Callable[[st
 
 
 def dominant_dtype(entries: Iterable[TensorEntry]) -> torch.dtype:
-    """The type that most of the numbers have."""
+    """Type of most values."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         sizes[entry.dtype] += entry.nbytes // entry.dtype.itemsize
@@ -265,7 +265,7 @@ def dominant_dtype(entries: Iterable[TensorEntry]) -> torch.dtype:
 
 
 def count_dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
-    """How many tensors have each type."""
+    """Number of tensors of each type."""
     return dict(Counter(str(entry.dtype).removeprefix("torch.") for entry in entries))
 
 
@@ -283,9 +283,9 @@ def initial_entry(
         model: The model that has it, on the meta device.
         name: Its name in the model.
         dtype: The type to write.
-        kept: Tells which parameters are written in fp32 instead.
-        report: Where to note it.
-        stored_name: Its name in the file, where that is another one.
+        kept: Test for parameters that are written in fp32 instead.
+        report: Report of the model, which lists it.
+        stored_name: Its name in the file, if different.
     """
     module_name, _, relative = name.rpartition(".mhla.")
     module = model.get_submodule(f"{module_name}.mhla")

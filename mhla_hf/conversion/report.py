@@ -36,10 +36,10 @@ class WeightSetReport:
         variant: Part of the file names such as `fp16`; `None` for the main set.
         files: Weight files written.
         source_files: Weight files read, each with its size in bytes and SHA-256.
-        copied_tensors: How many tensors were taken from the source.
-        copied_parameters: How many numbers those are.
-        dtypes: How many tensors were written in each dtype.
-        initialised_dtypes: The same of the new tensors alone.
+        copied_tensors: Number of tensors taken from the source.
+        copied_parameters: Number of values in them.
+        dtypes: Number of tensors written in each dtype.
+        initialised_dtypes: Number of new tensors in each dtype.
     """
 
     variant: str | None = None
@@ -53,17 +53,17 @@ class WeightSetReport:
 
 @dataclass
 class ComponentReport:
-    """What happened to one model.
+    """Conversion of one model.
 
     Attributes:
         source_class: Class that the source's weights were for.
         target_class: Class that the written weights are for.
-        weight_sets: What was read and written, by variant.
+        weight_sets: Weights read and written, by variant.
         initialised: New tensors by name: shape and the values they start from.
         mhla: The complete MHLA options.
         mhla_layers: Indices of the MHLA layers.
-        num_layers: How many layers the model has. Of a model with several towers the layers are counted through all
-            of them, and `mhla` holds the options of each.
+        num_layers: Number of layers. In a model with several towers the layers are counted through all of them, and
+            `mhla` holds the options of each.
         dropped: Tensors of the source that were not taken over: the model does not know them, or they repeat a tensor
             they are tied to.
     """
@@ -79,20 +79,20 @@ class ComponentReport:
 
     @property
     def initialised_parameters(self) -> int:
-        """How many new numbers there are."""
+        """Number of new values."""
         return sum(math.prod(entry["shape"]) for entry in self.initialised.values())
 
 
 @dataclass
 class ConversionReport:
-    """What a conversion did; `conversion.json` holds the same.
+    """Result of a conversion, written as `conversion.json`.
 
     Attributes:
         command: `"convert"` or `"import-official"`.
         destination: The directory written.
         source: Where the weights came from: `location`, the name of a directory or the id of a Hub repository, and
             for repositories `revision` and `commit`.
-        components: What happened to each model, by component name (`"transformer"`, or `"model"` for one of
+        components: Conversion of each model, by component name (`"transformer"`, or `"model"` for one of
             transformers).
         copied_files: Files taken over unchanged, relative to the destination.
         skipped_files: Files not taken over, since they hold the old weights in other formats.
@@ -163,7 +163,7 @@ def _training_command(destination: Path, name: str, part: ComponentReport) -> st
 
 
 def package_versions() -> Mapping[str, str]:
-    """Versions of this package, of Python and of what reads and writes weights."""
+    """Versions of this package, Python, and the libraries that read and write weights."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensors of a transformers model are called in its files and in memory: transformers renames some families."""
+"""Names of a transformers model's tensors in files and in memory; transformers renames those of some families."""
 
 from __future__ import annotations
 

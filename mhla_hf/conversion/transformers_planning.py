@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the conversion of a transformers model will write, decided from its configuration and headers alone."""
+"""Plans of conversions of transformers models, made from the configuration and headers alone."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _equal_copies(names: StoredNames, stored: Mapping[str, SafetensorsReader]) -
 
 
 def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Tells by their name in the model which parameters transformers keeps in fp32 in a model of a type."""
+    """Returns a test by name for parameters that transformers keeps in fp32 in a model of a type."""
     patterns = set(model._keep_in_fp32_modules_strict or []) if dtype in (torch.float16, torch.bfloat16) else set()
     if dtype == torch.float16:
         patterns |= set(model._keep_in_fp32_modules or [])

@@ -22,10 +22,10 @@ from .probing import changed, cosine, diffusion_probes, movement, outputs, probe
 
 @dataclass(frozen=True)
 class ModuleChange:
-    """How much a LoRA changes a module's weight W.
+    """Change of a module's weight W by a LoRA.
 
     Attributes:
-        kind: What the module is part of, one of `KINDS`.
+        kind: Part of the model, one of `KINDS`.
         layer: Number of its layer; `None` outside of layers.
         relative_change: Norm of the change, relative to that of W (Frobenius).
         change: Norm of the change.
@@ -41,7 +41,7 @@ class ModuleChange:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the LoRA does to the output for one input.
+    """Effect of the LoRA on the output for one input.
 
     Attributes:
         noise_level: From 0 to 1; `None` for models without noise.
@@ -60,19 +60,19 @@ class ProbeResult:
 
 @dataclass
 class LoraReport:
-    """What a check of a LoRA found.
+    """Result of checking a LoRA.
 
     Attributes:
-        model: What was checked against, as it was named.
+        model: Location of the model as the user gave it.
         component: The model's name in its pipeline.
         lora: The LoRA's file.
-        weights: Where each of its weights goes, by name; [`Target`].
+        weights: Target of each of its weights, by name; [`Target`].
         others: Weights in the file for other models of a pipeline.
-        modules: How much each module is changed, by name.
-        original: Where the softmax original was found, or why there is none.
+        modules: Change of each module, by name.
+        original: Location of the softmax original, or why there is none.
         has_original: Whether outputs were compared with it.
         grid: Tokens of the probes along each axis; `None` for models of transformers.
-        probes: What the LoRA does to outputs.
+        probes: Effect of the LoRA on outputs.
     """
 
     model: str
@@ -88,7 +88,7 @@ class LoraReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many weights go where."""
+        """Number of weights of each kind."""
         kinds = [target.kind for target in self.weights.values()]
         return {kind: kinds.count(kind) for kind in KINDS}
 
@@ -132,7 +132,7 @@ def check_lora(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
 ) -> LoraReport:
-    """Says which weights of a LoRA apply to an MHLA model, and how far they move its output and the original's.
+    """Finds the weights of a LoRA that apply to an MHLA model, and how far they move its output and the original's.
 
     One model is in memory at a time. The original is the softmax pipeline or model that `conversion.json` (or
     `training.json`) names, a Hub repository or a folder beside the model; without it, only the MHLA model is probed.
@@ -145,7 +145,7 @@ def check_lora(
         samples: Random inputs to run; 0 runs nothing.
         max_tokens: Most tokens of an input. Larger grids of the model are halved along their longest axes.
         seed: Seed of the inputs and their noise levels.
-        device: Where models run.
+        device: Device of the models.
         dtype: Type of their weights.
         revision: Branch, tag or commit of the model on the Hub.
         token: Access token for the Hub.

@@ -59,7 +59,7 @@ class LoraFile:
         return found
 
     def scale(self, module: str, rank: int) -> float:
-        """What the product of a module's matrices is multiplied with.
+        """Scale applied to the product of a module's matrices.
 
         Args:
             module: Name of the module.
@@ -177,17 +177,17 @@ def _plain(pattern: str) -> str:
 
 
 KINDS = ("MHLA layer", "softmax layer", "other module", "MHLA parameter", "nothing")
-"""What a weight can be for; the first two are self-attention."""
+"""Kinds of targets; the first two are self-attention."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a weight of a LoRA goes.
+    """Target of a weight of a LoRA.
 
     Attributes:
         kind: One of [`KINDS`].
         layer: Number of the layer; `None` outside of layers.
-        reason: Why it goes nowhere; empty where it does.
+        reason: Why it has no place in the model; empty if it has one.
     """
 
     kind: str
@@ -210,7 +210,7 @@ class ModelTargets:
         self.patterns = {_numberless(name) for name in attentions}
 
     def find(self, lora: LoraFile) -> dict[str, Target]:
-        """Where each weight goes, by its name."""
+        """Finds the target of each weight, by its name."""
         pairs = lora.modules()
         # One of a pair alone changes nothing.
         reasons = {module: self._obstacle(module, parts) for module, parts in pairs.items()}
@@ -228,7 +228,7 @@ class ModelTargets:
         return found
 
     def changes(self, lora: LoraFile, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
-        """What the LoRA adds to parameters, by name; float32, on the parameter's device.
+        """Computes the additions to parameters, by name; float32, on the parameter's device.
 
         Args:
             lora: The LoRA.

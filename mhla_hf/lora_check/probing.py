@@ -155,7 +155,7 @@ def changed(model: nn.Module, changes: Mapping[str, torch.Tensor]) -> Iterator[N
 
 
 def movement(plain: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]) -> list[float]:
-    """How far outputs are from others, relative to those, input by input."""
+    """Distance of outputs from others, relative to those, input by input."""
     return [float((b - a).norm() / a.norm()) for a, b in zip(plain, moved)]
 
 

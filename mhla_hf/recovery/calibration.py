@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration: what is linear in a converted model is fitted to the original in closed form, without training.
+"""Calibration: the linear parts of a converted model are fitted to the original in closed form, without training.
 
 Every layer gets the inputs that it has in the original model. The probe runs once for the layers' own parameters
 (the temperatures of hedgehog feature maps on its first samples before), and once more for the output projections,
@@ -44,14 +44,14 @@ _NEGLIGIBLE = 1e-7
 
 @dataclass
 class LayerCalibration:
-    """What calibration did to one layer.
+    """Calibration of one layer.
 
     Attributes:
         name: The attention module.
         error_before: Squared error of the layer's output on held-out samples, relative to the variance of the
             original's; with the weights as they were.
         error_after: The same with the weights as they are written.
-        changed: What was changed: `"temperature"`, `"gains"`, `"lepe"`, `"projection"`.
+        changed: Changed parts: `"temperature"`, `"gains"`, `"lepe"`, `"projection"`.
         temperatures: Mean factor on the feature map's weights of each key/value head; `None` where it was not changed.
         gains: Mean gains of MHLA and of the window; `None` where they were not changed.
         heads_ridge: Strength of the ridge that the convolution and the gains were fitted with; `None` where they were
@@ -59,7 +59,7 @@ class LayerCalibration:
         projection_ridge: Strength of the ridge that the projection was fitted with.
         tokens: Tokens that were fitted.
         held_out_tokens: Tokens that the errors were measured on.
-        note: Why the layer was left alone, where it was.
+        note: Reason for leaving the layer alone, if it was.
     """
 
     name: str
@@ -77,13 +77,13 @@ class LayerCalibration:
 
 @dataclass
 class CalibrationReport:
-    """What calibration did; `conversion.json` holds the same.
+    """Result of a calibration, also written to `conversion.json`.
 
     Attributes:
-        layers: What was done to each MHLA layer; names in pipelines begin with that of the component.
+        layers: Calibration of each MHLA layer; names in pipelines begin with that of the component.
         batches: Batches of the probe.
         seconds: Time it took.
-        probe: What the probe was made from.
+        probe: Origin of the probe.
     """
 
     layers: list[LayerCalibration] = field(default_factory=list)
@@ -114,10 +114,10 @@ def calibrate(
     progress: Progress | None = None,
     **probe_options: Any,
 ) -> CalibrationReport:
-    """Fits what is linear in a converted model to its original in closed form, in place and without training.
+    """Fits the linear parts of a converted model to its original in closed form, in place and without training.
 
-    The projections of a freshly converted model are those of its original, so the model itself tells what its softmax
-    attention would put out. For each layer, from sums over a small probe: the temperature of a hedgehog feature map,
+    The projections of a freshly converted model are those of its original, so the model itself provides the outputs of
+    its softmax attention. For each layer, from sums over a small probe: the temperature of a hedgehog feature map,
     the convolution of the values (`lepe_kernel`) and the gains of a window where there are such, and the output
     projection, by ridge regression towards what it is. A quarter of the batches (of the samples, where
     there are fewer than four) is held out; strengths are chosen by
@@ -138,7 +138,7 @@ def calibrate(
             the pipeline's call; see [`pipeline_batches`][mhla_hf.recovery.probes.pipeline_batches].
 
     Returns:
-        What was done to each layer, and its error before and after.
+        Changes of each layer, and its error before and after.
 
     Raises:
         ValueError: If there is no MHLA layer or no batch, weights are offloaded or quantised, or activations are not
@@ -328,7 +328,7 @@ def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator
 def _solved(
     layer: AttentionLayer, ridges: Sequence[float | None], fits: Sequence[ProjectionFit]
 ) -> tuple[LayerCalibration, Changes]:
-    """What to write of a layer: nothing where that would not lower the held-out error.
+    """Chooses the new values of a layer: none if they would not lower the held-out error.
 
     Args:
         layer: The layer.

@@ -73,7 +73,7 @@ _GENTLE: dict[str, Any] = {
     "distill": {"steps": 150, "learning_rate": 5e-5, "mhla_learning_rate": 3e-4},
 }
 WINDOW: dict[str, dict[str, Any]] = dict.fromkeys(("wan", "dit", "pixart"), _GENTLE)
-"""What a softmax window beside MHLA changes, by family."""
+"""Changes for a softmax window beside MHLA, by family."""
 
 # What arXiv 2601.07832 and its authors' code do: ReLU, mixing weights shared by all heads, RoPE after the map.
 _PAPER_IMAGES: dict[str, Any] = {
@@ -131,7 +131,7 @@ def default_recipe(family: str, preset: str | None = None, window: str | None = 
 
     Args:
         family: See `recipes.FAMILIES`.
-        preset: `paper` for the settings of arXiv 2601.07832; `None` for what measured best here.
+        preset: `paper` for the settings of arXiv 2601.07832; `None` for the settings that measured best here.
         window: Softmax window beside MHLA; see [`MHLAConfig`].
 
     Raises:

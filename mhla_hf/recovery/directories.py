@@ -41,7 +41,7 @@ def calibrate_directory(
     progress: Callable[[int, int], None] | None = None,
     **call_options: Any,
 ) -> CalibrationReport:
-    """Calibrates what a conversion wrote; see [`calibrate`][mhla_hf.calibrate].
+    """Calibrates a converted directory; see [`calibrate`][mhla_hf.calibrate].
 
     Weights are calibrated in fp32 and written in the types that their files have. Everything else of the directory
     stays as it is. The result takes its place at once, when it is complete.
@@ -53,16 +53,16 @@ def calibrate_directory(
         samples: Samples of the probe.
         batch_size: Samples of a batch, of `data`.
         seed: Seed of the probe.
-        prompts: What a pipeline makes as its probe.
+        prompts: Prompts of a pipeline's probe.
         memory_limit: See [`calibrate`][mhla_hf.calibrate].
         force: Take a model that has been trained or calibrated for one that has not.
         overwrite: Replace `output`.
-        device: Where to compute; by default a GPU where there is one.
+        device: Device, by default a GPU if there is one.
         progress: See [`calibrate`][mhla_hf.calibrate].
         **call_options: Arguments of a pipeline's call, such as `height` and `width`.
 
     Returns:
-        What was done; the same is written to `conversion.json` under `calibration`.
+        The changes; the same is written to `conversion.json` under `calibration`.
 
     Raises:
         ValueError: If the directory is no MHLA model or was trained, data are missing, or an argument is wrong.
@@ -137,8 +137,8 @@ def select_layers_of(
         samples: Samples of the probe.
         batch_size: Samples of a batch, of `data`.
         seed: Seed of the probe.
-        prompts: What a pipeline makes as its probe.
-        device: Where to compute.
+        prompts: Prompts of a pipeline's probe.
+        device: See there.
         hub: `revision`, `token` and `cache_dir`.
         call_options: Arguments of a pipeline's call.
         **options: Arguments of [`select_layers`][mhla_hf.recovery.selection.select_layers].
@@ -238,7 +238,7 @@ def _write(
 
 
 def _stored_names(values: Mapping[str, torch.Tensor], stored: Sequence[str], part: Component) -> dict[str, str]:
-    """What the files call parameters: models with a head have a prefix that the files may lack, and the reverse."""
+    """Names of parameters in the files: models with a head have a prefix that the files may lack, and the reverse."""
     known = set(stored)
     by_end: dict[str, str] = {}
     for name in stored:
@@ -261,7 +261,7 @@ def write_recovered(
     """Writes a directory like the converted one, with the weights of a model, all at once.
 
     Args:
-        converted: What `convert_pretrained` wrote, on the same disk.
+        converted: Directory of `convert_pretrained`, on the same disk.
         destination: Directory to make.
         component: Name of the model in a pipeline.
         model: The recovered model; its weights take the types that the converted ones have.

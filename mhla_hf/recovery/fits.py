@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of an MHLA layer can be fitted to the heads of the original attention in closed form.
+"""Closed-form fits of an MHLA layer to the heads of the original attention.
 
 Each fit sees the layer's calls one by one and keeps sums only. Of the samples some are held out: a fit is made on the
-others, and what is chosen (strengths, temperatures, whether to change anything) is what errs least on those.
+others; strengths, temperatures and whether to change anything are chosen by the error on those held out.
 
 Shapes: B batch, T tokens, H heads, H_kv key/value heads, V value width, C = H·V channels, D width of the output,
 L weights of the convolution for each channel.
@@ -43,8 +43,8 @@ class LayerCall:
     Attributes:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        output: What it returned `[B, T, H, V]`.
-        heads: What the original attention gives, same shape.
+        output: Its result `[B, T, H, V]`.
+        heads: Heads of the original attention, same shape.
         held_out: Which samples are held out, BoolTensor `[B]`.
     """
 
@@ -127,7 +127,7 @@ class TemperatureFit:
 
 @dataclass(frozen=True)
 class HeadsSolution:
-    """What the fit of the convolution and the gains found.
+    """Solution for the convolution and the gains.
 
     Attributes:
         error: Squared held-out error of the heads.
@@ -159,7 +159,7 @@ class HeadsFit:
 
     @staticmethod
     def applies(layer: AttentionLayer) -> bool:
-        """Whether the layer has something to fit so."""
+        """Whether the layer has a convolution or a window."""
         return layer.mhla.lepe is not None or layer.mhla.window_gain is not None
 
     @classmethod
@@ -275,7 +275,7 @@ class HeadsFit:
 
 @dataclass(frozen=True)
 class ProjectionSolution:
-    """What the fit of an output projection found.
+    """Solution for an output projection.
 
     Attributes:
         errors: Squared held-out error of the layer's output, by strength of the ridge; `None` for the projection as
@@ -411,7 +411,7 @@ class _Patches:
         self._image = F.pad(image, [self._kernel // 2] * (2 * self._axes))
 
     def of(self, channels: slice) -> torch.Tensor:
-        """Those of some channels, `[channels, B·T, L]` in the order of the convolution's weights."""
+        """Patches of some channels, `[channels, B·T, L]` in the order of the convolution's weights."""
         patches = self._image[:, channels]
         for axis in range(self._axes):
             patches = patches.unfold(2 + axis, self._kernel, 1)
@@ -419,5 +419,5 @@ class _Patches:
 
 
 def _sums_device(device: torch.device) -> torch.device:
-    """Where sums in float64 are kept; Apple's GPUs have no such numbers."""
+    """Device of sums in float64, a type that Apple's GPUs do not have."""
     return torch.device("cpu") if device.type == "mps" else device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recovery takes: computed from the sizes of the converted model, which may be on the meta device."""
+"""Memory and steps of a recovery, computed from the sizes of the converted model, which may be on the meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PIXELS_PER_LATENT, _FRAMES_PER_LATENT = 8, 4
 
 
 def expected(recipe: Recipe, model: nn.Module) -> Expected:
-    """What a recipe takes with a model.
+    """Computes the memory and steps of a recipe with a model.
 
     - Weights: four bytes for each parameter.
     - Training: 12 more for each parameter that trains (gradient, two moments of AdamW), which is a layer at a time in

@@ -28,7 +28,7 @@ PROMPTS = (
     "two children play with a ball on a beach",
     "a bowl of fruit beside an open window",
 )
-"""What is made where nothing is asked for."""
+"""Default prompts."""
 # Samples of one kind that are made at least: one of four is held out.
 _LEAST_SAMPLES = 4
 
@@ -58,7 +58,7 @@ def pipeline_batches(
     seed: int = 0,
     **call_options: Any,
 ) -> dict[str, list[Batch]]:
-    """What the MHLA models of a pipeline see while it makes samples with their original attention.
+    """Records the inputs of a pipeline's MHLA models while it makes samples with their original attention.
 
     Of every sample some denoising steps are kept, drawn at random, so that all noise levels occur. The samples stay
     latents, and nothing is decoded where the pipeline allows that.
@@ -66,7 +66,7 @@ def pipeline_batches(
     Args:
         pipeline: A diffusers pipeline from text, or from classes.
         samples: Calls of each model to keep.
-        prompts: What to make; by default neutral captions. Classes are drawn.
+        prompts: Prompts; by default neutral captions. Classes are drawn.
         steps: Denoising steps.
         seed: Seed of noise, classes and of the steps that are kept.
         **call_options: Other arguments of the pipeline's call, such as `height`, `width` and `num_frames`. By default
@@ -127,7 +127,7 @@ def _subjects(
     steps: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """What each sample shows. As many as there are prompts, and enough for the calls that are wanted."""
+    """Prompt or class of each sample: one for each prompt at least, and enough for the requested calls."""
     if isinstance(prompts, str) or (prompts is not None and not prompts):
         raise ValueError(f"prompts must be a list of one prompt at least, got {prompts!r:.100}.")
     # At most half of the steps of a sample are kept; a multiple of four keeps held-out samples apart.

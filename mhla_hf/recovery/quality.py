@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good a model is on held-out data, beside the original: one figure for each kind of model."""
+"""Quality of a model on held-out data, compared to the original: one figure for each kind of model."""
 
 from __future__ import annotations
 

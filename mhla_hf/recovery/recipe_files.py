@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where recipes are, and reading them: plain YAML, of which what is easily misread is refused."""
+"""Finding and reading recipe files: plain YAML without the parts that are easily misread."""
 
 from __future__ import annotations
 

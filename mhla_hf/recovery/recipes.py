@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: how a model is converted and recovered, as a small YAML file or the default of the model's family.
+"""Recipes: options of conversion and recovery, as a small YAML file or the default of the model's family.
 
 A recipe is checked in full before anything is loaded. `docs/recovery.md` describes its fields, which are those of the
 classes here.
@@ -42,7 +42,7 @@ class _Section(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(_Section):
-    """What of the data is used, and in which size."""
+    """Amount and size of the data."""
 
     samples: int = _option(
         2048, "Samples to train on, if there are so many: rows or passages of text, pictures, videos.", minimum=1,
@@ -129,7 +129,7 @@ class FinetuneOptions(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Expected(_Section):
-    """What a run takes, in gigabytes (10^9 bytes); `memory.expected` says how it is computed."""
+    """Memory and steps of a run, in gigabytes (10^9 bytes); computed by `memory.expected`."""
 
     weights_gb: float = _option(0.0, "The model in fp32.", minimum=0)
     training_gb: float = _option(
@@ -152,7 +152,7 @@ _SECTIONS: dict[str, type[_Options]] = {"data": DataOptions, **STAGES, "expected
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a model of one family is recovered.
+    """Conversion and recovery of a model of one family.
 
     Attributes:
         family: One of [`FAMILIES`].
@@ -161,13 +161,13 @@ class Recipe:
         layers: Which layers become MHLA: `all`, indices, a fraction such as `2/3`, or `auto:2/3`, which keeps those
             softmax that are worst to replace.
         mhla: Options of [`MHLAConfig`]; the model's own for what is not given.
-        data: What of the data is used.
+        data: Amount and size of the data.
         calibrate: The stage, or `None` to leave it out; as are the following.
         match: The stage.
         distill: The stage.
         finetune: The stage.
-        expected: What the run takes.
-        name: What errors call it.
+        expected: Memory and steps of the run.
+        name: Name in errors.
     """
 
     family: str
@@ -268,8 +268,8 @@ def parse_recipe(content: Any, where: str) -> Recipe:
     """Checks the content of a recipe.
 
     Args:
-        content: What the YAML file holds.
-        where: What errors call it.
+        content: Contents of the YAML file.
+        where: Name in errors.
 
     Raises:
         ValueError: See [`load_recipe`].
@@ -346,7 +346,7 @@ def _mhla_options(content: Any, family: str, where: str) -> dict[str, Any]:
 
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
-    """What goes for each part of a recipe, and not for them together."""
+    """Problems between parts of a recipe that are valid by themselves."""
     # Converted, SANA-Video computes what it did, and there is no objective to fine-tune it by.
     if not recipe.stages() and recipe.family != "sana-video":
         yield f"it has no stage; give one of {', '.join(STAGES)}"

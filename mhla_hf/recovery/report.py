@@ -25,7 +25,7 @@ TITLES = {
     "distill": "distilled",
     "finetune": "fine-tuned",
 }
-"""What the states of a model are called, in their order."""
+"""Names of a model's states, in their order."""
 
 LABELS = {
     "above_softmax_percent": "above softmax, %",
@@ -38,7 +38,7 @@ LABELS = {
 
 @dataclass
 class RecoveryReport:
-    """What a recovery did; `report.json` holds the same.
+    """Result of a recovery, written as `report.json`.
 
     Attributes:
         output: The directory written.
@@ -46,8 +46,8 @@ class RecoveryReport:
         figures: Quality on held-out data: of the original under `softmax`, after the conversion under `converted`,
             and after each stage under its name. The main figure comes last, or is `cosine`.
         seconds: Of each stage: `seconds` by the clock and `cpu_seconds`.
-        stages: What each stage says of itself.
-        data: What was trained on.
+        stages: Details of each stage.
+        data: Description of the training data.
         recipe: The recipe that was followed.
     """
 

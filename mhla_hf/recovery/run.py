@@ -226,7 +226,7 @@ class RecoveryRun:
 
 @contextmanager
 def _timed() -> Iterator[dict[str, float]]:
-    """Gives a dict that has the seconds when the block ends."""
+    """Yields a dict that holds the seconds when the block ends."""
     seconds: dict[str, float] = {}
     began, cpu = time.perf_counter(), time.process_time()
     yield seconds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers are best kept softmax: what each costs the model's output as MHLA, and what it costs in time."""
+"""Selection of layers that stay softmax, by the error and the time that each costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TIMED_CALLS = 3
 
 @dataclass
 class LayerScore:
-    """What selection knows of one layer.
+    """Error and time of one layer.
 
     Attributes:
         index: Its number among the model's layers.
@@ -57,13 +57,13 @@ class LayerScore:
 
     @property
     def extra_ms(self) -> float:
-        """What keeping it softmax costs."""
+        """Additional time for keeping it softmax."""
         return self.softmax_ms - self.mhla_ms
 
 
 @dataclass
 class SelectionReport:
-    """Which layers to keep softmax.
+    """Layers to keep softmax.
 
     Attributes:
         layers: Every layer that can be MHLA.
@@ -72,7 +72,7 @@ class SelectionReport:
         softmax_ms: Time of the softmax model for one batch of the probe.
         mhla_ms: Time with every layer MHLA.
         chosen_ms: Time with the layers kept.
-        calibration: What calibration did before.
+        calibration: Report of the calibration before.
     """
 
     layers: list[LayerScore]
@@ -90,7 +90,7 @@ class SelectionReport:
 
     @property
     def option(self) -> str:
-        """The same as `--layers` takes them."""
+        """Indices of the layers that become MHLA, as text for `--layers`."""
         return ",".join(map(str, self.mhla_layers))
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def select_layers(
     Args:
         model: A converted model that was not trained, every layer of interest MHLA.
         batches: The probe, as for [`calibrate`][mhla_hf.calibrate].
-        keep: How many layers to keep softmax, or which share (`"25%"`, 0.25); a quarter if `latency` is not given
+        keep: Number of layers to keep softmax, or their share (`"25%"`, 0.25); a quarter if `latency` is not given
             either.
         latency: Largest time of the model, as a share of the softmax model's (`"80%"`, 0.8) on this machine, at the
             size of the probe: layers are kept as long as it allows.
@@ -276,7 +276,7 @@ def _index(name: str) -> int:
 
 
 def _kept_count(keep: int | float | str, layers: int) -> int:
-    """How many layers to keep: a number of them, or the nearest to a share."""
+    """Number of layers to keep: as given, or the nearest to a share."""
     if isinstance(keep, int) and not isinstance(keep, bool) or isinstance(keep, str) and keep.isdecimal():
         count = int(str(keep)[:9])
     else:

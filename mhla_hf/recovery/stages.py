@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a recovery, each a call of what does the work, with the options of the recipe."""
+"""Stages of a recovery: calls of calibration, matching and training with the options of the recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SECOND_BETA = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class StageRun:
-    """What a stage works with.
+    """Inputs of a stage.
 
     Attributes:
         recipe: The recipe.
@@ -34,8 +34,8 @@ class StageRun:
         layers: Its MHLA layers, with their projections.
         teacher: The original, in the model itself.
         source: The data.
-        directory: Where it keeps checkpoints.
-        device: Where it runs.
+        directory: Folder of its checkpoints.
+        device: Device of the model.
         seed: Of everything random.
         save_every: Steps between checkpoints.
         progress: Show progress.
@@ -71,10 +71,10 @@ def run_stage(name: str, run: StageRun) -> dict[str, Any]:
 
     Args:
         name: One of `recipes.STAGES`.
-        run: What it works with; the model is changed in place.
+        run: Its inputs; the model is changed in place.
 
     Returns:
-        What it says of itself, as plain JSON values.
+        Its details for the report, as plain JSON values.
     """
     return _STAGES[name](run, getattr(run.recipe, name))
 

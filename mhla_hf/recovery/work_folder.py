@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a recovery under way: what run it is, and what its finished stages left.
+"""Files of an unfinished recovery: its identity, and the results of finished stages.
 
 OUT/work/run.json                the options of the run, and what it reads
 OUT/work/converted/              the converted model
@@ -52,7 +52,7 @@ class WorkFolder:
         """A context in which this run alone writes here.
 
         Args:
-            identity: What tells this run from others, as plain JSON values.
+            identity: Options that distinguish this run from others, as plain JSON values.
             resume: Go on with the run that is there.
 
         Raises:
@@ -94,7 +94,7 @@ class WorkFolder:
         Args:
             name: The stage.
             record: Its figures.
-            weights: What it changed.
+            weights: The weights that it changed.
 
         Raises:
             OSError: If there is no room; the stage's own checkpoints are still there.
@@ -137,7 +137,7 @@ class WorkFolder:
         result.rmdir()
 
     def remove_large(self, names: Iterable[str], *, weights: bool = True) -> None:
-        """Removes what only a run under way needs; the records stay.
+        """Removes files that only an unfinished run needs; the records stay.
 
         Args:
             names: Stages or folders.

@@ -56,7 +56,7 @@ class Destination:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """Gives a temporary directory to fill, and publishes it when the block ends well.
+        """Yields a temporary directory to fill, and publishes it when the block ends well.
 
         On any exception, Ctrl-C included, the destination is as it was.
 

@@ -26,7 +26,7 @@ _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(lock-|(old-|moving-)?[0
 
 @contextmanager
 def atomic_directory(destination: Path) -> Iterator[Path]:
-    """Gives a temporary directory to fill, and moves it to `destination` when the block ends well.
+    """Yields a temporary directory to fill, and moves it to `destination` when the block ends well.
 
     What stood at `destination` is replaced then, and kept until that moment. On any exception, Ctrl-C included,
     nothing new is left behind. See [`claim_destination`][mhla_hf.utils.destinations.claim_destination].
@@ -40,7 +40,7 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(destination: Path) -> Iterator[Path]:
-    """Gives a temporary sibling to write, and moves it to `destination` when the block ends well.
+    """Yields a temporary sibling to write, and moves it to `destination` when the block ends well.
 
     Args:
         destination: The file to make; its parents are made too. Of a link, what it leads to. The temporary name ends

@@ -13,7 +13,7 @@ MAX_BYTES = 256 * 2**20
 """Largest JSON file that is read. The index of a model with a million tensors has about 100 MB."""
 
 MAX_DEPTH = 100
-"""How deep lists and objects may lie in one another; functions that walk them recursively fail near a thousand."""
+"""Deepest nesting of lists and objects; functions that walk them recursively fail near a thousand."""
 
 Types = type | tuple[type, ...]
 

@@ -15,7 +15,7 @@ from .json_files import read_json
 
 IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 MAX_VISITS = 16
-"""How often links may lead to the same folder: folders that link to each other can stand for any number of files."""
+"""Most links to the same folder: folders that link to each other can stand for any number of files."""
 
 
 def list_files(root: Path) -> list[Path]:

@@ -21,12 +21,12 @@ _NO_ROOM = {
 
 @contextmanager
 def clear_write_errors(destination: Path) -> Iterator[None]:
-    """Says in one line that there is no room for a file, whatever the library that wrote it raises.
+    """Reports in one line that there is no room for a file, whatever the library that wrote it raises.
 
     Safetensors and PyTorch have exceptions of their own for it, which name neither the file nor what to do.
 
     Args:
-        destination: What is written, for the error.
+        destination: File or directory that is written, for the error.
 
     Raises:
         OSError: If the disk or a quota is full, or the system limits the size of files.
