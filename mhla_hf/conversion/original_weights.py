@@ -193,7 +193,7 @@ def _read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
 def _configuration(
     part: OriginalComponent, name: str, config: str | Path | None, base: Source | None
 ) -> tuple[dict[str, Any], Path]:
-    """The configuration of the softmax model (the given one, the base's, or one read off the weights) and its folder."""
+    """The softmax configuration (the given one, the base's, or one read off the weights) and its folder."""
     folder = part.folder
     if config is not None:
         path = Path(config).expanduser()

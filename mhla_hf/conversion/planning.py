@@ -244,7 +244,7 @@ def compare_tensors(
 
 
 def kept_in_fp32(model: Any) -> Callable[[str], bool]:
-    """Returns a test by name for parameters that diffusers keeps in fp32; it matches whole parts of the dotted name."""
+    """Returns a test for parameters that diffusers keeps in fp32, by whole parts of the dotted name."""
     parts = set(getattr(model, "_keep_in_fp32_modules", None) or [])
     return lambda name: bool(parts & set(name.split(".")))
 
