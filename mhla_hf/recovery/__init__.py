@@ -13,7 +13,7 @@ from ..utils.lazy import lazy_names
 
 _PUBLIC_NAMES = {
     "MatchingReport": ".training.matching.matching",
-    "attention_matching_loss": ".training.matching.layer_training",
+    "attention_matching_loss": ".training.matching.stage",
     "match_layers": ".training.matching.matching",
     "matching_losses": ".training.matching.matching",
 }
@@ -21,8 +21,8 @@ _PUBLIC_NAMES = {
 __all__ = ["MatchingReport", "attention_matching_loss", "match_layers", "matching_losses"]
 
 if TYPE_CHECKING:
-    from ..training.matching.layer_training import attention_matching_loss
     from ..training.matching.matching import MatchingReport, match_layers, matching_losses
+    from ..training.matching.stage import attention_matching_loss
 
 
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)

@@ -190,6 +190,9 @@ class TrainingConfig(_Options):
     max_steps: int = _option(1000, "Fine-tuning steps.", minimum=0)
     batch_size: int = _option(1, "Samples per process and micro-step.", minimum=1)
     gradient_accumulation_steps: int = _option(1, "Micro-steps per optimizer step.", minimum=1)
+    dataloader_num_workers: int = _option(
+        0, "Processes that make batches ahead; 0 makes them in the training process.", minimum=0, maximum=1024
+    )
 
     learning_rate: float = _option(1e-4, "Peak learning rate.", above=0)
     mhla_learning_rate: float | None = _option(

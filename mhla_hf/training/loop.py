@@ -6,74 +6,26 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
-from torch import nn
+from accelerate import DistributedType
+from torch.utils.data import DataLoader, Dataset
 
-from . import checkpoints, parameters
-from .averaging import WeightAverage
+from . import checkpoints
 from .checkpoints import Position
-from .config import TrainingConfig
 from .data.batches import TrainingBatch
 from .data.data_order import DataOrder
-from .data.prefetch import Prefetcher
-from .divergence import divergence_error
-from .metrics import MetricsFile
-from .optimization import learning_rate_factor, make_optimizer, set_learning_rate
+from .optimization import WeightAverage, learning_rate_factor, set_learning_rate
+from .run import Run
 from .sharding import full_tensor
 from .stages.diffusion import Stage
-from .stopping import StopSignals, TrainingStopped
-
-
-Callback = Callable[[str, int, float], None]
-
-
-class Validator(Protocol):
-    """Makes samples with the model that trains; see `validation.Validator`."""
-
-    def write_and_log(
-        self, transformer: nn.Module, folder: Path, step: int, accelerator: Accelerator, run_step: int
-    ) -> None:
-        """Writes the samples of a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What the stages of a run share.
-
-    Attributes:
-        config: The options.
-        accelerator: The processes.
-        model: The model that trains.
-        dataset: The samples; stages make batches of them.
-        state: What a checkpoint keeps of the run, see `resuming.run_state`.
-        output: Directory of the run; None writes nothing.
-        callback: Called with (stage, step, loss) after every step.
-        metrics: The metrics file, in the process that writes it.
-        signals: Say when to stop.
-        validator: Makes videos or pictures, in the process that does.
-    """
-
-    config: TrainingConfig
-    accelerator: Accelerator
-    model: nn.Module
-    dataset: Sized
-    state: Callable[[], dict[str, Any]]
-    output: Path | None
-    callback: Callback | None
-    metrics: MetricsFile | None
-    signals: StopSignals
-    validator: Validator | None
 
 
 class StageLoop:
-    """Runs one stage.
+    """The loop of one stage, as a whole (`run`) or step by step (`start`, `take_step`, `finish`).
 
     Args:
         run: What it shares with the other stages.
@@ -81,13 +33,26 @@ class StageLoop:
         steps_before: Steps of the stages before it, which trackers count too.
         averages: Whether this is the stage whose weights are averaged where `ema_decay` asks for it. The model ends
             with their average.
+
+    Attributes:
+        step: Steps taken, earlier runs included.
+        losses: Loss of every step, in the process that keeps the metrics; elsewhere of the steps taken here.
     """
 
     def __init__(self, run: Run, stage: Stage, steps_before: int = 0, averages: bool = False) -> None:
         self.shared, self.stage, self.steps_before = run, stage, steps_before
+        self.config, self.accelerator, self.model = run.config, run.accelerator, run.model
         self.averages = averages and run.config.ema_decay is not None
         self.average: WeightAverage | None = None
-        self.config, self.accelerator, self.model = run.config, run.accelerator, run.model
+        rows = run.metrics.rows if run.metrics else []
+        self.losses = [row["loss"] for row in rows if row["stage"] == stage.name]
+        self.step = 0
+        self._saved: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are taken."""
+        return self.step >= self.stage.steps
 
     def run(self, position: Position | None, checkpoint: Path | None) -> tuple[list[float], float]:
         """Runs what is left of the stage.
@@ -100,59 +65,113 @@ class StageLoop:
             The losses of all its steps, earlier ones included, and the mean seconds of the steps run here.
 
         Raises:
-            FloatingPointError: If a loss or gradient is no longer finite; see `divergence_error`.
+            FloatingPointError: If a loss or gradient is no longer finite; see `Run.diverged`.
             TrainingStopped: If a signal has stopped one of the processes; a checkpoint is saved before.
         """
-        stage, config, accelerator = self.stage, self.config, self.accelerator
-        metrics, names = self.shared.metrics, stage.trainable_names()
-        losses = [row["loss"] for row in (metrics.rows if metrics else []) if row["stage"] == stage.name]
+        self.start(position, checkpoint)
+        if self.finished:
+            return self.losses, 0.0
+        first, seconds = self.step, 0.0
+        with self.stage.context(), self._progress() as bar:
+            while not self.finished:
+                began = time.perf_counter()
+                told_to_stop = self.take_step()
+                seconds += time.perf_counter() - began
+                bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
+                bar.update()
+                if told_to_stop:
+                    self.save()
+                    raise self.shared.stopped(self.stage, self.step)
+                self._validate_if_due()
+        steps = self.step - first
+        self.finish()
+        return self.losses, seconds / steps
+
+    def start(self, position: Position | None, checkpoint: Path | None) -> None:
+        """Takes model and optimizer to where the run goes on; arguments as in `run`."""
+        stage, names = self.stage, self.stage.trainable_names()
         if position is None or position.stage != stage.name:
             checkpoint = None
         if position is not None and position >= Position.of(stage.name, stage.steps):
+            self.step = stage.steps
             # The next stage, or the export, goes on from the weights at the end of this one.
             if checkpoint is not None:
                 checkpoints.load_weights(checkpoint, self.model, names, self.averages)
-            return losses, 0.0
-        start = position.step if position is not None and position.stage == stage.name else 0
-        parameters.set_trainable(self.model, names)
-        self.model.train()
-        if config.gradient_checkpointing:
-            enable_gradient_checkpointing(self.model)
+            return
+        if position is not None and position.stage == stage.name:
+            self.step = position.step
+        self.names = names
+        self.shared.prepare_model(names)
         if checkpoint is not None:
             checkpoints.load_weights(checkpoint, self.model, names)
-        optimizer = make_optimizer(self.model, names, config, stage.learning_rate, stage.mhla_learning_rate)
-        module, optimizer = accelerator.prepare(stage.module(), optimizer)
+        optimizer = self.shared.make_optimizer(stage, names)
+        self.module, self.optimizer = self.accelerator.prepare(stage.module(), optimizer)
         if self.averages:
-            self.average = WeightAverage(self.model, names, config)
+            self.average = WeightAverage(self.model, names, self.config)
         if checkpoint is not None:
             if self.average is not None:
                 self.average.load(checkpoint)
-            checkpoints.load_optimizer(checkpoint, self.model, optimizer.optimizer, names)
-            self._load_scaler(checkpoints.read_state(checkpoint))
-        durations = []
-        with stage.context(), self._progress(start) as bar, self._batches(start) as batches:
-            for step in range(start, stage.steps):
-                began = time.perf_counter()
-                loss, logs, stop = self._step(module, optimizer, step, batches)
-                durations.append(time.perf_counter() - began)
-                losses.append(loss)
-                self._report(step + 1, loss, logs, durations[-1], bar)
-                self._save_if_due(step + 1, optimizer.optimizer, names, stop)
-                if stop:
-                    raise self._stopped(step + 1)
-                self._validate_if_due(step + 1)
+            checkpoints.load_optimizer(checkpoint, self.model, self._plain_optimizer(), names)
+            scaler = checkpoints.read_state(checkpoint).get("scaler")
+            if self.accelerator.scaler is not None and scaler:
+                self.accelerator.scaler.load_state_dict(scaler)
+        self.batches = iter(self._loader())
+
+    def take_step(self) -> bool:
+        """Takes an optimizer step, reports it, and saves a checkpoint where one is due.
+
+        Returns:
+            Whether one of the processes has been told to stop.
+        """
+        began = time.perf_counter()
+        loss, logs, told_to_stop = self._optimizer_step()
+        seconds = time.perf_counter() - began
+        self.step += 1
+        self.losses.append(loss)
+        self._report(loss, logs, seconds)
+        every = self.config.checkpointing_steps
+        if every and (self.step % every == 0 or self.finished):
+            self.save()
+        return told_to_stop
+
+    def save(self) -> None:
+        """Saves a checkpoint, unless there is one of this step or nowhere to save it. Every process must call it."""
+        directory = self.shared.checkpoints
+        if directory is None or self._saved == self.step:
+            return
+        optimizer = self._plain_optimizer()
+        weights, moments = checkpoints.collect_state(self.model, optimizer, self.names)
+        averages = self.average.collect() if self.average is not None else None
+        if self.accelerator.is_main_process:
+            scaler = self.accelerator.scaler
+            state = {
+                **self.shared.state(),
+                "learning_rates": [group["lr"] for group in optimizer.param_groups],
+                "scaler": scaler.state_dict() if scaler is not None else None,
+            }
+            checkpoints.save_checkpoint(
+                directory,
+                Position.of(self.stage.name, self.step),
+                weights,
+                self.shared.moments_to_keep(moments, self.finished),
+                state,
+                self.config.checkpoints_total_limit,
+                averages,
+            )
+        self._saved = self.step
+        self.accelerator.wait_for_everyone()
+
+    def finish(self) -> None:
+        """Puts the average of the weights in their place, and lets go of what only this stage needs."""
         if self.average is not None:
             self.average.copy_to_model()
-        stage.close()
-        del module, optimizer
-        if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        self.stage.close()
+        del self.module, self.optimizer, self.batches
+        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
             # DeepSpeed would let go of the weights, which are still to be gathered.
-            accelerator.free_memory()
-        return losses, math.fsum(durations) / len(durations)
+            self.accelerator.free_memory()
 
-    def _step(
-        self, module: nn.Module, optimizer: Any, step: int, batches: Callable[[int, int], TrainingBatch]
-    ) -> tuple[float, dict[str, float], bool]:
+    def _optimizer_step(self) -> tuple[float, dict[str, float], bool]:
         """One optimizer step.
 
         Returns:
@@ -161,20 +180,20 @@ class StageLoop:
         """
         stage, config, accelerator = self.stage, self.config, self.accelerator
         factor = learning_rate_factor(
-            step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=stage.steps
+            self.step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=stage.steps
         )
-        rate = set_learning_rate(optimizer.optimizer, factor)
+        rate = set_learning_rate(self._plain_optimizer(), factor)
         losses: list[torch.Tensor] = []
         samples: list[tuple[int, ...]] = []
         for micro_step in range(config.gradient_accumulation_steps):
-            batch = batches(step, micro_step).to(accelerator.device)
+            batch: TrainingBatch = next(self.batches).to(accelerator.device)
             last = micro_step + 1 == config.gradient_accumulation_steps
-            with nullcontext() if last else accelerator.no_sync(module):
-                loss = stage.loss(module, batch, accelerator) / config.gradient_accumulation_steps
+            with nullcontext() if last else accelerator.no_sync(self.module):
+                loss = stage.loss(self.module, batch, accelerator) / config.gradient_accumulation_steps
                 accelerator.backward(loss)
             losses.append(loss.detach())
             samples.append(batch.indices)
-        norm = accelerator.clip_grad_norm_(module.parameters(), config.max_grad_norm or math.inf)
+        norm = accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm or math.inf)
         # DeepSpeed gives a plain number.
         gradient_norm = float(full_tensor(norm) if torch.is_tensor(norm) else norm)
         total = torch.stack(losses).sum()
@@ -184,112 +203,109 @@ class StageLoop:
         # Scaled gradients of fp16 may overflow: their step is left out.
         diverged = accelerator.scaler is None and not math.isfinite(gradient_norm)
         if diverged or not math.isfinite(loss_value):
-            what = f"gradient is {gradient_norm}" if math.isfinite(loss_value) else f"loss is {loss_value}"
-            position = Position.of(stage.name, step + 1)
+            problem = f"gradient is {gradient_norm}" if math.isfinite(loss_value) else f"loss is {loss_value}"
             batches_seen = list(zip(torch.stack(losses).tolist(), samples, strict=True))
-            raise divergence_error(what, position, batches_seen, self.shared.dataset, self.shared.output, accelerator)
-        optimizer.step()
-        optimizer.zero_grad()
+            raise self.shared.diverged(problem, Position.of(stage.name, self.step + 1), batches_seen)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         if self.average is not None:
             self.average.step()
         return loss_value, {"lr": rate, "grad_norm": gradient_norm}, told > 0
 
-    def _stopped(self, step: int) -> TrainingStopped:
-        """What ends a run that was told to stop, with its message in the main process."""
-        message, output = "", self.shared.output
-        if self.accelerator.is_main_process:
-            message = f"stopped after step {step} of {self.stage.steps} ({self.stage.name}); "
-            if output is None:
-                message += "nothing was saved, for there is no output"
-            else:
-                saved = Position.of(self.stage.name, step).name
-                newest = checkpoints.list_checkpoints(output / "checkpoints")[-1].name
-                # A run that went back has not reached its later checkpoints again.
-                resume = "latest" if saved == newest else saved
-                message += f"the same command with --resume {resume} goes on from there (saved in {output})"
-        return TrainingStopped(message, self.shared.signals.received or signal.SIGINT)
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
-    def _batches(self, start: int) -> Prefetcher:
-        config, shared = self.config, self.shared
+    def _loader(self) -> DataLoader:
+        """The micro-batches that are left, in their order."""
+        config, dataset = self.config, self.shared.dataset
         order = DataOrder(
-            dataset_size=len(shared.dataset),
+            dataset_size=len(dataset),
             batch_size=config.batch_size,
             seed=config.seed,
             stage=self.stage.name,
             accumulation_steps=config.gradient_accumulation_steps,
             world_size=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
-            buckets=getattr(shared.dataset, "buckets", None),
+            buckets=getattr(dataset, "buckets", None),
+        )
+        return load_micro_batches(
+            MicroBatches(self.stage, order), self.step, self.stage.steps, config.dataloader_num_workers
         )
 
-        def make(step: int, micro_step: int) -> TrainingBatch:
-            return self.stage.make_batch(order, step, micro_step)
-
-        # On a CPU there is nothing to overlap with: the cores are busy training.
-        ahead = self.accelerator.device.type != "cpu"
-        return Prefetcher(make, micro_steps=config.gradient_accumulation_steps, steps=self.stage.steps, ahead=ahead)
-
-    def _progress(self, start: int) -> Any:
+    def _progress(self) -> Any:
         from tqdm.auto import tqdm
 
         hidden = not (self.config.progress and self.accelerator.is_local_main_process)
-        return tqdm(total=self.stage.steps, initial=start, desc=self.stage.name, unit="step", disable=hidden)
+        return tqdm(total=self.stage.steps, initial=self.step, desc=self.stage.name, unit="step", disable=hidden)
 
-    def _report(self, step: int, loss: float, logs: dict[str, float], seconds: float, bar: Any) -> None:
+    def _report(self, loss: float, logs: dict[str, float], seconds: float) -> None:
         name, shared = self.stage.name, self.shared
-        bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        bar.update()
         if shared.metrics is not None:
-            row = {"stage": name, "step": step, "loss": loss, **logs, "seconds": round(seconds, 6)}
+            row = {"stage": name, "step": self.step, "loss": loss, **logs, "seconds": round(seconds, 6)}
             shared.metrics.append(row)
         if self.accelerator.trackers:
             values = {f"{name}/{key}": value for key, value in {"loss": loss, **logs}.items()}
-            self.accelerator.log(values, step=self.steps_before + step)
+            self.accelerator.log(values, step=self.steps_before + self.step)
         if shared.callback is not None:
-            shared.callback(name, step, loss)
+            shared.callback(name, self.step, loss)
 
-    def _save_if_due(self, step: int, optimizer: torch.optim.Optimizer, names: list[str], stop: bool) -> None:
-        every, output = self.config.checkpointing_steps, self.shared.output
-        due = every and (step % every == 0 or step == self.stage.steps)
-        if output is None or not (due or stop):
-            return
-        weights, moments = checkpoints.collect_state(self.model, optimizer, names)
-        averages = self.average.collect() if self.average is not None else None
-        if self.accelerator.is_main_process:
-            state = self.shared.state()
-            state["learning_rates"] = [group["lr"] for group in optimizer.param_groups]
-            scaler = self.accelerator.scaler
-            state["scaler"] = scaler.state_dict() if scaler is not None else None
-            checkpoints.save_checkpoint(
-                output / "checkpoints",
-                Position.of(self.stage.name, step),
-                weights,
-                moments,
-                state,
-                self.config.checkpoints_total_limit,
-                averages,
-            )
-        self.accelerator.wait_for_everyone()
-
-    def _load_scaler(self, state: dict[str, Any]) -> None:
-        if self.accelerator.scaler is not None and state.get("scaler"):
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-
-    def _validate_if_due(self, step: int) -> None:
+    def _validate_if_due(self) -> None:
         config, validator, output = self.config, self.shared.validator, self.shared.output
         if not self.stage.validates or not config.validation_prompts:
             return
-        if step % config.validation_steps and step != self.stage.steps:
+        if self.step % config.validation_steps and not self.finished:
             return
         if validator is not None and output is not None:
             with self.average.applied() if self.average is not None else nullcontext():
                 validator.write_and_log(
-                    self.model, output / "validation", step, self.accelerator, self.steps_before + step
+                    self.model, output / "validation", self.step, self.accelerator, self.steps_before + self.step
                 )
         self.accelerator.wait_for_everyone()
 
 
-def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Has a model of diffusers or transformers recompute activations in the backward pass."""
-    enable: Any = getattr(model, "enable_gradient_checkpointing", None) or model.gradient_checkpointing_enable
-    enable()
+class MicroBatches(Dataset):
+    """The micro-batches of a stage by (step, micro-step).
+
+    Args:
+        stage: The stage, whose `make_batch` is a pure function.
+        order: The data order.
+    """
+
+    def __init__(self, stage: Stage, order: DataOrder) -> None:
+        self.stage, self.order = stage, order
+
+    def __getitem__(self, place: tuple[int, int]) -> TrainingBatch:
+        return self.stage.make_batch(self.order, *place)
+
+
+def load_micro_batches(batches: MicroBatches, first: int, steps: int, workers: int) -> DataLoader:
+    """A loader of the micro-batches of the steps from `first` on, in their order.
+
+    Args:
+        batches: The micro-batches.
+        first: The first step, from 0.
+        steps: Steps of the stage.
+        workers: Processes that make batches ahead; 0 makes each where and when it is asked for.
+    """
+    micro_steps = range(batches.order.accumulation_steps)
+    return DataLoader(
+        batches,
+        batch_size=None,
+        sampler=[(step, micro_step) for step in range(first, steps) for micro_step in micro_steps],
+        num_workers=workers,
+        collate_fn=_unchanged,
+        worker_init_fn=_ignore_stop_signals,
+        # The loader draws a number, which must not come from the generator of the model's dropout.
+        generator=torch.Generator(),
+    )
+
+
+def _unchanged(batch: TrainingBatch) -> TrainingBatch:
+    return batch
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """Leaves Ctrl-C to the training process, which still needs batches to end its step."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class MetricsFile:
+class Metrics:
+    """The rows of the metrics so far, in memory.
+
+    Args:
+        rows: Those of earlier steps.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]] = ()) -> None:
+        self.rows = list(rows)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Adds a row, with at least `stage`, `step` and `loss`."""
+        self.rows.append(row)
+
+
+class MetricsFile(Metrics):
     """Appends rows to a metrics file.
 
     Args:
@@ -47,10 +63,11 @@ class MetricsFile:
     def __init__(self, path: Path, position: Position | None = None) -> None:
         kept = []
         if position is not None:
-            kept = [row for row in read_metrics(path) if (STAGES.index(row["stage"]), row["step"]) <= _key(position)]
+            key = (position.stage_index, position.step)
+            kept = [row for row in read_metrics(path) if (STAGES.index(row["stage"]), row["step"]) <= key]
         with atomic_file(path) as temporary:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        self.rows = kept
+        super().__init__(kept)
         self.path = path
         self._file = path.open("a", encoding="utf-8")
 
@@ -60,7 +77,7 @@ class MetricsFile:
         Raises:
             OSError: If there is no room for it.
         """
-        self.rows.append(row)
+        super().append(row)
         with clear_write_errors(self.path):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -69,7 +86,3 @@ class MetricsFile:
         """Closes the file. Only a row whose writing has failed, which `append` has said, can be lost now."""
         with suppress(OSError):
             self._file.close()
-
-
-def _key(position: Position) -> tuple[int, int]:
-    return position.stage_index, position.step

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW groups and the learning rate as a pure function of the step."""
+"""AdamW groups, the learning rate as a pure function of the step, and the moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from . import checkpoints
 from .config import LR_SCHEDULES, TrainingConfig
 from .parameters import is_mhla_parameter
+from .sharding import full_tensor
 
+
+logger = logging.getLogger(__name__)
 
 _TABLES = ("scale_shift_table", "embedding_table.weight")
 
 
 def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """The factor on the peak learning rate at a step.
+    """The factor on the peak learning rate at a step, by the schedules of `diffusers.optimization`.
 
     Args:
         step: Optimizer step, from 0.
@@ -31,12 +39,23 @@ def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_s
     if schedule not in LR_SCHEDULES:
         raise ValueError(f"lr_schedule must be one of {', '.join(LR_SCHEDULES)}, got {schedule!r}")
     if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if schedule == "constant":
-        return 1.0
-    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
-    progress = min(progress, 1.0)
-    return 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        # Diffusers begins at a rate of 0, with which the first step would learn nothing.
+        step += 1
+    return _schedule(schedule, warmup_steps, total_steps)(min(step, max(total_steps, warmup_steps)))
+
+
+@lru_cache(maxsize=8)
+def _schedule(schedule: str, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
+    from diffusers.optimization import get_scheduler
+
+    scheduler = get_scheduler(
+        "constant_with_warmup" if schedule == "constant" else schedule,
+        # The factors do not depend on the optimizer.
+        torch.optim.SGD([torch.zeros(())], lr=1.0),
+        num_warmup_steps=warmup_steps,
+        num_training_steps=total_steps,
+    )
+    return scheduler.lr_lambdas[0]
 
 
 def make_optimizer(
@@ -86,3 +105,66 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
     return float(optimizer.param_groups[0]["lr"])
+
+
+class WeightAverage:
+    """The average of some parameters over the steps of a stage, by `diffusers.training_utils.EMAModel`.
+
+    It lies where the parameters lie, sharded as they are. Without `ema_power` the decay grows as
+    (1 + step) / (10 + step) up to `ema_decay`; with it, as 1 - (1 + step / ema_inv_gamma)^-ema_power.
+
+    Args:
+        model: The model, on its device and sharded already.
+        names: Parameters that train.
+        config: The options; `ema_decay` must be given.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], config: TrainingConfig) -> None:
+        from diffusers.training_utils import EMAModel
+
+        assert config.ema_decay is not None
+        every = dict(model.named_parameters())
+        self.names = list(names)
+        self.parameters = [every[name] for name in self.names]
+        warmup: dict[str, Any] = {}
+        if config.ema_power is not None:
+            warmup = {"use_ema_warmup": True, "inv_gamma": config.ema_inv_gamma or 1.0, "power": config.ema_power}
+        self.ema = EMAModel(self.parameters, decay=config.ema_decay, **warmup)
+
+    def step(self) -> None:
+        """Takes the parameters after an optimizer step into the average."""
+        self.ema.step(self.parameters)
+
+    def collect(self) -> tuple[dict[str, torch.Tensor], int]:
+        """The averages by parameter name, whole, and the number of steps in them. Every process must call it."""
+        whole = [full_tensor(average) for average in self.ema.shadow_params]
+        return dict(zip(self.names, whole, strict=True)), self.ema.optimization_step
+
+    def load(self, checkpoint: Path) -> None:
+        """Resumes the average of a checkpoint; without one there, it starts from the checkpoint's weights.
+
+        Raises:
+            ValueError: If names or shapes are not those of the parameters that train.
+        """
+        steps = checkpoints.average_steps(checkpoint)
+        if steps is None:
+            logger.warning("%s holds no average of the weights (ema_decay): it starts there", checkpoint.name)
+            return
+        averages = dict(zip(self.names, self.ema.shadow_params, strict=True))
+        checkpoints.load_tensors(checkpoint, checkpoints.AVERAGES, averages)
+        self.ema.optimization_step = steps
+
+    def copy_to_model(self) -> None:
+        """Puts the average in the place of the parameters."""
+        with torch.no_grad():
+            self.ema.copy_to(self.parameters)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the model has the average for its parameters."""
+        self.ema.store(self.parameters)
+        self.copy_to_model()
+        try:
+            yield
+        finally:
+            self.ema.restore(self.parameters)

@@ -29,11 +29,12 @@ from .families import Tensors, objective_for
 from .families.transformers_models import TransformersObjective
 from .families.validation import make_validator
 from .loading import PipelineSource, TrainingSource, TransformersSource
-from .loop import Callback, Run, StageLoop, Validator
+from .loop import StageLoop
 from .matching.teacher import SharedTeacher
 from .metrics import MetricsFile
 from .processes import check_distribution, make_accelerator, open_trackers
 from .resuming import find_start
+from .run import Callback, Run, Validator
 from .sharding import unsharded
 from .stages.diffusion import Distillation, FineTuning, Stage
 from .stages.matching import Transfer

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
-from mhla_hf.training.averaging import WeightAverage
 from mhla_hf.training.checkpoints import list_checkpoints
+from mhla_hf.training.optimization import WeightAverage
 
 from .. import tiny
 from .cases import CASES

@@ -16,11 +16,12 @@ from mhla_hf import MHLAWanTransformer3DModel, convert
 from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, WanObjective, evaluate
 from mhla_hf.training.checkpoints import list_checkpoints
 from mhla_hf.training.data.batches import DataOrder, LatentBatches
-from mhla_hf.training.data.prefetch import Prefetcher
 from mhla_hf.training.families.wan import sigma_range
 from mhla_hf.training.loading import PipelineSource
+from mhla_hf.training.loop import MicroBatches, load_micro_batches
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.recording import Recorder, original_values
+from mhla_hf.training.matching.stage import LayerMatching
 from mhla_hf.training.metrics import read_metrics
 from mhla_hf.training.parameters import (
     add_lora,
@@ -32,7 +33,6 @@ from mhla_hf.training.parameters import (
 )
 from mhla_hf.training.sharding import unsharded
 from mhla_hf.training.stages.diffusion import FineTuning
-from mhla_hf.training.stages.matching import LayerMatching
 from mhla_hf.utils.locations import find_pipeline
 
 from .. import tiny
@@ -355,17 +355,26 @@ class TestInProcess:
         with pytest.raises(FloatingPointError, match="finetune step 1"):
             DiffusionTrainer(options(condition_dropout=0.0), student, broken).run()
 
-    def test_batches_can_be_built_ahead(self):
-        made = []
+    @pytest.mark.parametrize("workers", [0, 1, 2])
+    def test_batches_can_be_built_ahead(self, workers):
+        class Stage:
+            def make_batch(self, order, step, micro_step):
+                return step, micro_step, order.sample_numbers(step, micro_step)
 
-        def make(step, micro_step):
-            made.append((step, micro_step))
-            return (step, micro_step)
+        order = DataOrder(dataset_size=5, batch_size=2, accumulation_steps=2, seed=0, stage="finetune")
+        state = torch.get_rng_state()
+        batches = load_micro_batches(MicroBatches(Stage(), order), first=1, steps=4, workers=workers)
+        places = [(step, micro_step) for step in range(1, 4) for micro_step in range(2)]
+        assert list(batches) == [(*place, order.sample_numbers(*place)) for place in places]
+        assert torch.equal(torch.get_rng_state(), state)
 
-        wanted = [(step, micro_step) for step in range(1, 4) for micro_step in range(2)]
-        with Prefetcher(make, micro_steps=2, steps=4, ahead=True) as batches:
-            assert [batches(*item) for item in wanted] == wanted
-        assert made == wanted
+    def test_batches_built_ahead_are_the_same(self, case, student, dataset):
+        def losses(workers):
+            config = options(max_steps=3, dataloader_num_workers=workers)
+            arguments = {"null_condition": case.null_condition}
+            return DiffusionTrainer(config, copy.deepcopy(student), dataset, **arguments).run().losses
+
+        assert losses(1) == losses(0)
 
 
 class Interrupted(Exception):

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded calls of attention layers, kept in memory or as safetensors files.
+"""Recorded calls of attention layers, kept in memory or as safetensors files, or made anew when they are needed.
 
-A record is what one batch was for every layer: hidden states and outputs, in a type of their own, and the other
+A record holds the calls of every layer for one batch: hidden states and outputs, in a type of their own, and the other
 arguments as they were. Tensors that layers share, such as rotary tables and masks, are kept once. Nothing is pickled:
-what is no tensor is kept as JSON.
+other arguments are kept as JSON.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ...conversion.options import format_bytes
 from ...utils.files import atomic_file, remove_directory, write_json
 from ...utils.json_files import check_fields, parse_json, read_json
 from ...utils.messages import shorten_text
@@ -28,6 +31,12 @@ from .layers import CallArguments, LayerCall
 FORMAT_VERSION = 1
 _INFORMATION = "activations.json"
 _PLAIN = (type(None), bool, int, float, str)
+
+CACHES = ("auto", "memory", "disk", "none")
+# Inputs with an entry for every token of every sample, in the order they are looked for.
+_TOKEN_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "pixel_values")
+# Left free on the disk for checkpoints and everyone else.
+_DISK_RESERVE = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,17 +173,23 @@ def _decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
 class ActivationCache(ABC):
     """Records by their number."""
 
+    kind: str
+
     @abstractmethod
     def missing(self, indices: Collection[int]) -> list[int]:
-        """Those of some numbers that there is no record of."""
+        """Those of some numbers whose record is missing or damaged."""
 
     @abstractmethod
     def put(self, index: int, record: Record) -> None:
-        """Keeps a record."""
+        """Keeps a record.
+
+        Raises:
+            OSError: If there is no room for it.
+        """
 
     @abstractmethod
     def call(self, index: int, name: str) -> LayerCall:
-        """The call of one layer, on the CPU.
+        """The call of one layer.
 
         Args:
             index: Number of the record.
@@ -186,43 +201,74 @@ class ActivationCache(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of all records."""
+        """Lets go of all records, and removes their files."""
 
 
 class MemoryCache(ActivationCache):
     """Records in memory."""
 
+    kind = "memory"
+
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}
 
     def missing(self, indices: Collection[int]) -> list[int]:
-        """See the base class."""
         return [index for index in indices if index not in self.records]
 
     def put(self, index: int, record: Record) -> None:
-        """See the base class."""
         self.records[index] = record
 
     def call(self, index: int, name: str) -> LayerCall:
-        """See the base class."""
         record = self.records[index]
         return unpack(record.structure, name, record.tensors.__getitem__)
 
     def close(self) -> None:
-        """See the base class."""
         self.records.clear()
 
 
-class DiskCache(ActivationCache):
-    """Records as files of one directory, each of which is there whole or not at all.
+class OnlineCache(ActivationCache):
+    """Records made when they are asked for; the latest are kept for the other layers of a step.
 
     Args:
-        directory: The directory; one that exists is gone on with.
-        fingerprint: What the records follow from: model, data, type.
+        make: Makes the calls of all layers for a number.
+        size: How many records are kept.
+    """
+
+    kind = "none"
+
+    def __init__(self, make: Callable[[int], Mapping[str, LayerCall]], size: int) -> None:
+        self.make, self.size = make, size
+        self.calls: dict[int, Mapping[str, LayerCall]] = {}
+
+    def missing(self, indices: Collection[int]) -> list[int]:
+        return []
+
+    def put(self, index: int, record: Record) -> None:
+        raise NotImplementedError
+
+    def call(self, index: int, name: str) -> LayerCall:
+        if index not in self.calls:
+            while len(self.calls) >= self.size:
+                del self.calls[next(iter(self.calls))]
+            self.calls[index] = self.make(index)
+        return self.calls[index][name]
+
+    def close(self) -> None:
+        self.calls.clear()
+
+
+class DiskCache(ActivationCache):
+    """Records as files of one directory, each written whole or not at all.
+
+    Args:
+        directory: The directory; the records of an existing one are used.
+        fingerprint: Identity of the model, data and type that the records follow from.
 
     Raises:
         ValueError: If the directory holds records of something else.
     """
+
+    kind = "disk"
 
     def __init__(self, directory: Path, fingerprint: str) -> None:
         self.directory, self.fingerprint = directory, fingerprint
@@ -241,21 +287,14 @@ class DiskCache(ActivationCache):
             write_json(information, {"format_version": FORMAT_VERSION, "fingerprint": fingerprint})
 
     def missing(self, indices: Collection[int]) -> list[int]:
-        """See the base class; a file that is damaged counts as missing."""
         return [index for index in indices if not self._is_whole(self._path(index))]
 
     def put(self, index: int, record: Record) -> None:
-        """See the base class.
-
-        Raises:
-            OSError: If there is no room for it.
-        """
         metadata = {"calls": json.dumps(record.structure), "fingerprint": self.fingerprint}
         with atomic_file(self._path(index)) as temporary:
             save_file({name: tensor.contiguous() for name, tensor in record.tensors.items()}, temporary, metadata)
 
     def call(self, index: int, name: str) -> LayerCall:
-        """See the base class."""
         path = self._path(index)
         try:
             with safe_open(str(path), framework="pt") as file:
@@ -268,7 +307,6 @@ class DiskCache(ActivationCache):
             ) from error
 
     def close(self) -> None:
-        """See the base class: removes the directory."""
         remove_directory(self.directory)
 
     def _path(self, index: int) -> Path:
@@ -283,3 +321,68 @@ class DiskCache(ActivationCache):
                 return (file.metadata() or {}).get("fingerprint") == self.fingerprint
         except (OSError, SafetensorError):
             return False
+
+
+def total_size(first: int, batches: Any, indices: Sequence[int]) -> int:
+    """Size of the records of some batches, in bytes.
+
+    Args:
+        first: Size of the record of the first of them.
+        batches: The batches, by number.
+        indices: Their numbers. The size of a record is proportional to the tokens of its batch.
+    """
+    tokens = [_elements(batches[index]) for index in indices]
+    return sum(first * count // tokens[0] for count in tokens)
+
+
+def _elements(batch: Mapping[str, Any]) -> int:
+    """A number that grows with the tokens of a batch."""
+    named = next((batch[name] for name in _TOKEN_INPUTS if isinstance(batch.get(name), torch.Tensor)), None)
+    if named is not None:
+        return max(1, named.numel())
+    return max(1, *(value.numel() for value in batch.values() if isinstance(value, torch.Tensor)))
+
+
+def choose_cache(
+    cache: str, size: int, limit: int | None, directory: Path | None, share: float = 1.0
+) -> tuple[str, str]:
+    """Chooses the place of the records by the room there is.
+
+    Args:
+        cache: The user's choice, one of `CACHES` but `"none"`.
+        size: Of all records, in bytes.
+        limit: Most bytes; `None` for half of the free memory, or the free disk.
+        directory: Where records on disk would be; `None` for nowhere.
+        share: Share of the layers that this process keeps, in memory.
+
+    Returns:
+        `"memory"`, `"disk"` or `"none"`, and a sentence that says why.
+
+    Raises:
+        ValueError: If they do not fit where they were asked for.
+    """
+    rooms = {"memory": (psutil.virtual_memory().available // 2, int(size * share), "half of the free memory")}
+    if directory is not None:
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        rooms["disk"] = (max(0, shutil.disk_usage(existing).free - _DISK_RESERVE), size, "room on the disk")
+    for kind in ("memory", "disk") if cache == "auto" else (cache,):
+        if kind not in rooms:
+            continue
+        room, needed, what = rooms[kind]
+        if limit is not None and limit < room:
+            room, what = limit, "cache_limit"
+        if needed <= room:
+            return (
+                kind,
+                f"activations of {format_bytes(needed)} are kept in {'memory' if kind == 'memory' else 'files'}",
+            )
+        if cache != "auto":
+            others = "'memory'" if kind == "disk" else "'disk'"
+            raise ValueError(
+                f"cache={cache!r} needs {format_bytes(needed)}, more than {what}, {format_bytes(room)}: use fewer "
+                f"batches, cache={others}, or cache='none', which keeps none."
+            )
+    return "none", (
+        f"activations of {format_bytes(size)} do not fit; they are made anew for every step. cache_limit"
+        f"{'' if directory is not None else ' and output'} would change that"
+    )

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that share out layers, stop together, and have the same weights in the end."""
+"""Processes that share out layers, stop together, and have the same weights in the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from accelerate import DistributedType
+from torch import distributed, nn
 
 from ..stopping import TrainingStopped
 
@@ -21,29 +22,29 @@ class Processes:
 
     Attributes:
         rank: Number of this process.
-        size: How many there are.
+        size: Number of processes.
     """
 
     def __init__(self) -> None:
-        self._joined = distributed.is_available() and distributed.is_initialized()
-        self.rank = distributed.get_rank() if self._joined else 0
-        self.size = distributed.get_world_size() if self._joined else 1
-
-    def owner(self, number: int) -> int:
-        """The process that the layer of a number belongs to."""
-        return number % self.size
+        joined = distributed.is_available() and distributed.is_initialized()
+        self.rank = distributed.get_rank() if joined else 0
+        self.size = distributed.get_world_size() if joined else 1
 
     def share_of(self, items: Sequence[Key]) -> list[Key]:
-        """What of some items belongs to this process."""
+        """Those of some items that belong to this process; `owner` is their other side."""
         return list(items[self.rank :: self.size])
 
-    def any(self, value: bool) -> bool:
-        """Whether it is so in one of the processes."""
-        return any(self.all(value))
+    def owner(self, number: int) -> int:
+        """The process that the item of a number belongs to."""
+        return number % self.size
 
-    def gather(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """The entries of all processes."""
-        return {name: value for entries in self.all(mine) for name, value in entries.items()}
+    def all(self, value: Any) -> list[Any]:
+        """The values of all processes."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
 
     def send(self, tensor: torch.Tensor, owner: int) -> None:
         """Gives all processes the owner's values, in place."""
@@ -62,10 +63,6 @@ class Processes:
             yield
         except (Exception, TrainingStopped) as raised:
             error = raised
-        if self.size == 1:
-            if error is not None:
-                raise error
-            return
         number = error.exit_code - 128 if isinstance(error, TrainingStopped) else 0
         states = self.all(None if error is None else (str(error), number))
         if error is not None:
@@ -76,10 +73,51 @@ class Processes:
             if state is not None:
                 raise RuntimeError(f"process {rank} has failed: {state[0]}")
 
-    def all(self, value: Any) -> list[Any]:
-        """The values of all processes."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value)
-        return values
+
+class OneProcess:
+    """The part of `accelerate.Accelerator` that the training loop uses, for a process that trains layers by itself.
+
+    An `Accelerator` would have all processes of `torch.distributed` train the same layer.
+
+    Args:
+        device: Where layers train.
+        mixed_precision: `"bf16"` for autocast, `"no"` for none.
+    """
+
+    distributed_type = DistributedType.NO
+    is_main_process = is_local_main_process = True
+    num_processes, process_index = 1, 0
+    scaler, trackers = None, ()
+
+    def __init__(self, device: torch.device, mixed_precision: str) -> None:
+        self.device, self.mixed_precision = device, mixed_precision
+
+    def prepare(self, *objects: Any) -> tuple[Any, ...]:
+        """The objects as they are."""
+        return objects
+
+    def autocast(self) -> torch.autocast:
+        """Autocast to bf16, where it was asked for."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed_precision == "bf16")
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Nothing: no gradients are exchanged."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass."""
+        loss.backward()
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clips gradients, and returns their norm before."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """The tensor as it is."""
+        return tensor
+
+    def wait_for_everyone(self) -> None:
+        """Nothing: there is nobody to wait for."""
+
+    def free_memory(self) -> None:
+        """Nothing: nothing was prepared."""

@@ -63,14 +63,18 @@ class AttentionLayer:
             output = self.projection(output)
         return output
 
+    def modules(self) -> dict[str, nn.Module]:
+        """The attention module and, where it is not part of that, the output projection, by name."""
+        outside = {self.projection_name: self.projection} if self.projects_outside and self.projection else {}
+        return {self.name: self.attention, **outside}
+
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of the attention module and the output projection, by their names in the model."""
-        found = {f"{self.name}.{name}": parameter for name, parameter in self.attention.named_parameters()}
-        if self.projects_outside:
-            assert self.projection is not None
-            for name, parameter in self.projection.named_parameters():
-                found[f"{self.projection_name}.{name}"] = parameter
-        return found
+        """Parameters of `modules`, by their names in the model."""
+        return {
+            f"{name}.{own}": parameter
+            for name, module in self.modules().items()
+            for own, parameter in module.named_parameters()
+        }
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matching: every MHLA layer of a model learns to give what the layer it replaced gave.
 
-The original runs once over some batches, and what went into each layer and came out of it is kept; then every layer
-trains alone on that. Where the records do not fit, they are made again for each step, for all layers at once.
+The original runs once over some batches, and input and output of each layer are kept; then every layer trains alone on
+that. Records that do not fit are made again for each step, for all layers at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +23,25 @@ from ...conversion.options import parse_dtype, parse_size
 from ...utils.files import remove_leftovers, write_json
 from ...utils.json_files import read_json
 from ...utils.locks import lock_output
-from ..data.batches import DataOrder
+from ..data.data_order import DataOrder
 from ..data.fingerprints import add_tensor, model_fingerprint, spread
+from ..loop import StageLoop
 from ..stopping import StopSignals, TrainingStopped
-from .activations import ActivationCache, DiskCache, MemoryCache, pack
-from .cache_choice import CACHES, choose_cache, total_size
+from .activations import (
+    CACHES,
+    ActivationCache,
+    DiskCache,
+    MemoryCache,
+    OnlineCache,
+    choose_cache,
+    pack,
+    total_size,
+)
 from .distributed import Processes
-from .layer_training import STAGE, LayerTraining, MatchingOptions, layer_loss, trained_names
+from .layer_run import LayerRun, MatchingOptions, trained_names
 from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers
 from .recording import Recorder, check_originals, only_trainable, original_values
+from .stage import STAGE, MatchingStage, layer_loss
 from .teacher import SharedTeacher
 
 
@@ -168,7 +178,15 @@ def match_layers(
     data = _Batches.of(batches, num_batches, _input_device(model))
     originals = _originals(model, teacher, original_parameters)
     run = _Matching(
-        model, data, options, originals, dtype, device, None if output is None else Path(output), save_every, progress
+        model,
+        data,
+        options,
+        originals,
+        dtype,
+        None if device is None else torch.device(device),
+        None if output is None else Path(output),
+        save_every,
+        progress,
     )
     with run.locked(), run.whole_model(), StopSignals() as signals:
         return run.run(cache, limit, signals)
@@ -255,7 +273,7 @@ class _Matching:
     options: MatchingOptions
     originals: dict[str, torch.Tensor]
     dtype: torch.dtype
-    device: torch.device | str | None
+    device: torch.device | None
     output: Path | None
     save_every: int
     progress: Progress | None
@@ -263,7 +281,7 @@ class _Matching:
     def __post_init__(self) -> None:
         self.processes = Processes()
         self.layers = _layers(self.model, self.data[0])
-        self.mine = self.processes.share_of([layer.name for layer in self.layers])
+        self.mine = self.processes.share_of(self.layers)
         self.order = DataOrder(
             dataset_size=len(self.data), batch_size=self.options.batch_size, seed=self.options.seed, stage=STAGE
         )
@@ -271,7 +289,7 @@ class _Matching:
         self.fingerprint = ""
 
     @contextmanager
-    def locked(self):
+    def locked(self) -> Iterator[None]:
         """A context in which no other run writes to the output, which holds this run or none."""
         if self.output is None:
             yield
@@ -287,7 +305,7 @@ class _Matching:
             yield
 
     @contextmanager
-    def whole_model(self):
+    def whole_model(self) -> Iterator[None]:
         """A context in which the model is in evaluation mode, and only what trains requires gradients."""
         names = [name for layer in self.layers for name in trained_names(layer, self.options.train)]
         with evaluating(self.model), only_trainable(self.model, names):
@@ -296,94 +314,78 @@ class _Matching:
     def run(self, cache: str, limit: int | None, signals: StopSignals) -> MatchingReport:
         """Trains what is not trained yet."""
         with self.processes.together():
-            trainings = [self._training(layer) for layer in self.layers if layer.name in self.mine]
-        unfinished = self.processes.any(any(not training.finished for training in trainings))
-        records: ActivationCache | None = None
-        if unfinished and cache != "none":
+            runs = [self._layer_run(layer, signals) for layer in self.mine]
+        unfinished = any(self.processes.all(any(len(run.losses) < self.options.steps for run in runs)))
+        records: ActivationCache = MemoryCache()
+        if unfinished:
             with self.processes.together():
                 records = self._records(cache, limit, signals)
         with self.processes.together():
             began = time.perf_counter()
-            if records is None and unfinished:
-                self._all_at_once(trainings, signals)
-            else:
-                for training in trainings:
-                    self._one_alone(training, records, signals)
+            # Records that are not kept are made for all layers at once.
+            together = [runs] if records.kind == "none" else [[run] for run in runs]
+            for group in together:
+                self._train(group, records, signals)
             self.report.seconds["training"] = time.perf_counter() - began
-        self._exchange(trainings)
-        if records is not None and (self.report.cache == "memory" or self.processes.rank == 0):
+        self._exchange(runs)
+        if records.kind != "disk" or self.processes.rank == 0:
             records.close()
         return self.report
 
-    def _one_alone(self, training: LayerTraining, records: ActivationCache | None, signals: StopSignals) -> None:
-        try:
-            training.open()
-            while not training.finished:
-                assert records is not None
-                indices = self._indices(training.step)
-                training.learn([records.call(index, training.layer.name) for index in indices], indices)
-                self._after_step(training)
-                self._stop_if_told([training], signals)
-        finally:
-            training.close()
-
-    def _all_at_once(self, trainings: list[LayerTraining], signals: StopSignals) -> None:
-        """Steps of all layers together, for which the original runs again each time."""
-        originals = {
-            name: parameter.detach().clone()
-            for layer in self.layers
-            if self.options.train == "full"
-            for name, parameter in layer.parameters().items()
-            if parameter.is_floating_point() and not name.startswith(f"{layer.name}.mhla.")
-        }
-        recorder = Recorder(self.model, self.layers, {**originals, **self.originals}, only=self.mine)
-        try:
-            for training in trainings:
-                training.open()
-            for step in range(min(training.step for training in trainings), self.options.steps):
-                indices = self._indices(step)
-                calls = [recorder(self.data[index], self._rounded) for index in indices]
+    def _train(self, runs: Sequence[LayerRun], records: ActivationCache, signals: StopSignals) -> None:
+        """Trains some layers step by step, each of them once a step."""
+        with ExitStack() as stack:
+            loops = []
+            for run in runs:
+                stack.enter_context(run.opened(None if records.kind == "none" else self.device))
+                stage = MatchingStage(self.model, [run.layer], run.names, records, self.options.steps)
+                loops.append(StageLoop(run, stage))
+                loops[-1].start(run.position, run.checkpoint)
+            while not all(loop.finished for loop in loops):
+                step = min(loop.step for loop in loops)
                 # A run that was killed between the checkpoints of two layers has one that is ahead.
-                behind = [training for training in trainings if training.step == step]
-                for training in behind:
-                    training.learn([call[training.layer.name] for call in calls], indices)
-                for training in behind:
-                    self._after_step(training)
-                self._stop_if_told(trainings, signals)
-        finally:
-            for training in trainings:
-                training.close()
+                for loop in loops:
+                    if loop.step == step:
+                        loop.take_step()
+                if signals.received is not None:
+                    raise self._stopped(loops, signals.received)
 
-    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> ActivationCache | None:
-        """Records of all batches that steps take; `None` where they do not fit."""
+    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> ActivationCache:
+        """Records of all batches that steps take, or a cache that makes them when they are asked for."""
         began = time.perf_counter()
         needed = sorted({index for step in range(self.options.steps) for index in self._indices(step)})
-        recorder = Recorder(self.model, self.layers, self.originals, only=self.mine)
         disk = None if self.output is None else self.output / "activations"
-        if self.processes.any(disk is not None and disk.is_dir()) and cache != "memory":
+        if cache not in ("memory", "none") and any(self.processes.all(disk is not None and disk.is_dir())):
             cache = "disk"
-        else:
+        elif cache != "none":
             first = pack(Recorder(self.model, self.layers, self.originals)(self.data[needed[0]], self._kept))
             size = total_size(first.bytes, self.data, needed)
-            del first
             cache, note = choose_cache(cache, size, limit, disk, len(self.mine) / len(self.layers))
             # What has room in one process has to have it in all.
             cache = max(self.processes.all(cache), key=CACHES.index)
             self.report.cache_bytes = size
             logger.log(logging.WARNING if cache == "none" else logging.INFO, "matching: %s", note)
-            if cache == "none":
-                return None
         self.report.cache = cache
-        if cache == "memory":
-            records: ActivationCache = MemoryCache()
-            share = needed
-        else:
+        mine = [layer.name for layer in self.mine]
+        if cache == "none":
+            # The layers will change.
+            changing = {
+                name: parameter.detach().clone()
+                for layer in self.layers
+                if self.options.train == "full"
+                for name, parameter in layer.parameters().items()
+                if parameter.is_floating_point() and not name.startswith(f"{layer.name}.mhla.")
+            }
+            recorder = Recorder(self.model, self.layers, {**changing, **self.originals}, only=mine)
+            return OnlineCache(lambda index: recorder(self.data[index], self._rounded), self.options.batch_size)
+        recorder = Recorder(self.model, self.layers, self.originals, only=mine)
+        records: ActivationCache = MemoryCache()
+        if cache == "disk":
             assert disk is not None
-            identity = f"{self.fingerprint}-{self.dtype}"
-            records = DiskCache(disk, identity)
+            records = DiskCache(disk, f"{self.fingerprint}-{self.dtype}")
             # Each process writes some of the batches, for all layers.
-            recorder.only, share = None, needed[self.processes.rank :: self.processes.size]
-        for index in records.missing(share):
+            recorder.only, needed = None, self.processes.share_of(needed)
+        for index in records.missing(needed):
             if signals.received is not None:
                 raise TrainingStopped(
                     "stopped recording activations; the same command goes on"
@@ -404,36 +406,30 @@ class _Matching:
     def _indices(self, step: int) -> list[int]:
         return [self.order.dataset_index(number) for number in self.order.sample_numbers(step)]
 
-    def _training(self, layer: AttentionLayer) -> LayerTraining:
+    def _layer_run(self, layer: AttentionLayer, signals: StopSignals) -> LayerRun:
         number = [other.name for other in self.layers].index(layer.name)
-        directory = None if self.output is None else self.output / "layers" / f"{number:03d}"
-        device = None if self.device is None else torch.device(self.device)
-        return LayerTraining(self.model, layer, self.options, device, directory)
+        output = None if self.output is None else self.output / "layers" / f"{number:03d}"
+        progress, device = self.progress, self.device
+        callback = None if progress is None else lambda stage, step, loss: progress(layer.name, step, loss)
+        return LayerRun.of(
+            self.model, layer, self.options, self.data, signals, output, self.save_every, callback, device
+        )
 
-    def _after_step(self, training: LayerTraining) -> None:
-        if training.step % self.save_every == 0 or training.finished:
-            training.save()
-        if self.progress is not None and training.losses:
-            self.progress(training.layer.name, training.step, training.losses[-1])
-
-    def _stop_if_told(self, trainings: list[LayerTraining], signals: StopSignals) -> None:
-        if signals.received is None:
-            return
-        for training in trainings:
-            training.save()
-        name, step = trainings[0].layer.name, trainings[0].step
+    def _stopped(self, loops: Sequence[Any], number: int) -> TrainingStopped:
+        for loop in loops:
+            loop.save()
         way_on = "nothing was saved, for there is no output"
         if self.output is not None:
             way_on = f"the same command goes on from there (saved in {self.output})"
-        raise TrainingStopped(
-            f"stopped matching {name} after step {step} of {self.options.steps}; {way_on}",
-            signals.received,
+        name = loops[0].stage.layers[0].name
+        return TrainingStopped(
+            f"stopped matching {name} after step {loops[0].step} of {self.options.steps}; {way_on}", number
         )
 
-    def _exchange(self, trainings: list[LayerTraining]) -> None:
+    def _exchange(self, runs: Sequence[LayerRun]) -> None:
         """Gives all processes the weights and losses of all layers."""
-        mine = {training.layer.name: training.losses for training in trainings}
-        losses = self.processes.gather(mine)
+        mine = {run.layer.name: run.losses for run in runs}
+        losses = {name: values for each in self.processes.all(mine) for name, values in each.items()}
         self.report.losses = {layer.name: losses[layer.name] for layer in self.layers}
         for number, layer in enumerate(self.layers):
             parameters = layer.parameters()
@@ -448,7 +444,7 @@ class _Matching:
         return f"{model_fingerprint(self.model)}-{originals.hexdigest()[:8]}-{self.data.fingerprint()}"
 
     def _claim_output(self, output: Path) -> None:
-        """Writes down what this run is, or checks that it is the one that was here.
+        """Writes down the identity of this run, or checks that it is the one that was here.
 
         Raises:
             ValueError: If the output holds another run.

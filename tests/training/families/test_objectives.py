@@ -25,9 +25,9 @@ from mhla_hf.training.evaluation import evaluation_batches
 from mhla_hf.training.families import objective_class
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.recording import Recorder
+from mhla_hf.training.matching.stage import LayerMatching
 from mhla_hf.training.optimization import make_optimizer
 from mhla_hf.training.parameters import add_lora
-from mhla_hf.training.stages.matching import LayerMatching
 
 from ... import tiny_images
 from ..cases import CASES, CLASSES

@@ -12,9 +12,8 @@ import torch
 from peft import LoraConfig
 
 import mhla_hf
-from mhla_hf.training.matching.activations import DiskCache, pack, unpack
-from mhla_hf.training.matching.cache_choice import choose_cache, total_size
-from mhla_hf.training.matching.layer_training import LayerTraining, MatchingOptions
+from mhla_hf.training.matching.activations import DiskCache, choose_cache, pack, total_size, unpack
+from mhla_hf.training.matching.layer_run import MatchingOptions, layer_optimizer, trained_names
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, record_calls
 from mhla_hf.training.matching.matching import match_layers, matching_losses
 from mhla_hf.training.matching.teacher import SharedTeacher
@@ -295,10 +294,9 @@ class TestWhereRecordsGo:
 def test_mixing_weights_learn_at_a_rate_of_their_size(rate, mixing):
     student, _ = pair("bert")
     layer = find_projections(student, mhla_layers(student), batches("bert")[0])[0]
-    training = LayerTraining(student, layer, MatchingOptions(mhla_learning_rate=rate, learning_rate=7e-3))
-    training.open()
-    rates = {id(member): group["peak_lr"] for group in training.optimizer.param_groups for member in group["params"]}
-    training.close()
+    options = MatchingOptions(mhla_learning_rate=rate, learning_rate=7e-3)
+    optimizer = layer_optimizer(layer, trained_names(layer, "full"), options)
+    rates = {id(member): group["peak_lr"] for group in optimizer.param_groups for member in group["params"]}
     own_block = layer.mhla.mixing_matrix().diagonal().mean().item()
     assert 0.01 < own_block < 0.5
     expected = rate * own_block if mixing is None else mixing

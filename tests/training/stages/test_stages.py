@@ -11,9 +11,10 @@ from torch import nn
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.checkpoints import STAGES, Position, checkpoint_position, list_checkpoints
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.loop import Run, StageLoop
+from mhla_hf.training.loop import StageLoop
 from mhla_hf.training.metrics import MetricsFile
 from mhla_hf.training.processes import make_accelerator
+from mhla_hf.training.run import Run
 from mhla_hf.training.stopping import StopSignals
 
 
