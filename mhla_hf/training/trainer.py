@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -20,7 +21,7 @@ from ..utils.source_files import list_files
 from . import parameters
 from .checkpoints import Position
 from .config import TRANSFORMERS_KINDS, UNCONVERTED, TrainingConfig
-from .data.batches import LatentBatches, LatentSamples, check_null_condition
+from .data.batches import LatentSamples, check_null_condition, make_batch
 from .data.cache import LatentDataset
 from .data.data_order import first_of_buckets, stable_seed
 from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
@@ -386,8 +387,9 @@ class DiffusionTrainer(Trainer):
 
     def _stages(self) -> list[Stage]:
         config = self.config
-        batches = LatentBatches(
-            dataset=self.dataset,
+        batches = partial(
+            make_batch,
+            self.dataset,
             objective=self.objective,
             condition_dropout=config.condition_dropout,
             null_condition=self.null_condition,

@@ -5,6 +5,7 @@ import copy
 import json
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from mhla_hf import MHLAWanTransformer3DModel, convert
 from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, WanObjective, evaluate
 from mhla_hf.training.checkpoints import list_checkpoints
-from mhla_hf.training.data.batches import DataOrder, LatentBatches
+from mhla_hf.training.data.batches import DataOrder, make_batch
 from mhla_hf.training.families.wan import sigma_range
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.loop import MicroBatches, load_micro_batches
@@ -483,7 +484,7 @@ def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted
     model = case.student(teacher) if converted else copy.deepcopy(teacher)
     model.requires_grad_(True)
     order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
-    stage = FineTuning(options(), model, case.objective, LatentBatches(dataset=dataset, objective=case.objective))
+    stage = FineTuning(options(), model, case.objective, partial(make_batch, dataset, objective=case.objective))
     batch = stage.make_batch(order, 0, 0)
     module, accelerator = stage.module(), Accelerator(cpu=True)
     with torch.no_grad():

@@ -172,29 +172,6 @@ def assemble_batch(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentBatches:
-    """Makes the micro-batches of a diffusion model; a pure function of its arguments.
-
-    Attributes:
-        dataset: See `make_batch`.
-        objective: See `make_batch`.
-        condition_dropout: See `make_batch`.
-        null_condition: See `make_batch`.
-    """
-
-    dataset: LatentSamples
-    objective: Objective
-    condition_dropout: float = 0.0
-    null_condition: Tensors | None = None
-
-    def __call__(self, order: DataOrder, step: int, micro_step: int) -> Batch:
-        """See `make_batch`."""
-        return make_batch(
-            self.dataset, order, step, micro_step, self.objective, self.condition_dropout, self.null_condition
-        )
-
-
 def check_null_condition(condition_dropout: float, null_condition: Tensors | None) -> None:
     """Checks that there is something to give to samples that lose their condition.
 

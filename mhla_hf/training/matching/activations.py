@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate.utils import send_to_device
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -111,24 +112,13 @@ def moved(call: LayerCall, device: torch.device, dtype: torch.dtype | None = Non
         device: The device.
         dtype: Type of the hidden states; `None` leaves them as they are.
     """
-    # Through the parts of a record, so that one place knows what arguments are made of.
-    there: dict[str, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> str:
-        name = str(id(tensor))
-        if name not in there:
-            there[name] = tensor.to(device, non_blocking=True)
-        return name
-
-    def move(value: Any) -> Any:
-        return _decode(_encode(value, keep, "a layer"), there.__getitem__)
-
     arguments = call.arguments
+    args, kwargs, valid = send_to_device((arguments.args, arguments.kwargs, call.valid), device, non_blocking=True)
     return LayerCall(
-        CallArguments(move(arguments.args), move(arguments.kwargs), arguments.place),
+        CallArguments(args, kwargs, arguments.place),
         call.hidden_states.to(device, dtype or call.hidden_states.dtype, non_blocking=True),
         call.output.to(device, non_blocking=True),
-        move(call.valid),
+        valid,
     )
 
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,63 +16,15 @@ from .. import checkpoints
 from ..checkpoints import Position
 from ..config import TrainingConfig
 from ..metrics import Metrics
-from ..run import Callback, Run, suspects
+from ..run import Run, suspects
 from ..stages.diffusion import Stage
-from ..stopping import StopSignals
 from .distributed import OneProcess
 from .layers import AttentionLayer
 from .stage import STAGE
 
 
-TRAINED = ("full", "mhla")
-PRECISIONS = ("no", "bf16")
 # What measured best on the demo's Wan, whose 80 blocks give themselves 0.03 on average.
 _MIXING_RATE = 5e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatchingOptions:
-    """How layers learn.
-
-    Attributes:
-        steps: Optimizer steps of each layer.
-        batch_size: Records that one step learns from.
-        learning_rate: Peak learning rate of projections and norms.
-        mhla_learning_rate: That of the parameters of `mhla`. Of a rate above 5e-3, mixing weights get their share: as
-            much as a block gives to itself on average, for they are the smaller the more blocks there are; but 5e-3.
-        train: `"full"` for all parameters of the attention layers, `"mhla"` for those of `mhla` alone.
-        warmup_steps: Steps in which the learning rate rises; then it falls to zero along a cosine.
-        max_grad_norm: Gradients of a layer are clipped to this norm; 0 switches clipping off.
-        mixed_precision: `"bf16"` for autocast, `"no"` for none. Weights are in fp32 while they train.
-        seed: Of the order of records.
-
-    Raises:
-        ValueError: If a value is not allowed; the message names the option.
-    """
-
-    steps: int = 600
-    batch_size: int = 1
-    learning_rate: float = 3e-3
-    mhla_learning_rate: float = 5e-3
-    train: str = "full"
-    warmup_steps: int = 10
-    max_grad_norm: float = 1.0
-    mixed_precision: str = "no"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch_size", 1), ("warmup_steps", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r:.100} must be a whole number of at least {least}.")
-        for name in ("learning_rate", "mhla_learning_rate", "max_grad_norm"):
-            value = getattr(self, name)
-            least_allowed = value == 0 and name == "max_grad_norm"
-            if not isinstance(value, (int, float)) or not (0 < value < math.inf or least_allowed):
-                raise ValueError(f"{name}={value!r:.100} must be a finite number above 0.")
-        for name, choices in (("train", TRAINED), ("mixed_precision", PRECISIONS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r:.100} must be one of {', '.join(choices)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,30 +33,29 @@ class LayerRun(Run):
 
     Attributes:
         layer: The layer.
-        names: The parameters that train.
-        options: How it learns.
         checkpoint: The checkpoint that it goes on from.
     """
 
     layer: AttentionLayer
-    names: list[str]
-    options: MatchingOptions
     checkpoint: Path | None
 
     @classmethod
     def of(
         cls,
-        model: nn.Module,
         layer: AttentionLayer,
-        options: MatchingOptions,
-        dataset: Sized,
-        signals: StopSignals,
+        config: TrainingConfig,
         output: Path | None,
-        save_every: int,
-        callback: Callback | None,
         device: torch.device | None,
+        **shared: Any,
     ) -> LayerRun:
         """The run of a layer, from its newest checkpoint on if there is one.
+
+        Args:
+            layer: The layer.
+            config: The options.
+            output: Directory of its checkpoints.
+            device: Where it trains; None for where it is.
+            shared: Further fields of the run.
 
         Raises:
             ValueError: If the checkpoint is damaged.
@@ -114,37 +65,25 @@ class LayerRun(Run):
         if checkpoint is not None:
             state = checkpoints.read_state(checkpoint)
             losses = state.get("losses", [])
-            if not isinstance(losses, list) or len(losses) != state["step"] or state["step"] > options.steps:
+            if not isinstance(losses, list) or len(losses) != state["step"] or state["step"] > config.transfer_steps:
                 raise ValueError(f"checkpoint {checkpoint} is damaged: its losses are missing; remove it")
         metrics = Metrics([{"stage": STAGE, "step": step, "loss": loss} for step, loss in enumerate(losses, start=1)])
-        config = TrainingConfig(
-            transfer_steps=options.steps,
-            max_steps=0,
-            # Gradients of one record at a time.
-            batch_size=1,
-            gradient_accumulation_steps=options.batch_size,
-            lr_schedule="cosine",
-            warmup_steps=options.warmup_steps,
-            max_grad_norm=options.max_grad_norm,
-            seed=options.seed,
-            checkpointing_steps=save_every,
-            checkpoints_total_limit=1,
-        )
+        device = device or next(iter(layer.parameters().values())).device
         return cls(
             config=config,
-            accelerator=OneProcess(device or next(iter(layer.parameters().values())).device, options.mixed_precision),
-            model=model,
-            dataset=dataset,
+            accelerator=OneProcess(device, config.mixed_precision or "no"),
             state=lambda: {"losses": [row["loss"] for row in metrics.rows]},
             output=output,
-            callback=callback,
             metrics=metrics,
-            signals=signals,
             layer=layer,
-            names=trained_names(layer, options.train),
-            options=options,
             checkpoint=checkpoint,
+            **shared,
         )
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that train."""
+        return trained_names(self.layer, self.config.train)
 
     @property
     def losses(self) -> list[float]:
@@ -167,7 +106,7 @@ class LayerRun(Run):
 
     def make_optimizer(self, stage: Stage, names: Sequence[str]) -> torch.optim.Optimizer:
         """See [`layer_optimizer`]."""
-        return layer_optimizer(self.layer, names, self.options)
+        return layer_optimizer(self.layer, names, self.config)
 
     def moments_to_keep(self, moments: dict[str, torch.Tensor], finished: bool) -> dict[str, torch.Tensor]:
         """None of a finished layer, which takes no more steps."""
@@ -207,23 +146,23 @@ class LayerRun(Run):
                     module.to(next(iter(before.values()))[1])
 
 
-def layer_optimizer(layer: AttentionLayer, names: Sequence[str], options: MatchingOptions) -> torch.optim.AdamW:
+def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: TrainingConfig) -> torch.optim.AdamW:
     """AdamW over some parameters of a layer, with a learning rate of their own for mixing weights."""
     parameters, ours = layer.parameters(), f"{layer.name}.mhla."
     # A learning rate is a distance.
     own_block = layer.mhla.mixing_matrix().detach().diagonal(dim1=-2, dim2=-1).mean().item()
     rates: dict[float, list[nn.Parameter]] = {}
     for name in names:
-        rate = highest = options.mhla_learning_rate
+        rate = highest = config.mhla_learning_rate or config.learning_rate
         if not name.startswith(ours):
-            rate = options.learning_rate
+            rate = config.learning_rate
         elif name == f"{ours}mixing":
             rate = min(highest, max(highest * own_block, _MIXING_RATE))
         rates.setdefault(rate, []).append(parameters[name])
     return torch.optim.AdamW(
         [{"params": members, "lr": rate, "peak_lr": rate} for rate, members in rates.items()],
-        betas=(0.9, 0.99),
-        weight_decay=0.0,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.weight_decay,
         fused=all(parameters[name].device.type in ("cpu", "cuda") for name in names),
     )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from ...layers.mhla import MHLA
@@ -327,18 +328,8 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 def on_device(value: Any, model: nn.Module) -> Any:
     """Tensors in nested dicts and sequences, on the device of a model's first parameter."""
-    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
-    return _moved(value, device or torch.device("cpu"))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {name: _moved(entry, device) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(entry, device) for entry in value)
-    return value
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
+    return send_to_device(value, device)
 
 
 def run(model: nn.Module, batch: Batch) -> Any:

@@ -23,6 +23,7 @@ from ...conversion.options import parse_dtype, parse_size
 from ...utils.files import remove_leftovers, write_json
 from ...utils.json_files import read_json
 from ...utils.locks import lock_output
+from ..config import TrainingConfig
 from ..data.data_order import DataOrder
 from ..data.fingerprints import add_tensor, model_fingerprint, spread
 from ..loop import StageLoop
@@ -38,7 +39,7 @@ from .activations import (
     total_size,
 )
 from .distributed import Processes
-from .layer_run import LayerRun, MatchingOptions, trained_names
+from .layer_run import LayerRun, trained_names
 from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers
 from .recording import Recorder, check_originals, only_trainable, original_values
 from .stage import STAGE, MatchingStage, layer_loss
@@ -46,6 +47,9 @@ from .teacher import SharedTeacher
 
 
 logger = logging.getLogger(__name__)
+
+TRAINED = ("full", "mhla")
+PRECISIONS = ("no", "bf16")
 
 Progress = Callable[[str, int, float], None]
 """Called with the name of a layer, its steps so far and the loss of the last of them."""
@@ -155,38 +159,45 @@ def match_layers(
         TrainingStopped: After Ctrl-C or SIGTERM, when a checkpoint is saved.
         OSError: If there is no room on the disk.
     """
-    options = MatchingOptions(
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        mhla_learning_rate=mhla_learning_rate,
-        train=train,
-        warmup_steps=warmup_steps,
-        max_grad_norm=max_grad_norm,
-        mixed_precision=mixed_precision,
-        seed=seed,
-    )
-    if cache not in CACHES:
-        raise ValueError(f"cache={cache!r:.100} must be one of {', '.join(CACHES)}.")
+    for name, number in (("steps", steps), ("batch_size", batch_size), ("save_every", save_every)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r:.100} must be a whole number of at least 1.")
+    for name, value, choices in (
+        ("train", train, TRAINED), ("mixed_precision", mixed_precision, PRECISIONS), ("cache", cache, CACHES)
+    ):  # fmt: skip
+        if value not in choices:
+            raise ValueError(f"{name}={value!r:.100} must be one of {', '.join(choices)}.")
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
-    if isinstance(save_every, bool) or not isinstance(save_every, int) or save_every < 1:
-        raise ValueError(f"save_every={save_every!r:.100} must be a whole number of at least 1.")
+    options: dict[str, Any] = {
+        "learning_rate": learning_rate, "mhla_learning_rate": mhla_learning_rate, "train": train,
+        "warmup_steps": warmup_steps, "max_grad_norm": max_grad_norm, "mixed_precision": mixed_precision, "seed": seed,
+    }  # fmt: skip
+    config = TrainingConfig(
+        transfer_steps=steps,
+        max_steps=0,
+        # Gradients of one record at a time.
+        gradient_accumulation_steps=batch_size,
+        lr_schedule="cosine",
+        adam_beta2=0.99,
+        weight_decay=0.0,
+        checkpointing_steps=save_every,
+        checkpoints_total_limit=1,
+        **options,
+    )
     limit, dtype = parse_size(cache_limit, "cache_limit"), parse_dtype(cache_dtype)
     assert dtype is not None
     _check_not_offloaded(model)
-    data = _Batches.of(batches, num_batches, _input_device(model))
-    originals = _originals(model, teacher, original_parameters)
     run = _Matching(
-        model,
-        data,
-        options,
-        originals,
-        dtype,
-        None if device is None else torch.device(device),
-        None if output is None else Path(output),
-        save_every,
-        progress,
+        model=model,
+        data=_Batches.of(batches, num_batches, _input_device(model)),
+        config=config,
+        originals=_originals(model, teacher, original_parameters),
+        dtype=dtype,
+        device=None if device is None else torch.device(device),
+        output=None if output is None else Path(output),
+        progress=progress,
+        identity={**options, "steps": steps, "batch_size": batch_size, "cache_dtype": str(dtype)},
     )
     with run.locked(), run.whole_model(), StopSignals() as signals:
         return run.run(cache, limit, signals)
@@ -270,23 +281,20 @@ class _Matching:
 
     model: nn.Module
     data: _Batches
-    options: MatchingOptions
+    config: TrainingConfig
     originals: dict[str, torch.Tensor]
     dtype: torch.dtype
     device: torch.device | None
     output: Path | None
-    save_every: int
     progress: Progress | None
+    identity: dict[str, Any]
 
     def __post_init__(self) -> None:
         self.processes = Processes()
         self.layers = _layers(self.model, self.data[0])
         self.mine = self.processes.share_of(self.layers)
-        self.order = DataOrder(
-            dataset_size=len(self.data), batch_size=self.options.batch_size, seed=self.options.seed, stage=STAGE
-        )
+        self.steps, self.batch_size = self.config.transfer_steps, self.config.gradient_accumulation_steps
         self.report = MatchingReport(seconds={"recording": 0.0, "training": 0.0})
-        self.fingerprint = ""
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -294,7 +302,7 @@ class _Matching:
         if self.output is None:
             yield
             return
-        self.fingerprint = self._fingerprint()
+        self.identity["fingerprint"] = self._fingerprint()
         with ExitStack() as stack:
             with self.processes.together():
                 if self.processes.rank == 0:
@@ -307,7 +315,7 @@ class _Matching:
     @contextmanager
     def whole_model(self) -> Iterator[None]:
         """A context in which the model is in evaluation mode, and only what trains requires gradients."""
-        names = [name for layer in self.layers for name in trained_names(layer, self.options.train)]
+        names = [name for layer in self.layers for name in trained_names(layer, self.config.train)]
         with evaluating(self.model), only_trainable(self.model, names):
             yield
 
@@ -315,7 +323,7 @@ class _Matching:
         """Trains what is not trained yet."""
         with self.processes.together():
             runs = [self._layer_run(layer, signals) for layer in self.mine]
-        unfinished = any(self.processes.all(any(len(run.losses) < self.options.steps for run in runs)))
+        unfinished = any(self.processes.all(any(len(run.losses) < self.steps for run in runs)))
         records: ActivationCache = MemoryCache()
         if unfinished:
             with self.processes.together():
@@ -338,7 +346,7 @@ class _Matching:
             loops = []
             for run in runs:
                 stack.enter_context(run.opened(None if records.kind == "none" else self.device))
-                stage = MatchingStage(self.model, [run.layer], run.names, records, self.options.steps)
+                stage = MatchingStage(self.model, [run.layer], run.names, records, self.steps)
                 loops.append(StageLoop(run, stage))
                 loops[-1].start(run.position, run.checkpoint)
             while not all(loop.finished for loop in loops):
@@ -353,7 +361,8 @@ class _Matching:
     def _records(self, cache: str, limit: int | None, signals: StopSignals) -> ActivationCache:
         """Records of all batches that steps take, or a cache that makes them when they are asked for."""
         began = time.perf_counter()
-        needed = sorted({index for step in range(self.options.steps) for index in self._indices(step)})
+        order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
+        needed = sorted({order.dataset_index(number) for number in range(self.steps * self.batch_size)})
         disk = None if self.output is None else self.output / "activations"
         if cache not in ("memory", "none") and any(self.processes.all(disk is not None and disk.is_dir())):
             cache = "disk"
@@ -372,17 +381,17 @@ class _Matching:
             changing = {
                 name: parameter.detach().clone()
                 for layer in self.layers
-                if self.options.train == "full"
+                if self.config.train == "full"
                 for name, parameter in layer.parameters().items()
                 if parameter.is_floating_point() and not name.startswith(f"{layer.name}.mhla.")
             }
             recorder = Recorder(self.model, self.layers, {**changing, **self.originals}, only=mine)
-            return OnlineCache(lambda index: recorder(self.data[index], self._rounded), self.options.batch_size)
+            return OnlineCache(lambda index: recorder(self.data[index], self._rounded), self.batch_size)
         recorder = Recorder(self.model, self.layers, self.originals, only=mine)
         records: ActivationCache = MemoryCache()
         if cache == "disk":
             assert disk is not None
-            records = DiskCache(disk, f"{self.fingerprint}-{self.dtype}")
+            records = DiskCache(disk, f"{self.identity['fingerprint']}-{self.dtype}")
             # Each process writes some of the batches, for all layers.
             recorder.only, needed = None, self.processes.share_of(needed)
         for index in records.missing(needed):
@@ -403,17 +412,15 @@ class _Matching:
         """What a cache would give: a run that changes over to one goes on as it was."""
         return tensor.detach().to(self.dtype, copy=True)
 
-    def _indices(self, step: int) -> list[int]:
-        return [self.order.dataset_index(number) for number in self.order.sample_numbers(step)]
-
     def _layer_run(self, layer: AttentionLayer, signals: StopSignals) -> LayerRun:
         number = [other.name for other in self.layers].index(layer.name)
         output = None if self.output is None else self.output / "layers" / f"{number:03d}"
-        progress, device = self.progress, self.device
+        progress = self.progress
         callback = None if progress is None else lambda stage, step, loss: progress(layer.name, step, loss)
         return LayerRun.of(
-            self.model, layer, self.options, self.data, signals, output, self.save_every, callback, device
-        )
+            layer, self.config, output, self.device,
+            model=self.model, dataset=self.data, signals=signals, callback=callback,
+        )  # fmt: skip
 
     def _stopped(self, loops: Sequence[Any], number: int) -> TrainingStopped:
         for loop in loops:
@@ -422,9 +429,7 @@ class _Matching:
         if self.output is not None:
             way_on = f"the same command goes on from there (saved in {self.output})"
         name = loops[0].stage.layers[0].name
-        return TrainingStopped(
-            f"stopped matching {name} after step {loops[0].step} of {self.options.steps}; {way_on}", number
-        )
+        return TrainingStopped(f"stopped matching {name} after step {loops[0].step} of {self.steps}; {way_on}", number)
 
     def _exchange(self, runs: Sequence[LayerRun]) -> None:
         """Gives all processes the weights and losses of all layers."""
@@ -433,7 +438,7 @@ class _Matching:
         self.report.losses = {layer.name: losses[layer.name] for layer in self.layers}
         for number, layer in enumerate(self.layers):
             parameters = layer.parameters()
-            for name in trained_names(layer, self.options.train):
+            for name in trained_names(layer, self.config.train):
                 self.processes.send(parameters[name], self.processes.owner(number))
 
     def _fingerprint(self) -> str:
@@ -449,8 +454,7 @@ class _Matching:
         Raises:
             ValueError: If the output holds another run.
         """
-        identity = {**vars(self.options), "fingerprint": self.fingerprint, "cache_dtype": str(self.dtype)}
-        record = output / "matching.json"
+        identity, record = self.identity, output / "matching.json"
         for folder in (output, output / "activations", *(output / "layers").glob("*")):
             remove_leftovers(folder)
         if record.is_file():

@@ -12,8 +12,9 @@ import torch
 from peft import LoraConfig
 
 import mhla_hf
+from mhla_hf.training import TrainingConfig
 from mhla_hf.training.matching.activations import DiskCache, choose_cache, pack, total_size, unpack
-from mhla_hf.training.matching.layer_run import MatchingOptions, layer_optimizer, trained_names
+from mhla_hf.training.matching.layer_run import layer_optimizer, trained_names
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, record_calls
 from mhla_hf.training.matching.matching import match_layers, matching_losses
 from mhla_hf.training.matching.teacher import SharedTeacher
@@ -294,8 +295,8 @@ class TestWhereRecordsGo:
 def test_mixing_weights_learn_at_a_rate_of_their_size(rate, mixing):
     student, _ = pair("bert")
     layer = find_projections(student, mhla_layers(student), batches("bert")[0])[0]
-    options = MatchingOptions(mhla_learning_rate=rate, learning_rate=7e-3)
-    optimizer = layer_optimizer(layer, trained_names(layer, "full"), options)
+    config = TrainingConfig(mhla_learning_rate=rate, learning_rate=7e-3)
+    optimizer = layer_optimizer(layer, trained_names(layer, "full"), config)
     rates = {id(member): group["peak_lr"] for group in optimizer.param_groups for member in group["params"]}
     own_block = layer.mhla.mixing_matrix().diagonal().mean().item()
     assert 0.01 < own_block < 0.5
@@ -345,7 +346,7 @@ def test_lora_is_switched_off_while_the_original_is_recorded():
         ({"num_batches": 3}, "only for batches that a function makes"),
         ({"steps": 0}, "steps=0"),
         ({"batch_size": True}, "batch_size=True"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a finite number"),
         ({"train": "lora"}, "train='lora' must be one of full, mhla"),
         ({"cache": "ram"}, "cache='ram' must be one of auto, memory, disk, none"),
         ({"cache": "disk"}, "cache='disk' needs output"),

@@ -5,6 +5,7 @@ import copy
 import json
 import logging
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
 from mhla_hf.training.config import TRAIN_MODES
-from mhla_hf.training.data.batches import DataOrder, LatentBatches
+from mhla_hf.training.data.batches import DataOrder, make_batch
 from mhla_hf.training.export import export_pipeline
 from mhla_hf.training.families.dit import DEFAULT_SCHEDULER
 from mhla_hf.training.loading import PipelineSource
@@ -158,7 +159,7 @@ class TestLosses:
         case = CASES[name]
         original = case.make_teacher()
         student = case.student(original)
-        data = LatentBatches(dataset=case.dataset(), objective=case.objective)
+        data = partial(make_batch, case.dataset(), objective=case.objective)
         batch = data(DataOrder(dataset_size=5, batch_size=2, seed=0, stage="distill"), 0, 0)
         accelerator = Accelerator(cpu=True)
 
@@ -202,7 +203,7 @@ class TestStage:
         case = CASES[name]
         original = case.make_teacher()
         student = case.student(original)
-        data = LatentBatches(dataset=case.dataset(), objective=case.objective)
+        data = partial(make_batch, case.dataset(), objective=case.objective)
         batch = data(DataOrder(dataset_size=5, batch_size=5, seed=1, stage="distill"), 0, 0)
         noisy = case.objective.add_noise(batch.latents, batch.noise, batch.levels)
 
