@@ -16,7 +16,7 @@ from .conversion_options import OPTIONS, mhla_fields, option_parameters
 
 
 if TYPE_CHECKING:
-    from ..training.data.samples import DataSample
+    from ..training.data.folders import DataSample
 
 app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
 
@@ -101,7 +101,7 @@ def _training_command(family: str, help: str) -> Callable[..., None]:
 
 
 def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache_only: bool) -> None:
-    from ..training.data.cache_step import make_cache
+    from ..training.data.cache_building import make_cache
     from ..training.loading import PipelineSource
     from ..training.processes import make_accelerator
 
@@ -162,7 +162,7 @@ def cache_command(**options: Any) -> None:
     if cache_config.data is None:
         raise ValueError("data must be given: a folder of videos or pictures, or 'digits'")
 
-    from ..training.data.cache_step import make_cache
+    from ..training.data.cache_building import make_cache
     from ..training.processes import make_accelerator
 
     make_cache(config, cache_config, make_accelerator(config), _digit_videos)
@@ -221,7 +221,7 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
 def _digit_videos(config: CacheConfig) -> "list[DataSample]":
     """The videos of the demo, in the size that the options ask for."""
     from ..training.data.digits import MovingDigits, MovingDigitsConfig
-    from ..training.data.samples import DataSample
+    from ..training.data.folders import DataSample
 
     assert config.num_frames is not None and config.height is not None and config.num_samples is not None
     appearance = MovingDigitsConfig(

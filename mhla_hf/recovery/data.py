@@ -13,8 +13,8 @@ from ..models.registry import is_mhla_class
 from ..models.source import Component
 from ..training.config import CacheConfig, TrainingConfig
 from ..training.data.batch_sources import BatchSource, Latents, PackedText, RecordedCalls
+from ..training.data.folders import DataSample
 from ..training.data.opening import ROW_LENGTH, picture_batches, text_batches
-from ..training.data.samples import DataSample
 from ..training.matching.layers import Batch, mhla_layers
 from ..utils.locations import PIPELINE_INDEX
 from .probes import DEFAULT_SAMPLES, pipeline_batches
@@ -75,7 +75,7 @@ def open_data(
     if recipe.family == "vision":
         return picture_batches(model, root, data, **amounts)
 
-    from ..training.data.cache_step import make_cache
+    from ..training.data.cache_building import make_cache
     from ..training.processes import make_accelerator
 
     config = TrainingConfig(

@@ -109,8 +109,8 @@ def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
     pipeline.transformer = student
     pipeline.save_pretrained(source)
     from mhla_hf.training import CacheConfig
-    from mhla_hf.training.data.cache_step import make_cache
-    from mhla_hf.training.data.samples import DataSample
+    from mhla_hf.training.data.cache_building import make_cache
+    from mhla_hf.training.data.folders import DataSample
     from mhla_hf.training.processes import make_accelerator
 
     config = TrainingConfig(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches to recover on, for every kind of model: text, pictures, or the cached latents of diffusion models.
+"""Batches for every kind of model: text, images, or cached latents of diffusion models.
 
 A batch holds keyword arguments of the model's `forward`. Which samples it has is a pure function of (seed, stage,
-step), so a stage that goes on after a kill sees what it would have seen, and two processes with batch 2 see the
-samples that one process with batch 4 sees.
+step), so a resumed stage sees the same batches as an uninterrupted one, and two processes with batch size 2
+see the samples of one process with batch size 4.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BatchSource(ABC):
 
     Attributes:
         seed: Seed of their order.
-        fingerprint: Tells the samples from those of other data.
+        fingerprint: Hash that identifies the samples.
     """
 
     def __init__(self, seed: int, fingerprint: str) -> None:
@@ -54,7 +54,7 @@ class BatchSource(ABC):
         """The batch of a step, on the CPU; a pure function of the seed and the arguments.
 
         Args:
-            stage: Name of the stage; each has an order of its own.
+            stage: Name of the stage; the order depends on it.
             step: From 0.
             batch_size: Samples of this process.
             rank: Number of this process.
@@ -67,7 +67,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What the data are, as plain JSON values."""
+        """Description of the data as plain JSON values."""
 
     def batches(self, stage: str, count: int, batch_size: int) -> list[Batch]:
         """The first batches of a stage."""
@@ -113,15 +113,12 @@ class PackedText(BatchSource):
         return len(self.table) - self.held_out_count
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """See the base class."""
         return self._rows(self._indices(stage, step, batch_size, rank, world_size))
 
     def held_out(self, batch_size: int) -> list[Batch]:
-        """See the base class."""
         return [self._rows(part) for part in _parts(range(len(self), len(self.table)), batch_size)]
 
     def describe(self) -> dict[str, Any]:
-        """See the base class."""
         return {
             "kind": "text in packed rows",
             "samples": len(self),
@@ -161,17 +158,14 @@ class Passages(BatchSource):
         return len(self.indices)
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """See the base class."""
         group, place = divmod(step, _BATCHES_TOGETHER)
         indices = self._together(stage, group, batch_size * world_size)[place]
         return self._pad(indices[rank * batch_size : (rank + 1) * batch_size])
 
     def held_out(self, batch_size: int) -> list[Batch]:
-        """See the base class."""
         return [self._pad(part) for part in _parts(self.held_out_indices, batch_size)]
 
     def describe(self) -> dict[str, Any]:
-        """See the base class."""
         return {
             "kind": "passages of text",
             "samples": len(self),
@@ -207,9 +201,9 @@ class Pictures(BatchSource):
         pictures: uint8 `[H, W, 3]` each, by a function that reads one.
         processor: The model's own.
         held_out: Most pictures to hold out.
-        fingerprint: See the base class.
+        fingerprint: Hash that identifies the samples.
         seed: Seed of their order.
-        left_out: How many files could not be read.
+        left_out: Number of files that could not be read.
     """
 
     def __init__(
@@ -232,16 +226,13 @@ class Pictures(BatchSource):
         return len(self.indices)
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """See the base class."""
         indices = self._indices(stage, step, batch_size, rank, world_size)
         return self._process([self.indices[index] for index in indices])
 
     def held_out(self, batch_size: int) -> list[Batch]:
-        """See the base class."""
         return [self._process(part) for part in _parts(self.held_out_indices, batch_size)]
 
     def describe(self) -> dict[str, Any]:
-        """See the base class."""
         return {
             "kind": "pictures",
             "samples": len(self),
@@ -300,7 +291,6 @@ class Latents(BatchSource):
         return len(self.samples)
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """See the base class."""
         return self.inputs(self.latent_batch(stage, step, batch_size, rank, world_size))
 
     def latent_batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> LatentBatch:
@@ -309,7 +299,7 @@ class Latents(BatchSource):
         return make_batch(self.samples, order, step, 0, self.objective, self.condition_dropout, self.null_condition)
 
     def held_out(self, batch_size: int) -> list[Batch]:
-        """See the base class; noise levels cover their distribution evenly."""
+        """Held-out samples with noise levels that cover their distribution evenly."""
         return [self.inputs(batch) for batch in self.held_out_latents(batch_size)]
 
     def held_out_latents(self, batch_size: int, draws: int = 1) -> list[LatentBatch]:
@@ -326,7 +316,6 @@ class Latents(BatchSource):
         return self.objective.inputs_of(self.model, batch, cast(Any, self.model).dtype)
 
     def describe(self) -> dict[str, Any]:
-        """See the base class."""
         return {
             "kind": "latents",
             "samples": len(self),
@@ -336,7 +325,7 @@ class Latents(BatchSource):
 
 
 class RecordedCalls(BatchSource):
-    """What a diffusion model saw while its pipeline made samples; a batch is one call, whatever size is asked for.
+    """Recorded calls of a diffusion model while its pipeline generated samples; a batch is always one call.
 
     Args:
         calls: Keyword arguments of the model's `forward`, of all calls.
@@ -354,15 +343,12 @@ class RecordedCalls(BatchSource):
         return len(self.calls) - self.held_out_count
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """See the base class."""
         return self.calls[self._indices(stage, step, 1, rank, world_size)[0]]
 
     def held_out(self, batch_size: int) -> list[Batch]:
-        """See the base class."""
         return list(self.calls[len(self) :])
 
     def describe(self) -> dict[str, Any]:
-        """See the base class."""
         return {"kind": "calls of the pipeline's model", "samples": len(self), "held_out": self.held_out_count}
 
 
@@ -380,7 +366,7 @@ class _Part:
 
 
 def _held_out(count: int, wanted: int) -> int:
-    """How many of all samples are held out: at least one, and one is left to train on."""
+    """Number of samples to hold out: at least one, and at least one remains for training."""
     return max(1, min(wanted, count // _HELD_OUT_SHARE))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: the sizes and lengths that videos and pictures of one data set are sorted into."""
+"""Buckets: sizes and lengths that the videos and images of a dataset are sorted into."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def nearest_bucket(buckets: Sequence[Bucket], height: int, width: int, num_frame
         buckets: To choose from.
         height: Height of the picture or video.
         width: Its width.
-        num_frames: How many frames it has.
+        num_frames: Number of frames.
 
     Returns:
         None if the video is too short for the buckets of its aspect ratio.

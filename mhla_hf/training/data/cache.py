@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of latents and conditions, as training reads it: videos, pictures and captions are encoded only once.
+"""Cache of latents and conditions as training reads it; videos, images and captions are encoded once.
 
 A cache is a directory with `cache.json` (what made it), `null_condition.safetensors` (the condition of a sample
 without caption or class) and one `samples/<number>.safetensors` per video or picture. Every file is written under a
@@ -46,7 +46,7 @@ class LatentDataset:
 
     Attributes:
         manifest: The content of `cache.json`.
-        null_condition: What a sample without caption or class holds besides latents.
+        null_condition: Condition tensors of a sample without caption or class.
         buckets: Number of each sample's bucket; None where all have one size.
 
     Raises:
@@ -86,7 +86,7 @@ class LatentDataset:
         return tensors
 
     def sample_name(self, index: int) -> str:
-        """What to call a sample in a message: its number, its file, and where it comes from."""
+        """Description of a sample for messages: number, file and source."""
         path = self.files[index]
         source = saved_metadata(path).get("source")
         return f"{index} ({path.name}{f' from {shorten_value(source)}' if source else ''})"
@@ -105,7 +105,7 @@ class LatentDataset:
         """Keeps the cache step of other processes from changing the cache while it is read.
 
         Returns:
-            The lock, shared with other readers: keep it open. None where there are no locks, or no right to write.
+            Lock shared with other readers, to be kept open; `None` without support for locks or without write access.
 
         Raises:
             ValueError: If the cache is being changed, or has changed since it was opened.
@@ -122,7 +122,7 @@ class LatentDataset:
         return lock
 
     def fingerprint(self) -> str:
-        """A hash that tells the samples from those of other caches.
+        """Hash that identifies the samples of the cache.
 
         It covers the settings and the identities of all samples, and of some of the files what they hold. The content
         of a sample counts only if it does not say where it comes from: encoding the same data again gives the same
@@ -197,7 +197,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _check_buckets(manifest: dict[str, Any], where: str) -> None:
-    """Checks what a manifest says of buckets, if it has any."""
+    """Checks the fields of a manifest that describe buckets, if present."""
     if "buckets" not in manifest and "latent_shapes" not in manifest:
         return
     check_fields(manifest, where, required={"buckets": list, "latent_shapes": list})
@@ -211,7 +211,7 @@ def _check_buckets(manifest: dict[str, Any], where: str) -> None:
 
 
 def saved_metadata(path: Path) -> dict[str, str]:
-    """What the file of a sample says of its source; empty if it is missing, damaged or does not say."""
+    """Metadata of a sample file about its source; empty if the file is missing, damaged or has none."""
     if not path.is_file():
         return {}
     try:
@@ -222,7 +222,7 @@ def saved_metadata(path: Path) -> dict[str, str]:
 
 
 def saved_key(path: Path) -> str | None:
-    """What identifies the source of a sample in its file; None as in `saved_metadata`."""
+    """Identity of the source stored in a sample file; `None` if there is none, as in `saved_metadata`."""
     return saved_metadata(path).get("key")
 
 
@@ -239,14 +239,14 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def damaged_file(path: Path, error: Exception) -> ValueError:
-    """What to raise for a file of a cache that cannot be read."""
+    """Exception for an unreadable file of a cache."""
     return ValueError(f"cache file {path} cannot be read: {error}; remove it and run the cache step again")
 
 
 def write_tensors(
     path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype, metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes one of a cache's tensor files, numbers that are not whole in the type that the cache keeps."""
+    """Writes one of a cache's tensor files, floating-point tensors in the dtype of the cache."""
     stored = {
         name: tensor.to("cpu", dtype if tensor.is_floating_point() else torch.int64).contiguous()
         for name, tensor in tensors.items()

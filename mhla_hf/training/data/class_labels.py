@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the names of classes to the numbers that a class-conditional model knows them by."""
+"""Class numbers of a class-conditional model, from the names of class folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...utils.json_files import read_json
-from .data_folder import DataFolder
+from .folders import DataFolder
 
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ CLASSES_FILE = "classes.json"
 
 
 def pipeline_labels(source: PipelineSource) -> dict[str, int]:
-    """The names that a pipeline knows classes by, with their numbers; empty if it knows none."""
+    """Class names of a pipeline with their numbers; empty if it has none."""
     from diffusers import DiTPipeline
 
     names = source.index.get("id2label")
@@ -41,7 +41,7 @@ def folder_labels(folder: Path, names: Iterable[str], known: Mapping[str, int], 
         folder: The folder of data.
         names: The classes.
         known: See `pipeline_labels`.
-        num_classes: How many classes the model has.
+        num_classes: Number of classes of the model.
 
     Raises:
         ValueError: If `classes.json` is not valid or lacks a class, the pipeline knows some of the names only, or the
@@ -64,7 +64,7 @@ def folder_labels(folder: Path, names: Iterable[str], known: Mapping[str, int], 
 
 
 def find_label(name: str, known: Mapping[str, int], num_classes: int) -> int:
-    """The number of a class that a user calls by its name or its number.
+    """Class number for a name or a number given by the user.
 
     Raises:
         ValueError: If there is no such class.
@@ -118,6 +118,6 @@ def _stored_labels(path: Path, names: list[str]) -> dict[str, int]:
 
 
 def _number(name: str) -> int | None:
-    """The number that a name is, if it is one."""
+    """Value of a decimal name; `None` for other names."""
     # Python refuses to convert thousands of digits; names of folders are shorter.
     return int(name) if name.isdecimal() and len(name) < 256 else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short hashes that tell weights and data apart without reading all of them.
+"""Short hashes that identify weights and data without reading all of them.
 
 Files of a few megabytes are read whole. Of larger safetensors files the header (names, types, shapes) is read and a
-few kilobytes at the beginning, middle and end of every tensor: training changes all of a tensor, so eleven gigabytes
-of text encoder are told by some megabytes. Other large files are sampled evenly.
+few kilobytes at the beginning, middle and end of every tensor: training changes every part of a tensor, so a
+few megabytes identify a text encoder of eleven gigabytes. Other large files are sampled evenly.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
     """A hash over the names, shapes and some values of a model's parameters.
 
     Args:
-        model: Whatever has `named_parameters`.
+        model: Object with `named_parameters`.
         without: Names of parameters that do not count.
     """
     digest = hashlib.sha256()
@@ -78,7 +78,7 @@ def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
 
     Args:
         dataset: See `LatentSamples`.
-        samples: How many to read.
+        samples: Number of samples to read.
     """
     digest = hashlib.sha256(f"{len(dataset)};".encode())
     for index in spread(range(len(dataset)), samples):
@@ -98,7 +98,7 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _begins_of_tensors(header: bytes, offset: int, size: int) -> list[int]:
-    """Where to read pieces of a safetensors file, in its order; none if the header is not one."""
+    """Offsets of the parts of a safetensors file to read, in file order; empty for an invalid header."""
     try:
         entries = parse_json(header.decode("utf-8"), "header")
         spans = sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__")

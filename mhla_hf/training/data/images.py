@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture files: a folder of them with captions, or one folder per class; read into tensors, and grids of them."""
+"""Image files: safe decoding, cropping and scaling; folders of images with captions or one subfolder per class."""
 
 from __future__ import annotations
 
+import errno
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,11 +14,92 @@ import torch
 from PIL import Image, ImageOps
 
 from .buckets import Bucket, nearest_bucket
-from .captions import captioned_files
 from .class_labels import folder_labels
-from .data_folder import DataFolder
-from .fitting import fit, open_picture, to_tensor, unreadable
-from .samples import DataSample, unusable_sample
+from .folders import DataFolder, DataSample, UnusableSampleError, captioned_files, unusable_sample
+
+
+MAX_PIXELS = 2**30 // 12
+"""Most pixels of a picture or frame, 89 million: one in RGB and 32 bits fills a gibibyte. Pillow warns from here."""
+
+MAX_ASPECT_RATIO = 20
+"""Of the longer to the shorter side; next to nothing would be left of a picture beyond it."""
+
+# Errors of the machine and not of a file: a sample must not be missing because of them.
+_MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+_LONGEST_REASON = 200
+
+
+def check_size(path: Path, width: int, height: int) -> None:
+    """Checks the size of a picture or of the frames of a video, before they are decoded.
+
+    Raises:
+        UnusableSampleError: If there are too many pixels, or one side is far longer than the other.
+    """
+    if width < 1 or height < 1:
+        raise UnusableSampleError(f"{path} has no pixels")
+    if width * height > MAX_PIXELS:
+        raise UnusableSampleError(
+            f"{path} has {width} x {height} pixels; at most {MAX_PIXELS:,} are read, so scale it down"
+        )
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise UnusableSampleError(
+            f"{path} has {width} x {height} pixels; one side may be {MAX_ASPECT_RATIO} times the other, so crop it"
+        )
+
+
+def open_picture(path: Path, formats: tuple[str, ...]) -> Image.Image:
+    """Opens a file of one of some formats, as Pillow names them, without decoding it.
+
+    Raises:
+        UnusableSampleError: If its size is out of bounds.
+        Exception: Pillow's errors for damaged files, of nearly any type.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # Such a size is refused right below.
+        picture = Image.open(path, formats=formats)
+    try:
+        check_size(path, *picture.size)
+    except UnusableSampleError:
+        picture.close()
+        raise
+    return picture
+
+
+def fit(picture: Image.Image, height: int, width: int) -> np.ndarray:
+    """Crops the centre of a picture to the wanted shape and scales it (bicubic).
+
+    Args:
+        picture: In RGB.
+        height: Wanted height.
+        width: Wanted width.
+
+    Returns:
+        uint8 `[height, width, 3]`.
+    """
+    return np.asarray(ImageOps.fit(picture, (width, height), Image.Resampling.BICUBIC))
+
+
+def to_tensor(frames: np.ndarray) -> torch.Tensor:
+    """Frames, uint8 `[F, H, W, 3]`, as fp32 `[3, F, H, W]` in [-1, 1]."""
+    return torch.from_numpy(np.ascontiguousarray(frames.transpose(3, 0, 1, 2))).float().div_(127.5).sub_(1)
+
+
+def unreadable(path: Path, kind: str, error: Exception) -> Exception:
+    """Exception to raise for a file that cannot be decoded.
+
+    Args:
+        path: The file.
+        kind: Expected kind of file, "picture" or "video".
+        error: Error of the decoder, of nearly any type.
+
+    Returns:
+        `UnusableSampleError` with the last line of the error; the error itself where the machine is at fault.
+    """
+    if isinstance(error, UnusableSampleError | MemoryError) or getattr(error, "errno", None) in _MACHINE_ERRORS:
+        return error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[-1] if lines else type(error).__name__
+    return UnusableSampleError(f"{path} cannot be read as a {kind}: {reason[:_LONGEST_REASON]}")
 
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -62,7 +145,7 @@ def class_pictures(
         height: Height to scale and crop to.
         width: Width to scale and crop to.
         known_labels: Names of classes that the pipeline knows.
-        num_classes: How many classes the model has.
+        num_classes: Number of classes of the model.
         buckets: See `captioned_pictures`.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what `--data` names to batches of text or pictures."""
+"""Batches of text or images for the value of `--data`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from ..config import DIGITS
 from ..matching.layers import mhla_layers
 from .batch_sources import BatchSource, PackedText, Passages, Pictures
 from .batches import stable_seed
-from .data_folder import DataFolder
+from .folders import DataFolder, UnusableSampleError
 from .images import IMAGE_SUFFIXES, read_picture
-from .samples import UnusableSampleError
 from .texts import TextCorpus
 from .tokens import TokenOptions, tokenize
 
@@ -121,7 +120,7 @@ def picture_batches(
 
 
 def _find_pictures(data: str, count: int, side: int) -> tuple[list[Any], list[str], list[str]]:
-    """Functions that read pictures, what identifies each, and what is wrong with others."""
+    """Functions that read images, the identity of each, and the problems of files left out."""
     if data == DIGITS:
         from .digits import digit_pictures
 
@@ -166,5 +165,5 @@ def _picture_side(model: nn.Module) -> int:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether a converted model's attention looks back only: a language model."""
+    """`True` if the attention of a converted model is causal, as in language models."""
     return any(layer.mhla.config.causal for layer in mhla_layers(model))

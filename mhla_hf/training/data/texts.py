@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts to recover on: a folder of text files, a JSONL file, or a data set of the Hub."""
+"""Text data: a folder of text files, a JSONL file, or a dataset of the Hub."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import Any
 
 from ...utils.locations import is_hub_id
 from ...utils.messages import shorten_list, shorten_text
-from .captions import json_rows, text_lines
-from .data_folder import DataFolder
 from .fingerprints import file_fingerprint
+from .folders import DataFolder, json_rows, text_lines
 
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ _NAMED = 20
 
 @dataclass
 class TextCorpus:
-    """Where texts come from.
+    """Source of texts.
 
     Attributes:
         data: A folder, a `.jsonl` file, or the id of a data set, `owner/name` or `owner/name:configuration`.
@@ -39,7 +38,7 @@ class TextCorpus:
         skipped: Files and records that were left out while reading, each with the reason.
 
     Raises:
-        ValueError: If there is no such thing, a folder has no text files, or `datasets` is missing.
+        ValueError: If the source does not exist, a folder has no text files, or `datasets` is not installed.
     """
 
     data: str
@@ -73,11 +72,11 @@ class TextCorpus:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the texts are whole files rather than records."""
+        """`True` for a folder of files, `False` for records."""
         return bool(self.files)
 
     def identity(self) -> dict[str, Any]:
-        """What tells these texts from others, as plain JSON values."""
+        """Identity of the texts as plain JSON values."""
         identity: dict[str, Any] = {"data": self.data, "text_field": self.text_field}
         if self.is_folder:
             keys = sorted(self._folder.key(path) for path, problem in self.files if problem is None)
@@ -95,7 +94,7 @@ class TextCorpus:
             yield from self._records()
 
     def passages(self, minimum_words: int = 5) -> Iterator[str]:
-        """The texts in pieces that a sentence encoder takes: paragraphs of files, of Python files their docstrings'.
+        """Passages for sentence encoders: paragraphs of text files, and of the docstrings in Python files.
 
         Records are taken as they are.
 
@@ -130,7 +129,7 @@ class TextCorpus:
             if isinstance(text, _Unusable):
                 problem, text = text.reason, ""
             if problem is None and not text.strip():
-                # Packages consist of many empty files that mean nothing by it.
+                # Empty `__init__.py` files are normal.
                 problem = None if path.name == "__init__.py" else f"{path} is empty"
             if problem is not None:
                 self.skipped.append(problem)
@@ -204,7 +203,7 @@ def _read(path: Path) -> str | _Unusable:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether most of a text is letters: tables, rulers and code of signs are not."""
+    """`True` if most characters are letters, which excludes tables, rulers and symbols."""
     return 2 * sum(map(str.isalpha, text)) > len(text) and ">>>" not in text
 
 

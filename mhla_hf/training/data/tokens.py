@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts as tokens: rows of one length for language models, passages for encoders; made once and kept in a file."""
+"""Tokenised texts: rows of equal length for language models, passages for encoders; cached in one file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TEXTS_AT_ONCE = 512
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """What texts are made into.
+    """Options of tokenisation.
 
     Attributes:
         packed: Rows of exactly `length` tokens, with the tokenizer's end of text between documents, for language
@@ -58,8 +58,8 @@ class TokenTable:
     Attributes:
         tokens: int32, all of them one after another.
         offsets: int64, where each begins, and the end of the last.
-        skipped: How many files and records were left out.
-        fingerprint: Tells texts, tokenizer and options from others.
+        skipped: Number of files and records left out.
+        fingerprint: Hash of the texts, the tokenizer and the options.
     """
 
     tokens: torch.Tensor
@@ -83,13 +83,13 @@ class TokenTable:
 def tokenize(
     corpus: TextCorpus, tokenizer: Any, directory: Path, options: TokenOptions, cache: Path | None = None
 ) -> TokenTable:
-    """Tokenises texts, or reads what an earlier call kept.
+    """Tokenises texts, or reads the table of an earlier call.
 
     Args:
         corpus: The texts.
         tokenizer: The model's own.
         directory: Where it was loaded from.
-        options: What to make of them.
+        options: Options of tokenisation.
         cache: Folder that keeps the result; `None` keeps nothing.
 
     Raises:
@@ -129,7 +129,7 @@ def tokenize(
 
 
 def _load(path: Path, fingerprint: str) -> TokenTable | None:
-    """What is kept of these texts; None if nothing is, or it is damaged."""
+    """Table in the cache; `None` if there is none or it is damaged."""
     if not path.is_file():
         return None
     try:

@@ -15,10 +15,8 @@ from PIL import Image, ImageSequence
 
 from ...utils.files import atomic_file
 from .buckets import Bucket, nearest_bucket
-from .captions import captioned_files
-from .data_folder import DataFolder
-from .fitting import check_size, fit, open_picture, to_tensor, unreadable
-from .samples import DataSample, UnusableSampleError, unusable_sample
+from .folders import DataFolder, DataSample, UnusableSampleError, captioned_files, unusable_sample
+from .images import check_size, fit, open_picture, to_tensor, unreadable
 
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
@@ -121,7 +119,7 @@ def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> 
 
 
 def _repeats(path: Path, num_frames: int, fps: float | None, source_fps: float) -> Iterator[int]:
-    """How often each frame of a source is taken, from its first to the last that is wanted."""
+    """Number of times each source frame is used, from the first frame to the last one needed."""
     if fps is None or not source_fps:
         yield from (1 for _ in range(num_frames))
         return

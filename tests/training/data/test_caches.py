@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
-from mhla_hf.training.data import cache_building, cache_step
-from mhla_hf.training.data.cache_step import make_cache
+from mhla_hf.training.data import cache_building
+from mhla_hf.training.data.cache_building import make_cache
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.utils.files import write_json
 from mhla_hf.utils.locks import take_lock
@@ -80,7 +80,7 @@ def trainer(pipeline, cache, output):
 class TestLock:
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch):
-        monkeypatch.setattr(cache_step, "PATIENCE_SECONDS", 0.3)
+        monkeypatch.setattr(cache_building, "PATIENCE_SECONDS", 0.3)
 
     def test_a_cache_in_the_making_is_refused(self, pipeline, videos, tmp_path):
         (tmp_path / "cache").mkdir()

@@ -17,12 +17,9 @@ from PIL import Image
 
 from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
-from mhla_hf.training.data.cache_step import make_cache
-from mhla_hf.training.data.captions import captioned_files
-from mhla_hf.training.data.data_folder import DataFolder
-from mhla_hf.training.data.fitting import MAX_PIXELS
-from mhla_hf.training.data.images import IMAGE_SUFFIXES, captioned_pictures, class_pictures, read_picture
-from mhla_hf.training.data.samples import UnusableSampleError
+from mhla_hf.training.data.cache_building import make_cache
+from mhla_hf.training.data.folders import DataFolder, UnusableSampleError, captioned_files
+from mhla_hf.training.data.images import IMAGE_SUFFIXES, MAX_PIXELS, captioned_pictures, class_pictures, read_picture
 from mhla_hf.training.data.videos import captioned_videos, read_frames, write_video
 
 from ... import tiny_images

@@ -14,12 +14,12 @@ from PIL import Image
 
 from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
-from mhla_hf.training.data.cache_step import find_samples, make_cache
+from mhla_hf.training.data.cache_building import find_samples, make_cache
 from mhla_hf.training.data.class_labels import find_label, folder_labels, pipeline_labels
 from mhla_hf.training.data.digits import DIGIT_WORDS, digit_pictures, load_scans
 from mhla_hf.training.data.encoding import DiTEncoder, SanaEncoder, sana_instruction
+from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.images import captioned_pictures, class_pictures, fit_picture, picture_grid, read_picture
-from mhla_hf.training.data.samples import UnusableSampleError
 from mhla_hf.training.families.sizes import PipelineSizes
 from mhla_hf.training.families.validation import make_validator
 from mhla_hf.training.loading import PipelineSource

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mhla_hf.training.data.captions import captioned_files
-from mhla_hf.training.data.data_folder import DataFolder
+from mhla_hf.training.data.folders import DataFolder, UnusableSampleError, captioned_files
 from mhla_hf.training.data.images import IMAGE_SUFFIXES, captioned_pictures, read_picture
-from mhla_hf.training.data.samples import UnusableSampleError
 from mhla_hf.training.data.videos import read_frames, write_video
 
 
