@@ -37,6 +37,7 @@ def choose_backend(
     value: torch.Tensor,
     *others: torch.Tensor | None,
     products: bool = True,
+    width: int | None = None,
 ) -> str:
     """Chooses between `"torch"` and `"triton"` for some token tensors, `[B, T, H, D]` each.
 
@@ -51,6 +52,7 @@ def choose_backend(
         value: Values; their dtype is the one that the kernels work in.
         *others: Queries or keys of the normaliser, or None.
         products: Whether the kernels multiply matrices. Those that do not serve exact float32 as well as any type.
+        width: Width of the features that the kernels will be given, where it is not that of `query`.
 
     Returns:
         `"torch"` or `"triton"`.
@@ -63,6 +65,8 @@ def choose_backend(
     if wanted == "torch":
         return wanted
     obstacle = triton_obstacle(query, key, value, *(tensor for tensor in others if tensor is not None))
+    if obstacle is None and width is not None and width > MAX_WIDTH:
+        obstacle = f"the kernels take heads of width {MAX_WIDTH} at most, not {width}"
     if obstacle is None and wanted == "auto":
         obstacle = _not_worth_it(value, products)
     if obstacle is None:

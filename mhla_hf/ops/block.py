@@ -41,6 +41,25 @@ def block_mhla_attention(
         ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
     """
     check_form(query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, eps)
+    return attend_by_block(
+        query, key, value, mixing, layout,
+        normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
+    )  # fmt: skip
+
+
+def attend_by_block(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """[`block_mhla_attention`] without its checks."""
     num_heads = query.shape[2]
     dtype = accumulation_dtype(value.dtype)
     mixing = mixing.to(dtype)

@@ -55,6 +55,25 @@ def causal_mhla_attention(
         ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
     """
     check_form(query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, eps)
+    return attend_by_chunk(
+        query, key, value, mixing, layout,
+        normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
+    )  # fmt: skip
+
+
+def attend_by_chunk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """[`causal_mhla_attention`] without its checks."""
     dtype = accumulation_dtype(value.dtype)
     mixing = mixing.to(dtype)
     plain_query = query if normalizer_query is None else normalizer_query

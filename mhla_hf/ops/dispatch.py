@@ -10,8 +10,8 @@ import torch
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, extend_mixing
 from .backends import choose_backend
-from .block import block_mhla_attention
-from .causal import causal_mhla_attention
+from .block import attend_by_block
+from .causal import attend_by_chunk
 from .checks import check_blocks, check_layout, check_mixing, check_options, check_tokens
 from .naive import naive_mhla_attention
 
@@ -92,7 +92,7 @@ def attend_blocks(
     backend: str = "auto",
     **options: Any,
 ) -> torch.Tensor:
-    """The linear form of the operator by the backend that is best for it; Triton's forms check nothing.
+    """The linear form of the operator, on the backend that is best for it, without checks of the arguments.
 
     Args:
         query: `[B, T, H, K]`.
@@ -107,12 +107,28 @@ def attend_blocks(
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
     """
-    tokens = query, key, value
-    form = causal_mhla_attention if causal else block_mhla_attention
-    if choose_backend(backend, *tokens, options.get("normalizer_query")) == "triton":
+    backend = choose_backend(backend, query, key, value, options.get("normalizer_query"))
+    return attend_on(backend, query, key, value, mixing, layout, causal=causal, **options)
+
+
+def attend_on(
+    backend: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    causal: bool,
+    **options: Any,
+) -> torch.Tensor:
+    """[`attend_blocks`] on a backend that [`mhla_hf.ops.choose_backend`] chose, `"torch"` or `"triton"`."""
+    if backend == "triton":
         # Imported here alone: Triton need not be installed.
         from .triton.block import triton_block_mhla_attention
         from .triton.causal import triton_causal_mhla_attention
 
         form = triton_causal_mhla_attention if causal else triton_block_mhla_attention
-    return form(*tokens, mixing, layout, **options)
+    else:
+        form = attend_by_chunk if causal else attend_by_block
+    return form(query, key, value, mixing, layout, **options)

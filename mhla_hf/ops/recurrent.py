@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrent form of causal MHLA: its state of block summaries, and what every way of moving it on shares.
+"""The state of causal MHLA in its recurrent form: block summaries and the prefixes that are mixed from them.
 
-Every batch entry has its own position, so that sequences of different lengths decode side by side. No step reads a
-value back from the device, and its cost does not grow with the length: the mixed prefix of the next block is summed up
-a few finished blocks a token, while the current block fills. [`mhla_hf.ops.mhla_extend`] takes many tokens at once,
-[`mhla_hf.ops.mhla_step`] one, and [`rewind_state`] takes some back.
+Every batch entry has its own position, so that sequences of different lengths decode side by side. Nothing here reads
+a value back from the device. [`mhla_hf.ops.mhla_extend`] and [`mhla_hf.ops.mhla_step`] return the state after
+more tokens, [`rewind_state`] the one before the last tokens.
 
-Shape letters: B batch, T tokens, H query heads, H_kv key/value heads, K query/key width, V value width, n blocks that
-there is room for. Summaries carry the normaliser z as their last column, hence V + 1. H_m is H_kv where all heads
-share the mixing weights, else H.
+Shape letters: B batch, T tokens, H query heads, H_kv key/value heads, K query/key width, V value width, n finished
+blocks with room in the state. Summaries carry the normaliser z as their last column, hence V + 1. H_m is H_kv where
+all heads share the mixing weights, else H.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..layouts.blocks import check_count
 from ..layouts.sequences import mixing_at
-from .backends import choose_backend
-from .checks import check_mixing, check_tokens
+from ..utils.messages import check_choice
+from . import BACKENDS
+from .checks import check_eps, check_mixing, check_sequence_normalizer, check_tokens, check_valid
 from .mixing import mix_summaries
 from .normalizers import NORMALIZERS
-from .numerics import records_gradients
-from .recurrent_checks import check_state, check_valid
+from .numerics import accumulation_dtype, records_gradients
 
 
 @dataclass(frozen=True)
@@ -163,31 +163,104 @@ def rewind_state(
     return settled_state(state, summaries[:, :, :room], current, position, mixing.to(dtype))
 
 
-def goes_by_kernels(
-    backend: str,
+def check_state(
+    state: Any, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, num_heads: int | None = None
+) -> None:
+    """Checks that a state is one of these tokens' batch, heads, widths, dtype and device.
+
+    Args:
+        state: The state.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        mixing: `[M, M]` or `[H, M, M]`.
+        num_heads: H; `None` where there are no queries.
+
+    Raises:
+        ValueError: If it is not; the message names the field.
+    """
+    if not isinstance(state, MHLAState):
+        raise ValueError(f"state must be an MHLAState (see mhla_hf.ops.empty_state), got {type(state).__name__}.")
+    batch, _, heads, width = key.shape
+    columns, device = value.shape[3] + 1, key.device
+    mixed = state.prefix.shape[1] if state.prefix.dim() == 4 else 0
+    if mixing.dim() == 3 and mixing.shape[0] != 1:
+        allowed = [mixing.shape[0]]
+    else:
+        allowed = [heads] if num_heads is None else [heads, num_heads]
+    if mixed not in allowed:
+        raise ValueError(
+            f"state.prefix has shape {tuple(state.prefix.shape)}, but these heads and mixing weights need "
+            f"{' or '.join(map(str, dict.fromkeys(allowed)))} heads: make the state with num_mixing_heads."
+        )
+    blocks = state.summaries.shape[2] if state.summaries.dim() == 5 else 0
+    _check_field("summaries", state.summaries, (batch, heads, blocks, width, columns), device)
+    _check_field("current", state.current, (batch, heads, width, columns), device)
+    _check_field("prefix", state.prefix, (batch, mixed, width, columns), device)
+    _check_field("upcoming", state.upcoming, (batch, mixed, width, columns), device)
+    _check_field("position", state.position, (batch,), device)
+    dtype = accumulation_dtype(value.dtype)
+    if state.current.dtype != dtype:
+        raise ValueError(f"state.current is {state.current.dtype}, but {value.dtype} values are summed up in {dtype}.")
+
+
+def _check_field(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if tensor.shape != shape:
+        raise ValueError(
+            f"state.{name} has shape {tuple(tensor.shape)}, but these tokens need {shape}: a state serves one batch, "
+            "its heads and their widths."
+        )
+    if tensor.device != device:
+        raise ValueError(f"state.{name} is on {tensor.device}, but key is on {device}.")
+
+
+def check_recurrent_arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    mixing: Any,
+    state: MHLAState,
+    valid: Any,
+    normalizer_query: Any,
+    normalizer_key: Any,
+    normalizer: Any,
+    eps: Any,
+    backend: Any,
+) -> None:
+    """Checks the arguments of [`mhla_hf.ops.mhla_step`] and [`mhla_hf.ops.mhla_extend`].
+
+    Raises:
+        ValueError: If one has a wrong type, shape, dtype, device or value; the message names it.
+    """
+    check_sequence_normalizer(normalizer, " for decoding token by token")
+    check_choice("backend", backend, BACKENDS)
+    check_eps(eps)
+    check_tokens(query, key, value, normalizer_query, normalizer_key)
+    # Summaries carry z as a column. That the two agree is known by now.
+    if normalizer_query is not None and normalizer_query.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"normalizer_query has width {normalizer_query.shape[3]}, but a state keeps sums of {query.shape[3]} wide "
+            "keys."
+        )
+    check_mixing(mixing, query.shape[2], query.device)
+    check_valid(valid, key)
+    check_state(state, key, value, mixing, query.shape[2])
+
+
+def serves_kernels(
     normalizer: str,
     state: MHLAState,
     mixing: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pair: tuple[torch.Tensor | None, torch.Tensor | None],
-    *,
-    products: bool,
+    *tokens: torch.Tensor | None,
 ) -> bool:
-    """Whether Triton kernels move this state on: they keep no gradients and no float64; see [`choose_backend`]."""
+    """Whether Triton kernels can move this state on: they keep no gradients and no float64."""
     per_head = mixing.dim() > 2 and mixing.shape[0] != 1
-    heads = query.shape[2] if per_head else state.current.shape[1]
-    if (
-        state.current.dtype != torch.float32
-        or state.prefix.shape[1] != heads
-        or NORMALIZERS[normalizer].kernel is None
-    ):
+    heads = tokens[0].shape[2] if per_head else state.current.shape[1]  # type: ignore[union-attr]
+    if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads:
+        return False
+    if NORMALIZERS[normalizer].kernel is None:
         return False
     held = state.summaries, state.current, state.prefix, state.upcoming
-    if records_gradients(query, key, value, mixing, *pair, *held):
-        return False
-    return choose_backend(backend, query, key, value, *pair, products=products) == "triton"
+    return not records_gradients(*tokens, mixing, *held)
 
 
 def current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:

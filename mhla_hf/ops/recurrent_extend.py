@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla_extend`: the prompt, or any number of tokens more, in chunks from a state. Shape letters as in `recurrent.py`.
+"""`mhla_extend`: the prompt, or any number of tokens more, in chunks from a state.
 
-I is the number of blocks that the new tokens may reach, the one that they begin in first.
+Shape letters as in `recurrent.py`. I is the number of blocks that new tokens may reach, the one they begin in first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, extend_mixing, mixing_at
+from .backends import choose_backend
 from .causal import finite_tokens, spoilt_tokens
 from .mixing import mix_summaries, prefix_and_own
 from .normalizers import NORMALIZERS
@@ -18,11 +19,11 @@ from .numerics import accumulation_dtype, from_head_blocks, head_blocks, normali
 from .recurrent import (
     MHLAState,
     block_summary_at,
+    check_recurrent_arguments,
     current_block,
-    goes_by_kernels,
+    serves_kernels,
     settled_state,
 )
-from .recurrent_checks import check_recurrent_arguments
 
 
 def mhla_extend(
@@ -76,6 +77,28 @@ def mhla_extend(
             f"state has room for {state.num_blocks} finished blocks, but these tokens finish {finished}: "
             "see MHLAState.with_room."
         )
+    backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key)
+    return extend(
+        query, key, value, mixing, state, valid=valid, normalizer_query=normalizer_query,
+        normalizer_key=normalizer_key, normalizer=normalizer, eps=eps, backend=backend,
+    )  # fmt: skip
+
+
+def extend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    *,
+    valid: torch.Tensor | None,
+    normalizer_query: torch.Tensor | None,
+    normalizer_key: torch.Tensor | None,
+    normalizer: str,
+    eps: float,
+    backend: str,
+) -> tuple[torch.Tensor, MHLAState]:
+    """[`mhla_extend`] without its checks, on a chosen backend."""
     mixing = mixing.to(accumulation_dtype(value.dtype))
     pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     layout, lead = _layout_after(state, valid, query)
@@ -88,7 +111,7 @@ def mhla_extend(
         else:
             own = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :]).tril()
             past = _mixed_past(mixing, blocks, state)
-        if goes_by_kernels(backend, normalizer, state, mixing, query, key, value, pair, products=True):
+        if backend == "triton" and serves_kernels(normalizer, state, mixing, query, key, value, *pair):
             # Imported here alone: Triton need not be installed.
             from .triton.prompt import attend_prompt
 

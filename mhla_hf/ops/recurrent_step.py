@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla_step`: decodes one token of every batch entry. Shape letters as in `recurrent.py`."""
+"""`mhla_step`: decodes one token of every batch entry. Shape letters as in `recurrent.py`.
+
+No step reads a value back from the device, and its cost does not grow with the length: the mixed prefix of the next
+block is summed up a few finished blocks a token, while the current block fills.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ import dataclasses
 import torch
 
 from ..layouts.sequences import mixing_at
+from .backends import choose_backend
 from .mixing import mix_summaries, repeat_heads
 from .normalizers import NORMALIZERS
 from .numerics import normalizer_pair
-from .recurrent import MHLAState, goes_by_kernels
-from .recurrent_checks import check_recurrent_arguments
+from .recurrent import MHLAState, check_recurrent_arguments, serves_kernels
 
 
 def mhla_step(
@@ -57,13 +61,34 @@ def mhla_step(
     )
     if query.shape[1] != 1:
         raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
+    backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key, products=False)
+    return step(
+        query, key, value, mixing, state, valid=valid, normalizer_query=normalizer_query,
+        normalizer_key=normalizer_key, normalizer=normalizer, eps=eps, backend=backend,
+    )  # fmt: skip
+
+
+def step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    *,
+    valid: torch.Tensor | None,
+    normalizer_query: torch.Tensor | None,
+    normalizer_key: torch.Tensor | None,
+    normalizer: str,
+    eps: float,
+    backend: str,
+) -> tuple[torch.Tensor, MHLAState]:
+    """[`mhla_step`] without its checks, on a chosen backend."""
     dtype, size, num_heads = state.current.dtype, state.block_size, query.shape[2]
     mixing = mixing.to(dtype)
     pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     # The kernel files every block that is full.
-    if state.num_blocks > 0 and goes_by_kernels(
-        backend, normalizer, state, mixing, query, key, value, pair, products=False
-    ):
+    kernels = backend == "triton" and state.num_blocks > 0
+    if kernels and serves_kernels(normalizer, state, mixing, query, key, value, *pair):
         return _step_by_kernel(query, key, value, pair, mixing, state, valid, NORMALIZERS[normalizer].divides, eps)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
