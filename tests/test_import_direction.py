@@ -33,14 +33,9 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 # Imports against the order, as (package, package): to be removed.
 EXCEPTIONS: set[tuple[str, str]] = {
     ("demo", "__init__"),
-    ("layouts", "config"),
-    ("ops", "config"),
 }
 # Modules in circles: to be removed.
-CIRCULAR = {
-    "ops.recurrent",
-    "ops.recurrent_checks",
-}
+CIRCULAR: set[str] = set()
 
 
 def modules() -> dict[str, Path]:
