@@ -11,8 +11,7 @@ import torch
 from ..layouts.blocks import BlockLayout, check_count
 from ..layouts.sequences import SequenceLayout
 from ..ops import attend_blocks, extend_mixing
-from ..ops.checks import check_mixing, check_options, check_sequence_normalizer, check_tokens
-from ..ops.checks import check_valid
+from ..ops.checks import check_mixing, check_options, check_sequence_normalizer, check_tokens, check_valid
 
 
 class DecodingCache(Protocol):
