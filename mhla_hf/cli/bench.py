@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import CHOICES
-from .conversion_options import listed
+from .options import listed
 
 
 app = typer.Typer(help="Compare MHLA with other attention on this machine.", no_args_is_help=True)

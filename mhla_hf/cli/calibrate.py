@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf calibrate`."""
+"""`mhla-hf calibrate` and `mhla-hf select-layers`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,56 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .options import OPTIONS, PROBE, SIZES, given, mhla_fields, options_for_components, with_options
+
 
 if TYPE_CHECKING:
     from ..recovery.calibration import CalibrationReport
-
-_PROBE = "Probe"
-_SIZE = "Samples of a pipeline"
-
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="Texts (a folder, a JSONL file, a data set's id), pictures (a folder or digits), or the cache of a "
-        "training. Pipelines need none: they make samples.",
-        rich_help_panel=_PROBE,
-    ),
-]
-Samples = Annotated[int, typer.Option(help="Samples of the probe.", rich_help_panel=_PROBE)]
-BatchSize = Annotated[int, typer.Option(help="Samples of a batch, of --data.", rich_help_panel=_PROBE)]
-Seed = Annotated[int, typer.Option(help="Seed of the probe.", rich_help_panel=_PROBE)]
-Prompts = Annotated[
-    list[str] | None, typer.Option("--prompt", help="What to make; repeat it for several.", rich_help_panel=_SIZE)
-]
-Height = Annotated[int | None, typer.Option(help="Pixels.", rich_help_panel=_SIZE)]
-Width = Annotated[int | None, typer.Option(help="Pixels.", rich_help_panel=_SIZE)]
-Frames = Annotated[int | None, typer.Option(help="Frames of videos.", rich_help_panel=_SIZE)]
-Steps = Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=_SIZE)]
+    from ..recovery.selection import SelectionReport
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """The options that are not `None`."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
+@with_options(PROBE, SIZES)
 def calibrate_command(
-    directory: Annotated[Path, typer.Argument(help="What mhla-hf convert wrote.")],
+    directory: Annotated[Path, typer.Argument(help="Output of mhla-hf convert.")],
     *,
     output: Annotated[Path | None, typer.Option(help="Directory to write, instead of DIRECTORY itself.")] = None,
-    data: Data = None,
-    samples: Samples = 32,
-    batch_size: BatchSize = 4,
-    seed: Seed = 0,
-    prompt: Prompts = None,
-    height: Height = None,
-    width: Width = None,
-    num_frames: Frames = None,
-    steps: Steps = None,
     memory_limit: Annotated[str, typer.Option(help="Memory for sums; more takes fewer passes.")] = "4GB",
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Also a model that was trained or calibrated.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --output if it is there.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
+    **options: Any,
 ) -> None:
     """Fit a converted model to its original in closed form: no training, a few passes over a few samples."""
     from ..recovery.directories import calibrate_directory
@@ -66,20 +34,55 @@ def calibrate_command(
         report = calibrate_directory(
             directory,
             output=output,
-            data=data,
-            samples=samples,
-            batch_size=batch_size,
-            seed=seed,
-            prompts=prompt or None,
             memory_limit=memory_limit,
             force=force,
             overwrite=overwrite,
-            device=device,
             progress=progress,
-            **given(height=height, width=width, num_frames=num_frames, steps=steps),
+            **given(options, {**PROBE, **SIZES}),
         )
     if not quiet:
         show_calibration(report, output or directory)
+
+
+@with_options(OPTIONS, PROBE, SIZES)
+def select_layers_command(
+    source: Annotated[str, typer.Argument(help="Directory of a softmax pipeline or model, or Hub id owner/name.")],
+    *,
+    keep: Annotated[str | None, typer.Option(help="Layers to keep softmax: a number, or a share such as 25%.")] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="Keep as many as this share of the softmax model's time allows, such as 80%.")
+    ] = None,
+    component: Annotated[str | None, typer.Option(help="Of a pipeline with several, such as transformer_2.")] = None,
+    mhla: Annotated[str | None, typer.Option(help="Options as JSON or a JSON file, as for mhla-hf convert.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file of a bar chart to write.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="JSON file of all figures to write.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the layers alone.")] = False,
+    **options: Any,
+) -> None:
+    """Select the layers to keep softmax, and print the others as --layers of mhla-hf convert takes them."""
+    from ..recovery.directories import select_layers_of
+    from ..utils.files import write_json
+
+    if options["layers"] is not None:
+        raise ValueError("layers is the result of this command; leave it out.")
+    with batch_progress("selecting layers", not quiet) as progress:
+        report = select_layers_of(
+            source,
+            options_for_components(mhla, mhla_fields(options)),
+            component=component,
+            keep=keep,
+            latency=latency,
+            progress=progress,
+            call_options=given(options, SIZES),
+            **given(options, PROBE),
+        )
+    if json_file is not None:
+        write_json(json_file, report.to_dict())
+    if plot is not None:
+        draw_selection(report, plot)
+    if not quiet:
+        _show_selection(report)
+    typer.echo(f"--layers {report.option}")
 
 
 def show_calibration(report: "CalibrationReport", directory: Path) -> None:
@@ -109,3 +112,51 @@ def batch_progress(text: str, shown: bool) -> Iterator[Callable[[int, int], None
     with Progress(console=Console(stderr=True), disable=not shown) as bar:
         task: Any = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show_selection(report: "SelectionReport") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("layer", "error of the layer", "restored by softmax", "softmax ms", "MHLA ms", "")
+    for layer in report.layers:
+        table.add_row(
+            str(layer.index),
+            f"{layer.error:.4f}",
+            f"{layer.restored:.4f}",
+            f"{layer.softmax_ms:.2f}",
+            f"{layer.mhla_ms:.2f}",
+            "softmax" if layer.kept else "",
+        )
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(table)
+    console.print(
+        f"Error of the model's output: {report.errors[0]:.4f} with every layer MHLA, {report.errors[-1]:.4f} so. "
+        f"Time of a batch: softmax {report.softmax_ms:.1f} ms, MHLA {report.mhla_ms:.1f}, so {report.chosen_ms:.1f}.",
+        highlight=False,
+    )
+
+
+def draw_selection(report: "SelectionReport", path: Path) -> None:
+    """Draws a bar chart of each layer's error after calibration, and of the error that keeping it softmax restores.
+
+    Args:
+        report: See `select_layers`.
+        path: PNG file to write.
+    """
+    from ..utils.figures import new_figure, save_figure
+
+    places = range(len(report.layers))
+    figure = new_figure(max(6.0, 0.35 * len(report.layers)), 5.5)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    colours = ["#444444" if layer.kept else "#1f77b4" for layer in report.layers]
+    upper.bar(places, [layer.error for layer in report.layers], color=colours)
+    upper.set_ylabel("error of the layer")
+    lower.bar(places, [layer.restored for layer in report.layers], color=colours)
+    lower.set_ylabel("model error restored\nby softmax there")
+    lower.axhline(0, color="black", linewidth=0.6)
+    lower.set_xticks(list(places), [str(layer.index) for layer in report.layers])
+    lower.set_xlabel("layer")
+    kept = ", ".join(map(str, sorted(report.order))) or "none"
+    upper.set_title(f"Calibrated MHLA layers; kept softmax (grey): {kept}")
+    save_figure(figure, path)

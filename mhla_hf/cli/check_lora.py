@@ -2,9 +2,11 @@
 """`mhla-hf check-lora`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .options import HUB, given, with_options
 
 
 if TYPE_CHECKING:
@@ -12,9 +14,8 @@ if TYPE_CHECKING:
 
     from ..lora_check import LoraReport
 
-_SOURCE = "Hub"
 
-
+@with_options(HUB)
 def check_lora_command(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of an MHLA pipeline or model.")],
     lora: Annotated[Path, typer.Argument(help="LoRA: a directory or .safetensors file of peft, diffusers or kohya.")],
@@ -30,9 +31,7 @@ def check_lora_command(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. By default a GPU if there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="Type of the weights: float32 or bfloat16.")] = "float32",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file as well.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.", rich_help_panel=_SOURCE)] = None,
-    token: Annotated[str | None, typer.Option(help="Access token.", rich_help_panel=_SOURCE)] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where downloads go.", rich_help_panel=_SOURCE)] = None,
+    **options: Any,
 ) -> None:
     """Say which weights of a LoRA made for the softmax model apply to its MHLA version, and how far outputs move."""
     import torch
@@ -54,9 +53,7 @@ def check_lora_command(
         seed=seed,
         device=choose_device(device),
         dtype=types[dtype],
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
+        **given(options, HUB),
     )
     if json_file is not None:
         write_json(json_file, report.to_dict())

@@ -10,7 +10,7 @@ import typer
 
 from ..config import CHOICES
 from .calibrate import batch_progress, show_calibration
-from .conversion_options import LAYOUT, OPTIONS, listed, mhla_fields, options_for_components, with_conversion_options
+from .options import HUB, LAYOUT, OPTIONS, given, listed, mhla_fields, options_for_components, with_options
 
 
 if TYPE_CHECKING:
@@ -27,14 +27,11 @@ Dtype = Annotated[
     typer.Option(help="Cast the weights to float32, bfloat16 or float16.", rich_help_panel=_WEIGHTS),
 ]
 MaxShardSize = Annotated[str | None, typer.Option(help="Largest weight file, such as 5GB.", rich_help_panel=_WEIGHTS)]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit.", rich_help_panel=_SOURCE)]
-Token = Annotated[str | None, typer.Option(help="Access token; by default the stored one.", rich_help_panel=_SOURCE)]
-CacheDir = Annotated[Path | None, typer.Option(help="Where downloads go.", rich_help_panel=_SOURCE)]
 Grid = Annotated[str | None, typer.Option(help=OPTIONS["grid"].help, rich_help_panel=LAYOUT)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")]
 
 
-@with_conversion_options
+@with_options(OPTIONS, HUB)
 def convert_command(
     source: Annotated[
         str,
@@ -74,9 +71,6 @@ def convert_command(
     ] = None,
     max_shard_size: MaxShardSize = None,
     subfolder: Annotated[str | None, typer.Option(help="Only this folder of SOURCE.", rich_help_panel=_SOURCE)] = None,
-    revision: Revision = None,
-    token: Token = None,
-    cache_dir: CacheDir = None,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -92,7 +86,7 @@ def convert_command(
 ) -> None:
     """Convert a pipeline, a model of diffusers or transformers, or original weights of Wan to MHLA.
 
-    The result needs fine-tuning; SANA's makes the same pictures as before until then.
+    The result needs fine-tuning; SANA's makes the same images as before until then.
     """
     from ..conversion import convert_pretrained
     from ..conversion.options import automatic_share
@@ -101,7 +95,7 @@ def convert_command(
     share = None if layers is None else automatic_share(layers)
     if data is not None and not calibrate and share is None:
         raise ValueError("data has no effect without --calibrate or --layers auto:...")
-    hub: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    hub = given(options, HUB)
     if share is not None:
         layers = "all" if share == 1 else _select(source, fields, component, data, share, hub, subfolder, quiet)
     report = convert_pretrained(
@@ -161,9 +155,11 @@ def _calibrate(directory: Path, data: str | None, quiet: bool) -> None:
         show_calibration(calibration, directory)
 
 
+@with_options(HUB)
 def import_official_command(
     checkpoint: Annotated[Path, typer.Argument(help="Safetensors file, directory of shards, or torch file.")],
     destination: Annotated[Path, typer.Argument(help="Directory to write.")],
+    *,
     blocks: Annotated[
         str | None,
         typer.Option(
@@ -184,11 +180,9 @@ def import_official_command(
     ] = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
-    revision: Revision = None,
-    token: Token = None,
-    cache_dir: CacheDir = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Convert the authors' Wan-MHLA checkpoint to a diffusers transformer, or a whole pipeline with --base."""
     from ..conversion import import_official
@@ -204,11 +198,9 @@ def import_official_command(
         num_heads=num_heads,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
         overwrite=overwrite,
         progress=not quiet,
+        **given(options, HUB),
     )
     if not quiet:
         _show(report)

@@ -12,7 +12,6 @@ from . import (
     demo,
     models,
     recover,
-    select_layers,
     train,
 )
 from .errors import FriendlyGroup
@@ -45,7 +44,7 @@ app.command("convert")(convert.convert_command)
 app.command("import-official")(convert.import_official_command)
 app.command("recover")(recover.recover_command)
 app.command("calibrate")(calibrate.calibrate_command)
-app.command("select-layers")(select_layers.select_layers_command)
+app.command("select-layers")(calibrate.select_layers_command)
 app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.run_command)

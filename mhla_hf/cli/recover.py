@@ -2,45 +2,35 @@
 """`mhla-hf recover`."""
 
 import dataclasses
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..recovery.recipes import STAGES, DataOptions
+from .options import HUB, Option, given, with_options
 
 
 if TYPE_CHECKING:
     from ..recovery.recover import RecoveryReport
 
 _RECIPE = "Recipe"
-_HUB = "Hub"
 _TYPES: dict[str, Any] = {"int": int, "float": float}
 
 
-def _override(section: str, item: Any) -> inspect.Parameter:
-    """An option for one value of the recipe, such as `--match-steps`."""
-    kind = next((kind for prefix, kind in _TYPES.items() if str(item.type).startswith(prefix)), str)
-    option = typer.Option(
-        f"--{section}-{item.name}".replace("_", "-"),
-        help=item.metadata["help"],
-        rich_help_panel=f"{_RECIPE}: {section}",
+_OVERRIDES = {
+    f"{section}__{item.name}": Option(
+        next((kind for prefix, kind in _TYPES.items() if str(item.type).startswith(prefix)), str),
+        item.metadata["help"],
+        f"{_RECIPE}: {section}",
     )
-    annotation: Any = Annotated[kind | None, option]  # type: ignore[valid-type]
-    return inspect.Parameter(
-        f"{section}__{item.name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
-
-
-_OVERRIDES = [
-    _override(section, item)
     for section, options in {"data": DataOptions, **STAGES}.items()
     for item in dataclasses.fields(options)  # type: ignore[arg-type]
-]
+}
 
 
-def _command(
+@with_options(HUB, _OVERRIDES)
+def recover_command(
     source: Annotated[
         str, typer.Argument(help="Pipeline of diffusers or model of transformers: directory or Hub id.")
     ],
@@ -49,7 +39,7 @@ def _command(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Folder of videos or pictures with captions or classes; for text a folder of .txt, .md, .rst or .py "
+            help="Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py "
             "files, a .jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
         ),
     ] = None,
@@ -86,13 +76,8 @@ def _command(
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     device: Annotated[str, typer.Option(help="auto takes the GPU if there is one; or cpu.")] = "auto",
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.", rich_help_panel=_HUB)] = None,
-    token: Annotated[
-        str | None, typer.Option(help="Access token; by default the stored one.", rich_help_panel=_HUB)
-    ] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where downloads go.", rich_help_panel=_HUB)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
-    **overrides: Any,
+    **options: Any,
 ) -> None:
     """Convert a model to MHLA and make it as good as the original: calibrate, match, distill.
 
@@ -101,7 +86,7 @@ def _command(
     from ..recovery.recover import recover
     from .train import _digit_videos
 
-    changes = {name.replace("__", "."): value for name, value in overrides.items() if value is not None}
+    changes = {name.replace("__", "."): value for name, value in given(options, _OVERRIDES).items()}
     report = recover(
         source,
         output,
@@ -122,24 +107,10 @@ def _command(
         save_every=save_every,
         progress=not quiet,
         digit_videos=_digit_videos,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
+        **given(options, HUB),
     )
     if not quiet:
         _show(report)
-
-
-_parameters = [item for item in inspect.signature(_command).parameters.values() if item.kind != item.VAR_KEYWORD]
-
-
-def recover_command(*args: Any, **options: Any) -> None:
-    _command(*args, **options)
-
-
-recover_command.__doc__ = _command.__doc__
-recover_command.__signature__ = inspect.Signature([*_parameters, *_OVERRIDES])  # type: ignore[attr-defined]
-recover_command.__annotations__ = {item.name: item.annotation for item in [*_parameters, *_OVERRIDES]}
 
 
 def _show(report: "RecoveryReport") -> None:

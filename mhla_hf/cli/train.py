@@ -12,7 +12,7 @@ import typer
 
 from ..training.config import CacheConfig, TrainingConfig
 from ..utils.json_files import read_json
-from .conversion_options import OPTIONS, mhla_fields, option_parameters
+from .options import OPTIONS, mhla_fields, option_parameters
 
 
 if TYPE_CHECKING:

@@ -130,7 +130,7 @@ def test_models_of_another_command_are_refused_before_any_work(wan, tmp_path, co
 
 @pytest.mark.parametrize("family", ["wan", "sana", "dit"])
 def test_help_lists_the_options_of_the_family(family):
-    from mhla_hf.cli.conversion_options import OPTIONS
+    from mhla_hf.cli.options import OPTIONS
     from mhla_hf.training.config import CacheConfig, TrainingConfig
 
     text = invoke(family, "--help").output

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mhla_hf import MHLA, MHLAConfig
-from mhla_hf.cli.conversion_options import OPTIONS
+from mhla_hf.cli.options import OPTIONS
 from mhla_hf.config import CHOICES
 from mhla_hf.ops import FEATURE_MAPS, NORMALIZERS, naive_mhla_attention
 
