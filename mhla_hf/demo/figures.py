@@ -139,21 +139,14 @@ def side_by_side(videos: Mapping[str, np.ndarray], prompts: Sequence[str], scale
 
 def write_gif(path: Path, frames: np.ndarray) -> None:
     """Writes frames `[F, H, W, 3]` uint8 as an endless GIF."""
+    from diffusers.utils import export_to_gif
     from PIL import Image
 
     # One palette for all frames: separate ones make the background flicker.
     palette = Image.fromarray(frames[len(frames) // 2]).quantize(128)
     images = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
-        images[0].save(
-            temporary,
-            format="GIF",
-            save_all=True,
-            append_images=images[1:],
-            duration=1000 // FRAMES_PER_SECOND,
-            loop=0,
-        )
+        export_to_gif(images, str(temporary), fps=FRAMES_PER_SECOND)
 
 
 def frame_strip(videos: Mapping[str, np.ndarray], every: int = 2) -> np.ndarray:

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL import Image
 
+from ..training.data.digits import MovingDigitsConfig
 from ..training.data.videos import write_video
 from ..training.loading import PipelineSource
 from ..utils.files import atomic_directory, atomic_file, write_json
@@ -30,43 +32,9 @@ from .figures import (
     side_by_side,
     write_gif,
 )
-from .model_card import converted_layers, markdown_table, model_card
 
 
-_TEXT = """# MHLA on moving digits
-
-A small Wan pipeline with softmax attention ({softmax[parameters]:,} parameters) was converted three times: to MHLA, to
-MHLA with a softmax window beside it, and to vanilla linear attention, which is MHLA with a single block. Everything
-else is the same in all copies ({layers}),
-and so is their recovery: calibration in closed form, {match[steps]} steps of matching each layer's output alone, and
-{distill[steps]} steps of distilling the model's prediction, on the same videos, noise and noise levels.
-
-## Held-out loss
-
-Flow matching on scans of digits that no training used; {held_out_samples} draws, the same for all models.
-Softmax: {softmax[held_out_loss]:.4f}. The others, and how far they are above it:
-
-{losses}
-
-## Cost
-
-{costs}
-
-At 320 tokens linear attention saves no time; it does at the tens of thousands of tokens of a real video.
-
-## Files
-
-- `mhla/`: the MHLA pipeline, ready for the Hub
-- `side_by_side.mp4`, `side_by_side.gif`, `frames.png`: all models from the same noise
-- `recovery.png`, `mixing.png`, `report.json`
-- `work/`: results of each stage, from which a stopped demo resumes; it can be deleted
-
-## Run
-
-Seed {seed}, {seconds:.0f} s in all, on {machine[device]} with {machine[threads]} threads.
-Versions: {versions}.
-{notes}
-"""
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_outputs(
@@ -160,23 +128,48 @@ def count_parameters(pipeline: Path) -> int:
 
 def render_report(report: dict[str, Any]) -> str:
     """The report as Markdown."""
-    losses, costs = [], []
-    for name, entry in report["variants"].items():
-        cells = [f"{held['loss']:.4f} ({held['above_softmax_percent']:+.1f} %)" for held in entry["held_out"].values()]
-        losses.append([TITLES[name], *cells, f"{sum(entry['cpu_seconds'].values()):.0f}"])
-    for name, entry in {"softmax": report["softmax"], **report["variants"]}.items():
-        costs.append([TITLES[name], f"{entry['parameters']:,}", f"{entry['generation_seconds']:.1f}"])
-    packages = ("python", "mhla-hf", "torch", "diffusers", "transformers")
-    return _TEXT.format(
-        **{name: report[name] for name in ("softmax", "held_out_samples", "seed", "seconds", "machine")},
-        layers=converted_layers(report["options"], report["recipe"]),
-        match=report["recipe"]["match"],
-        distill=report["recipe"]["distill"],
-        losses=markdown_table(("model", *STAGE_TITLES.values(), "CPU s"), losses),
-        costs=markdown_table(("model", "parameters", "s to generate"), costs),
-        versions=", ".join(f"{name} {report['machine'][name]}" for name in packages),
-        notes="\n".join(report["notes"]),
+    from jinja2 import Template
+
+    return Template((_TEMPLATES / "report.md.jinja").read_text(encoding="utf-8")).render(_facts(report)) + "\n"
+
+
+def model_card(report: dict[str, Any]) -> ModelCard:
+    """The model card of the MHLA pipeline."""
+    data = ModelCardData(
+        license="apache-2.0",
+        library_name="diffusers",
+        pipeline_tag="text-to-video",
+        tags=["mhla", "linear-attention", "wan", "diffusers"],
+        model_name="Moving digits, Wan with MHLA",
+        eval_results=[
+            EvalResult(
+                task_type="text-to-video",
+                dataset_type="digits",
+                dataset_name="Moving digits of scikit-learn's load_digits, held-out scans",
+                metric_type="loss",
+                metric_name="Flow-matching loss",
+                metric_value=round(report["variants"]["mhla"]["held_out"]["distill"]["loss"], 4),
+            )
+        ],
+        widget=[{"text": report["options"]["prompts"][0], "output": {"url": "sample.gif"}}],
     )
+    return ModelCard.from_template(data, str(_TEMPLATES / "model_card.md.jinja"), **_facts(report))
+
+
+def _facts(report: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the templates: the report, names of models and stages, and the conversion in words."""
+    options, mhla = report["options"], report["recipe"]["mhla"]
+    layers = "every layer" if options["layers"] == "all" else f"layers {options['layers']}; the others stay softmax"
+    if mhla.get("lepe_kernel") is not None:
+        layers += f"; depthwise convolution of the values, kernel {mhla['lepe_kernel']}"
+    return {
+        **report,
+        "appearance": MovingDigitsConfig(),
+        "layers": f"{layers}; feature map {mhla.get('feature_map', 'relu')}",
+        "stages": STAGE_TITLES,
+        "titles": TITLES,
+        "models": list(report["variants"]),
+    }
 
 
 def _plot_mixing(path: Path, directory: Path) -> None:
