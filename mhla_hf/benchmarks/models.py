@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 
 from ..models.registry import mhla_class_for
+from ..utils.compat.diffusers import fp32_parts
 from .contestants import CONTESTANTS
 from .measuring import SpeedOptions, check_environment, failure_reason, fill_rows, free_memory
 from .model_cases import ModelCase, choose_models
@@ -162,7 +163,7 @@ def _make_model(
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
     """Casts parameters as `from_pretrained` does: those that the class keeps in float32 stay so."""
-    kept = set(model._keep_in_fp32_modules or ())
+    kept = fp32_parts(model)
     for name, parameter in model.named_parameters():
         if kept.isdisjoint(name.split(".")):
             parameter.data = parameter.data.to(dtype)

@@ -19,6 +19,7 @@ from ..models.options import to_stored
 from ..models.registry import family_for
 from ..models.source import Component
 from ..models.weight_files import DIFFUSERS_FILES, FileNames, WeightSet
+from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.messages import shorten_list, shorten_value
 from ..utils.tensor_files import SafetensorsReader, TensorEntry, split_into_shards
 from .options import parse_layers
@@ -176,7 +177,7 @@ def _plan_weights(
     options: PlanOptions,
 ) -> WeightsPlan:
     found = {name: shape for reader in readers for name, shape in reader.shapes.items()}
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    ignored = declared(model, "_keys_to_ignore_on_load_unexpected")
     compare_tensors(found, expected, where=weight_set.where, ignored=ignored, called=weight_set.called)
     kept = kept_in_fp32(model)
     groups = [[cast_entry(entry, options.dtype, kept) for entry in reader.entries()] for reader in readers]
@@ -245,7 +246,7 @@ def compare_tensors(
 
 def kept_in_fp32(model: Any) -> Callable[[str], bool]:
     """Returns a test for parameters that diffusers keeps in fp32, by whole parts of the dotted name."""
-    parts = set(getattr(model, "_keep_in_fp32_modules", None) or [])
+    parts = fp32_parts(model)
     return lambda name: bool(parts & set(name.split(".")))
 
 

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-    revert_weight_conversion,
+
+from ..utils.compat.transformers import (
+    ignored_names,
+    keep_used_rules,
+    loaded_name,
+    renaming_rules,
+    saved_tensors,
+    without_tied,
 )
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 
 class StoredNames:
@@ -41,20 +42,20 @@ class StoredNames:
     def __init__(self, model: Any, stored: Sequence[str]) -> None:
         self._model = model
         self._state = model.state_dict()
-        self._renaming = get_model_conversion_mapping(model)
+        self._renaming = renaming_rules(model)
         self.loaded, merged = self._load_names(stored)
         # What `from_pretrained` does: rules that were not used on the way in are not used on the way out.
-        model._weight_conversions = [rule for rule in self._renaming if rule.was_used()]
+        keep_used_rules(model, self._renaming)
         state = {name: tensor for name, tensor in self._state.items() if ".mhla." not in name}
-        unique = remove_tied_weights_from_state_dict(dict(state), model)
-        ignored = set(model._keys_to_ignore_on_save or [])
+        unique = without_tied(model, state)
+        ignored = set(ignored_names(model, "save"))
         unique = {name: tensor for name, tensor in unique.items() if name not in ignored}
-        reverted = revert_weight_conversion(model, dict(unique))
+        reverted = saved_tensors(model, dict(unique))
         self.expected = {name: tuple(tensor.shape) for name, tensor in reverted.items()}
         self.fresh = self._file_names([name for name in self._state if ".mhla." in name])
         self._main_name = self._tied_names(state, unique)
         self._plan(merged)
-        patterns = list(model._keys_to_ignore_on_load_missing or [])
+        patterns = ignored_names(model, "load_missing")
         self.may_be_missing = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
 
     def is_float(self, name: str) -> bool:
@@ -63,19 +64,17 @@ class StoredNames:
 
     def _load_names(self, stored: Sequence[str]) -> tuple[dict[str, str], set[str]]:
         """Names in the model by names in the source, and which of the latter are joined or split on the way."""
-        renamings = [rule for rule in self._renaming if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in self._renaming if isinstance(rule, WeightConverter)]
         prefix = self._model.base_model_prefix
         loaded, merged = {}, set()
         self.renamed: dict[str, str] = {}
         for name in stored:
-            target, converter = rename_source_key(name, renamings, converters, prefix, self._state)
+            target, is_merged = loaded_name(name, self._renaming, prefix, self._state)
             if target not in self._state and name in self._state:
-                target, converter = rename_source_key(name, [], [], prefix, self._state)
+                target, is_merged = loaded_name(name, [], prefix, self._state)
             self.renamed[name] = target
             if target in self._state:
                 loaded[name] = target
-                if converter is not None:
+                if is_merged:
                     merged.add(name)
         return loaded, merged
 
@@ -83,7 +82,7 @@ class StoredNames:
         """Names in the files of tensors that are renamed only. Their shapes tell which became which."""
         with torch.device("meta"):
             numbered = {name: torch.empty(index) for index, name in enumerate(names)}
-        renamed = revert_weight_conversion(self._model, numbered) if numbered else {}
+        renamed = saved_tensors(self._model, numbered) if numbered else {}
         found = {tensor.shape[0]: name for name, tensor in renamed.items()}
         return {name: found[index] for index, name in enumerate(names)}
 

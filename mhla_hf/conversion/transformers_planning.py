@@ -18,6 +18,7 @@ from ..integrations.transformers.geometry import dispatches, is_cross_attention,
 from ..layers.mhla import MHLA
 from ..models.source import Component
 from ..models.weight_files import TRANSFORMERS_FILES, WeightSet
+from ..utils.compat.transformers import fp32_patterns, ignored_names
 from ..utils.json_files import read_json
 from ..utils.messages import shorten_text
 from ..utils.tensor_files import FLOAT_TYPES, SafetensorsReader, TensorEntry
@@ -195,7 +196,7 @@ def _plan_weights(weight_set: WeightSet, model: Any, report: ComponentReport, op
 
 def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:
     """Tensors of the source that the model does not know, and that its class does not expect to be left over."""
-    ignored = list(model._keys_to_ignore_on_load_unexpected or [])
+    ignored = ignored_names(model, "load_unexpected")
     return [
         names.renamed[name]
         for name in stored
@@ -222,9 +223,8 @@ def _equal_copies(names: StoredNames, stored: Mapping[str, SafetensorsReader]) -
 
 def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Returns a test by name for parameters that transformers keeps in fp32 in a model of a type."""
-    patterns = set(model._keep_in_fp32_modules_strict or []) if dtype in (torch.float16, torch.bfloat16) else set()
-    if dtype == torch.float16:
-        patterns |= set(model._keep_in_fp32_modules or [])
+    half = dtype in (torch.float16, torch.bfloat16)
+    patterns = fp32_patterns(model, dtype == torch.float16) if half else set()
     if not patterns:
         return lambda name: False
     expression = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))

@@ -17,7 +17,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
-from ..utils.compat.diffusers import check_parallel_setup, declared, kept_in_fp32, loading_call
+from ..utils.compat.diffusers import check_parallel_setup, declared, fp32_parts, loading_call
 from .adapters import MHLAAdapterMixin
 from .bounds import check_model_config
 from .context_parallel import check_parallelism, resolve_parallel_config
@@ -208,7 +208,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         needs_it = ("device_map", "quantization_config", "ignore_mismatched_sizes")
         if (
             kwargs.get("low_cpu_mem_usage") is False
-            and not kept_in_fp32(cls._upstream_class())
+            and not fp32_parts(cls._upstream_class())
             and not any(map(kwargs.get, needs_it))
         ):
             kwargs["low_cpu_mem_usage"] = True

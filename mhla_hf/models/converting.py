@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from ..config import MHLAConfig
-from ..utils.compat.diffusers import kept_in_fp32
+from ..utils.compat.diffusers import fp32_parts
 from .registry import mhla_class_for
 
 
@@ -43,7 +43,7 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
         module.__dict__.pop("forward", None)
     model.__class__ = target
     model._install_mhla(options)
-    kept = kept_in_fp32(target)
+    kept = fp32_parts(target)
     attentions = model._self_attentions()
     for layer, module in model.mhla_modules().items():
         weight = attentions[layer].to_q.weight

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..utils.compat.diffusers import kept_in_fp32, loads_single_files, read_single_file
+from ..utils.compat.diffusers import fp32_parts, loads_single_files, read_single_file
 from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..utils.gguf_file import GGUFFile
 from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
@@ -191,7 +191,7 @@ def _assign(
     if surplus:
         logger.warning("%s has weights that %s does not know: %s", called, stock.__name__, shorten_list(surplus))
     # As `from_pretrained`: what is to stay in float32 does.
-    kept = kept_in_fp32(stock)
+    kept = fp32_parts(stock)
     for name in names:
         weights[name] = weights[name].to(torch.float32 if kept & set(name.split(".")) else dtype)
     try:

@@ -14,6 +14,8 @@ from torch import nn
 from ..models.registry import is_mhla_class
 from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, mhla_layers, original_heads
+from ..utils.compat import forward_parameters
+from ..utils.compat.diffusers import progress_bar_options
 
 
 DEFAULT_SAMPLES = 32
@@ -94,7 +96,7 @@ def pipeline_batches(
     if "use_resolution_binning" in parameters:
         options.setdefault("use_resolution_binning", False)
     taken: dict[str, list[list[Batch]]] = {name: [] for name in models}
-    bar = getattr(pipeline, "_progress_bar_config", {})
+    bar = progress_bar_options(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     try:
         with ExitStack() as stack:
@@ -178,7 +180,7 @@ def _recorded(models: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Batch]
 
     with ExitStack() as hooks:
         for name, model in models.items():
-            names = [key for key in inspect.signature(inspect.unwrap(type(model).forward)).parameters if key != "self"]
+            names = list(forward_parameters(model))
             hooks.callback(model.register_forward_pre_hook(keep(name, names), with_kwargs=True).remove)
         yield calls
 

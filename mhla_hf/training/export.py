@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ..utils.compat.diffusers import lora_metadata_key
 from ..utils.files import atomic_directory, write_json
 from ..utils.json_files import read_json
 from ..utils.locations import PIPELINE_INDEX
@@ -35,12 +36,10 @@ def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> N
         model: The transformer, before its LoRA is merged.
         component: Which transformer of the pipeline it is.
     """
-    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-
     adapter = {f"{component}.{name}": tensor for name, tensor in lora_state_dict(model).items()}
     # Without them diffusers takes the rank for alpha.
     options = {f"{component}.{name}": value for name, value in lora_options(model).items()}
-    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(options, indent=2, sort_keys=True)}
+    metadata = {"format": "pt", lora_metadata_key(): json.dumps(options, indent=2, sort_keys=True)}
     ours = mhla_state_dict(model)
     with atomic_directory(destination) as temporary:
         save_file(adapter, temporary / LORA_FILE, metadata=metadata)

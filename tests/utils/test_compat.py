@@ -28,6 +28,11 @@ class Nothing:
     """A class without anything that is looked for."""
 
 
+class Called:
+    def __call__(self, steps=3):
+        pass
+
+
 def steps(**changes):
     names = ("build", "finish", "initialize", "place_missing", "report_names", "plan")
     return {name: lambda original, *args: original(*args) for name in names} | changes
@@ -81,7 +86,7 @@ UNKNOWN = {
         lambda: of_transformers.without_tied(NOTHING, {}), "remove_tied_weights_from_state_dict",
     ),
     "declared": (no_change, lambda: of_diffusers.declared(Nothing, "_no_split_modules"), "_no_split_modules"),
-    "kept_in_fp32": (no_change, lambda: of_diffusers.kept_in_fp32(Nothing), "_keep_in_fp32_modules"),
+    "fp32_parts": (no_change, lambda: of_diffusers.fp32_parts(Nothing), "_keep_in_fp32_modules"),
     "context_parallel_plan": (no_change, lambda: of_diffusers.context_parallel_plan(Nothing), "Nothing._cp_plan"),
     "loading_call": (
         no_change, lambda: of_diffusers.loading_call(lambda model, path: None, 1, 2), "_load_pretrained_model",
@@ -108,6 +113,13 @@ UNKNOWN = {
     "rename_wan_weights": (
         without("diffusers.loaders.single_file_utils", "convert_wan_transformer_to_diffusers"),
         lambda: of_diffusers.rename_wan_weights([]), "convert_wan_transformer_to_diffusers",
+    ),
+    "lora_metadata_key": (
+        without("diffusers.loaders.lora_base", "LORA_ADAPTER_METADATA_KEY"), of_diffusers.lora_metadata_key,
+        "LORA_ADAPTER_METADATA_KEY",
+    ),
+    "call_default": (
+        no_change, lambda: of_diffusers.call_default(Called(), "prompt"), "Called.__call__(prompt=...)",
     ),
     "component_types": (no_change, lambda: of_diffusers.component_types(Nothing), "_get_signature_types"),
     "set_modular_component_type": (
@@ -141,7 +153,7 @@ UNKNOWN = {
 
 # Functions that have an answer for whatever they are given.
 ANY_SHAPE = {
-    "forward_parameters", "global_of", "has_parallel_plans", "initialize_once", "names_used", "parallel_config_of",
+    "global_of", "has_parallel_plans", "initialize_once", "names_used", "parallel_config_of",
     "progress_bar_options", "reads_keywords", "rotation_conditions", "source_of",
 }  # fmt: skip
 
@@ -300,7 +312,7 @@ class TestTransformers:
         assert of_transformers.global_of(forward, "no_such_name") is None
         assert of_transformers.reads_keywords(forward)
         assert not of_transformers.reads_keywords(torch.nn.Linear.forward)
-        assert next(iter(of_transformers.forward_parameters(attention))) == "hidden_states"
+        assert next(iter(compat.forward_parameters(attention))) == "hidden_states"
         assert of_transformers.rotation_conditions(forward) == ()
         assert of_transformers.source_of(len) == "" and "def forward" in of_transformers.source_of(forward)
 
@@ -319,7 +331,7 @@ class TestDiffusers:
             "WanTransformerBlock",
             "More",
         ]
-        assert "time_embedder" in of_diffusers.kept_in_fp32(WanTransformer3DModel)
+        assert "time_embedder" in of_diffusers.fp32_parts(WanTransformer3DModel)
         plan = of_diffusers.context_parallel_plan(WanTransformer3DModel, "rope")
         assert plan and set(WanTransformer3DModel._cp_plan) - set(plan) == {"rope"}
 
@@ -333,6 +345,7 @@ class TestDiffusers:
 
     def test_pipelines(self):
         assert WanTransformer3DModel in of_diffusers.component_types(WanPipeline)["transformer"]
+        assert of_diffusers.call_default(Called(), "steps") == 3
         pipeline = DiffusionPipeline()
         assert of_diffusers.progress_bar_options(pipeline) == {}
         pipeline.set_progress_bar_config(disable=True)

@@ -15,10 +15,10 @@ from transformers.utils import logging
 from ...config import MHLAConfig
 from ...layers.mhla import MHLA
 from ...models.registry import default_rope, is_tested
+from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import (
     attention_of,
     can_choose_attention,
-    forward_parameters,
     has_parallel_plans,
     set_attention,
     supports_sdpa,

@@ -12,8 +12,8 @@ from typing import Any
 import torch.nn as nn
 from huggingface_hub.errors import StrictDataclassError
 
+from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import (
-    forward_parameters,
     global_of,
     names_used,
     reads_keywords,

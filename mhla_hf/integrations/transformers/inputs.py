@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ...utils.compat.transformers import attention_of, forward_parameters, reads_keywords
+from ...utils.compat import forward_parameters
+from ...utils.compat.transformers import attention_of, reads_keywords
 from .cache import MHLACacheLayer, check_softmax_cache, mhla_cache_layer
 from .geometry import is_image_model, patch_grid
 from .rotary import uses_rotary

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 
+from ...utils.compat.diffusers import call_default
 from ..config import CacheConfig
 
 
@@ -168,7 +168,7 @@ def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
 
 def sana_instruction(pipeline: Any) -> list[str]:
     """The lines that a SANA pipeline puts before prompts when it is called without saying otherwise."""
-    return list(inspect.signature(type(pipeline).__call__).parameters["complex_human_instruction"].default)
+    return list(call_default(pipeline, "complex_human_instruction"))
 
 
 def _encode(vae: Any, media: torch.Tensor) -> Any:

@@ -9,7 +9,6 @@ Shapes: B batch, T tokens, D width of the model, H heads, V value width.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import nn
 
 from ...layers.mhla import MHLA
 from ...layers.original import original_attention
+from ...utils.compat import forward_parameters
 
 
 Batch = Mapping[str, Any]
@@ -335,7 +335,7 @@ def on_device(value: Any, model: nn.Module) -> Any:
 def run(model: nn.Module, batch: Batch) -> Any:
     """Output of a model for a batch, without a cache."""
     options: dict[str, Any] = {}
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    parameters = forward_parameters(model)
     if "use_cache" in parameters or getattr(getattr(model, "config", None), "use_cache", None):
         options["use_cache"] = False
     return model(**{**options, **batch})
@@ -349,7 +349,7 @@ def base_model(model: nn.Module) -> nn.Module:
 def trunk_for(model: nn.Module, batch: Batch) -> nn.Module:
     """The model without its head, if that takes all of a batch: attention does not need it, and it may be large."""
     trunk = base_model(model)
-    taken = inspect.signature(inspect.unwrap(type(trunk).forward)).parameters
+    taken = forward_parameters(trunk)
     return trunk if set(batch) <= set(taken) else model
 
 

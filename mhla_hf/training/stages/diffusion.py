@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ...utils.compat import unsplit_classes
 from ..config import TrainingConfig
 from ..data.batches import Batch, TrainingBatch
 from ..data.data_order import DataOrder
@@ -84,7 +85,7 @@ class ObjectivePrediction(nn.Module):
         self.objective = objective
         # Sharding takes the units to wrap from here, and refuses names that no module has.
         there = {type(module).__name__ for module in transformer.modules()}
-        units = {*(getattr(transformer, "_no_split_modules", None) or ()), *objective.sharded_classes}
+        units = {*unsplit_classes(transformer), *objective.sharded_classes}
         self._no_split_modules = sorted(units & there)
 
     def forward(self, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]) -> torch.Tensor:

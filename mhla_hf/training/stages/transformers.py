@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ...utils.compat import unsplit_classes
 from ..config import TrainingConfig
 from ..data.data_order import DataOrder
 from ..families.transformers_models import TransformersObjective, head_of, matched_states, token_states
@@ -331,4 +332,4 @@ def _mean(total: torch.Tensor, count: int, accelerator: Accelerator) -> torch.Te
 def _split_units(model: nn.Module) -> list[str]:
     """Modules that sharding gathers by themselves; it refuses names that no module has."""
     there = {type(module).__name__ for module in model.modules()}
-    return sorted({*(getattr(model, "_no_split_modules", None) or ())} & there)
+    return sorted(unsplit_classes(model) & there)

@@ -9,7 +9,8 @@ called.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -111,3 +112,17 @@ def unwrap(library: str) -> None:
         else:
             setattr(owner, name, original)
         _wrapped.remove(entry)
+
+
+def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a module's `forward` without `self`, whatever decorators are around it."""
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    return {name: parameter for name, parameter in parameters.items() if name != "self"}
+
+
+def unsplit_classes(model: Any) -> set[str]:
+    """Returns the names of layer classes that must not be split over devices.
+
+    Models of transformers and diffusers declare them in `_no_split_modules`; empty for others.
+    """
+    return set(getattr(model, "_no_split_modules", None) or ())

@@ -19,8 +19,9 @@ def declared(model_class: Any, name: str, *more: Any) -> list[Any]:
 
     Args:
         model_class: The class, or a model of it.
-        name: `"_keep_in_fp32_modules"`, `"_no_split_modules"`, `"_repeated_blocks"`, `"_available_processors"` or
-            `"_skip_layerwise_casting_patterns"`. Models that declare none have `None`.
+        name: `"_keep_in_fp32_modules"`, `"_no_split_modules"`, `"_available_processors"`,
+            `"_skip_layerwise_casting_patterns"` or `"_keys_to_ignore_on_load_unexpected"`; `None` stands for an empty
+            list.
         *more: Entries of a subclass.
 
     Raises:
@@ -31,7 +32,7 @@ def declared(model_class: Any, name: str, *more: Any) -> list[Any]:
     return [*(getattr(model_class, name) or ()), *more]
 
 
-def kept_in_fp32(model_class: Any) -> set[str]:
+def fp32_parts(model_class: Any) -> set[str]:
     """Returns the parts of dotted names by which a model class keeps parameters in fp32.
 
     Raises:
@@ -160,6 +161,19 @@ def rename_wan_weights(names: Iterable[str]) -> dict[str, str]:
     return convert_wan_transformer_to_diffusers({name: name for name in names})
 
 
+def lora_metadata_key() -> str:
+    """Returns the key of a LoRA's options in the metadata of its file.
+
+    Raises:
+        UnsupportedVersionError: If `diffusers.loaders.lora_base` has no such constant.
+    """
+    try:
+        from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+    except ImportError:
+        raise unknown_shape("diffusers", "loaders.lora_base.LORA_ADAPTER_METADATA_KEY") from None
+    return LORA_ADAPTER_METADATA_KEY
+
+
 # Pipelines.
 
 
@@ -184,6 +198,18 @@ def set_modular_component_type(pipeline: Any, name: str, component_class: type) 
     if specifications is None or name not in specifications:
         raise unknown_shape("diffusers", "ModularPipeline._component_specs")
     specifications[name].type_hint = component_class
+
+
+def call_default(pipeline: Any, name: str) -> Any:
+    """Returns the default of an argument of a pipeline's call.
+
+    Raises:
+        UnsupportedVersionError: If the call takes no such argument.
+    """
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    if name not in parameters:
+        raise unknown_shape("diffusers", f"{type(pipeline).__name__}.__call__({name}=...)")
+    return parameters[name].default
 
 
 def progress_bar_options(pipeline: Any) -> dict[str, Any]:

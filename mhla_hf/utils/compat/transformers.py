@@ -306,12 +306,6 @@ def without_tied(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
 # The code of modules.
 
 
-def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's `forward` without `self`, whatever decorators are around it."""
-    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    return {name: parameter for name, parameter in parameters.items() if name != "self"}
-
-
 def names_used(function: Callable[..., Any]) -> set[str]:
     """Returns the global names and attributes that a function and those inside it look up, by its bytecode.
 
