@@ -72,7 +72,7 @@ def recover_command(
         typer.Option(help=f"Only these, separated by commas: {', '.join(STAGES)}.", rich_help_panel=_RECIPE),
     ] = None,
     component: Annotated[str | None, typer.Option(help="Which transformer of the pipeline.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in OUTPUT.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     device: Annotated[str, typer.Option(help="auto takes the GPU if there is one; or cpu.")] = "auto",
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,

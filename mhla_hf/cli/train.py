@@ -154,13 +154,13 @@ dit_command = _training_command(
     _CONFIG,
 )
 def cache_command(**options: Any) -> None:
-    """Encode videos or pictures and their captions once, for training to read. Can be interrupted and run again."""
+    """Encode videos or images and their captions once, for training to read. Can be interrupted and run again."""
     cache_options, training_options = _split(_given(options))
     config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
     if config.cache is None:
         raise ValueError("cache must be given: the directory to write")
     if cache_config.data is None:
-        raise ValueError("data must be given: a folder of videos or pictures, or 'digits'")
+        raise ValueError("data must be given: a folder of videos or images, or 'digits'")
 
     from ..training.data.cache_building import make_cache
     from ..training.processes import make_accelerator

@@ -259,7 +259,7 @@ def _probes(
         return list(transformers_probes(model, samples, seed, max_tokens)), None
     grid = tuple(model.config_grid(part.config) or model.mhla_config.grid or model.default_grid)
     if family != "dit":
-        # Its softmax model takes pictures of one size.
+        # Its softmax model takes images of one size.
         grid = probe_grid(grid, max_tokens)
     return list(diffusion_probes(family, model.config, grid, samples, seed)), grid
 

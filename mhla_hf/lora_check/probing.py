@@ -83,7 +83,7 @@ def diffusion_probes(
 
 
 def transformers_probes(model: Any, samples: int, seed: int, limit: int) -> list[tuple[float | None, dict[str, Any]]]:
-    """Random tokens or pictures for a model of transformers; arguments as in [`diffusion_probes`].
+    """Random tokens or images for a model of transformers; arguments as in [`diffusion_probes`].
 
     Args:
         model: The model.
@@ -92,7 +92,7 @@ def transformers_probes(model: Any, samples: int, seed: int, limit: int) -> list
         limit: Most tokens of a text.
 
     Raises:
-        ValueError: If the model takes neither texts nor pictures.
+        ValueError: If the model takes neither texts nor images.
     """
     generator = torch.Generator().manual_seed(seed)
     config = model.config

@@ -45,7 +45,7 @@ class DataOptions(_Section):
     """Amount and size of the data."""
 
     samples: int = _option(
-        2048, "Samples to train on, if there are so many: rows or passages of text, pictures, videos.", minimum=1,
+        2048, "Samples to train on, if there are so many: rows or passages of text, images, videos.", minimum=1,
         maximum=MOST_SAMPLES,
     )  # fmt: skip
     held_out: int = _option(
@@ -69,23 +69,39 @@ class DataOptions(_Section):
     )
 
 
+def _count(default: int, help: str, minimum: int = 1, maximum: int = MOST_STEPS) -> int:
+    return _option(default, help, minimum=minimum, maximum=maximum)
+
+
+def _batch_size(default: int, help: str = "Samples of a batch.") -> int:
+    return _count(default, help, maximum=MOST_IN_BATCH)
+
+
+def _rate(default: float, help: str = "Peak rate.") -> float:
+    return _option(default, help, above=0)
+
+
+def _mhla_rate() -> float | None:
+    return _option(None, "Peak rate of the parameters that MHLA adds. Default: the same.", above=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(_Section):
-    """The closed form, without training."""
+    """Closed-form calibration, without training."""
 
-    batches: int = _option(24, "Batches that are run.", minimum=2, maximum=MOST_STEPS)
-    batch_size: int = _option(16, "Samples of a batch.", minimum=1, maximum=MOST_IN_BATCH)
+    batches: int = _count(24, "Batches that are run.", minimum=2)
+    batch_size: int = _batch_size(16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchOptions(_Section):
-    """Each layer by itself learns the output of the one it replaced, on kept activations."""
+    """Training of each layer by itself on the output of the one it replaced, from kept activations."""
 
-    steps: int = _option(600, "Optimizer steps of each layer.", minimum=1, maximum=MOST_STEPS)
-    batches: int = _option(160, "Batches whose activations are kept.", minimum=1, maximum=MOST_STEPS)
-    batch_size: int = _option(1, "Samples of a batch.", minimum=1, maximum=MOST_IN_BATCH)
-    learning_rate: float = _option(3e-3, "Peak rate of the layer's projections.", above=0)
-    mhla_learning_rate: float = _option(5e-3, "Peak rate of the parameters that MHLA adds.", above=0)
+    steps: int = _count(600, "Optimizer steps of each layer.")
+    batches: int = _count(160, "Batches whose activations are kept.")
+    batch_size: int = _batch_size(1)
+    learning_rate: float = _rate(3e-3, "Peak rate of the layer's projections.")
+    mhla_learning_rate: float = _rate(5e-3, "Peak rate of the parameters that MHLA adds.")
     cache: str = _option(
         "auto", "Where activations are kept; auto takes memory where they fit, else the disk.", choices=CACHES
     )
@@ -93,14 +109,12 @@ class MatchOptions(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions(_Section):
-    """The whole model learns the original's prediction."""
+    """Training of the whole model on the original's prediction."""
 
-    steps: int = _option(90, "Optimizer steps.", minimum=1, maximum=MOST_STEPS)
-    batch_size: int = _option(4, "Samples of a step.", minimum=1, maximum=MOST_IN_BATCH)
-    learning_rate: float = _option(2e-4, "Peak rate.", above=0)
-    mhla_learning_rate: float | None = _option(
-        None, "Peak rate of the parameters that MHLA adds. Default: the same.", above=0
-    )
+    steps: int = _count(90, "Optimizer steps.")
+    batch_size: int = _batch_size(4, "Samples of a step.")
+    learning_rate: float = _rate(2e-4)
+    mhla_learning_rate: float | None = _mhla_rate()
     ratio: float = _option(
         1.0, "Share of the distance to the original in the loss; the rest is the loss on the data.", above=0, maximum=1
     )
@@ -109,7 +123,8 @@ class DistillOptions(_Section):
     )
     target: str | None = _option(
         None,
-        "What of the original is learned. Default: logits of language models and classifiers, else last_hidden_state.",
+        "Output of the original that is learned. Default: logits of language models and classifiers, else "
+        "last_hidden_state.",
         choices=TARGETS,
         families=TRANSFORMERS,
     )
@@ -117,19 +132,17 @@ class DistillOptions(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(_Section):
-    """The whole model learns the data by its own objective; for diffusion models and language models."""
+    """Training of the whole model on the data by its own objective; for diffusion models and language models."""
 
-    steps: int = _option(2000, "Optimizer steps.", minimum=1, maximum=MOST_STEPS)
-    batch_size: int = _option(8, "Samples of a step.", minimum=1, maximum=MOST_IN_BATCH)
-    learning_rate: float = _option(2e-5, "Peak rate.", above=0)
-    mhla_learning_rate: float | None = _option(
-        None, "Peak rate of the parameters that MHLA adds. Default: the same.", above=0
-    )
+    steps: int = _count(2000, "Optimizer steps.")
+    batch_size: int = _batch_size(8, "Samples of a step.")
+    learning_rate: float = _rate(2e-5)
+    mhla_learning_rate: float | None = _mhla_rate()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected(_Section):
-    """Memory and steps of a run, in gigabytes (10^9 bytes); computed by `memory.expected`."""
+    """Memory and steps of a run, in gigabytes (10^9 bytes); computed by `conversion/recipe_memory.py`."""
 
     weights_gb: float = _option(0.0, "The model in fp32.", minimum=0)
     training_gb: float = _option(

@@ -55,15 +55,15 @@ def recover(
     """Converts a model to MHLA and makes it as good as the original: calibration, matching, distillation.
 
     Everything that can be wrong is checked before weights are loaded. Each stage leaves its result in `output/work`,
-    so a run that was killed goes on with `resume=True` where it was, and ends where it would have ended. At the end
+    so a run that was killed resumes with `resume=True` and ends with the result it would have had. At the end
     `output` is a directory for `from_pretrained`, with `conversion.json`, `report.json` and a plot.
 
     Args:
         source: A pipeline of diffusers or a model of transformers; a directory or a Hub id.
         output: The directory to make.
-        data: For diffusion models a folder of videos or pictures with captions or classes, as for `mhla-hf train`; for
+        data: For diffusion models a folder of videos or images with captions or classes, as for `mhla-hf train`; for
             text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
-            folder of pictures; `digits` where scikit-learn's scans will do; `generated` for samples that the original
+            folder of images; `digits` where scikit-learn's scans will do; `generated` for samples that the original
             makes. `None` is `generated` for DiT, PixArt and language models, and for others with `prompts`. In a
             program also a function from the converted model to a
             [`BatchSource`][mhla_hf.training.data.batch_sources.BatchSource].
@@ -79,7 +79,7 @@ def recover(
         stages: Only these stages of `calibrate`, `match`, `distill` and `finetune`.
         changes: Values of the recipe by their path, such as `{"match.steps": 1000}`.
         component: Which transformer of a pipeline; the others are copied.
-        resume: Go on with the run in `output`.
+        resume: Resume the run in `output`.
         seed: Of everything random.
         device: `auto` takes the GPU if there is one, or `cpu`.
         save_every: Steps between checkpoints.
@@ -135,7 +135,7 @@ def recover(
         except TrainingStopped as stop:
             done = shorten_text(str(stop).partition(";")[0], 200) or "stopped"
             raise TrainingStopped(
-                f"{done}; the same command with --resume goes on from there ({work.output})", stop.exit_code - 128
+                f"{done}; the same command with --resume continues from there ({work.output})", stop.exit_code - 128
             ) from None
 
 
@@ -175,10 +175,10 @@ def _what_to_give(recipe: Recipe) -> str:
     if recipe.family in ("causal", "encoder"):
         return "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
     if recipe.family == "vision":
-        return "a folder of pictures, or 'digits'"
+        return "a folder of images, or 'digits'"
     if recipe.family == "wan":
-        return "a folder of videos with captions, 'digits', or prompts (--prompts FILE) for the original to draw"
-    return "a folder of pictures with captions, 'digits', or prompts (--prompts FILE) for the original to draw"
+        return "a folder of videos with captions, 'digits', or prompts (--prompts FILE) for the original to make"
+    return "a folder of images with captions, 'digits', or prompts (--prompts FILE) for the original to make"
 
 
 def find_model(location: str | Path, component: str | None = None, **hub: Any) -> tuple[Source, Component, str]:

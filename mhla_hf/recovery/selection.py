@@ -133,12 +133,19 @@ def select_layers(
         raise ValueError("layers of this model have the same numbers (several towers): select them tower by tower.")
     if not batches:
         raise ValueError("batches is empty: a few samples are needed.")
-    compared, runs = batches[:_COMPARED_BATCHES], _Runs(progress, 2 * len(batches) + len(layers) * max(1, most))
+    compared, done = batches[:_COMPARED_BATCHES], 0
+
+    def advance(total: int = 2 * len(batches) + len(layers) * max(1, most)) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, max(done, total))
+
     with evaluating(model):
         layers = find_projections(model, layers, on_device(batches[0], model))
         originals = [_projection(layer) for layer in layers]
         reference = [_output(model, batch, layers) for batch in compared]
-        calibration = calibrate_model(model, batches, progress=lambda done, total: runs.advance())
+        calibration = calibrate_model(model, batches, progress=lambda *_: advance())
         report = SelectionReport(
             [
                 LayerScore(index, layer.name, done.error_after)
@@ -149,7 +156,7 @@ def select_layers(
         _time(model, layers, batches[0], report)
 
         def error(kept: Sequence[int]) -> float:
-            runs.advance()
+            advance()
             softmax = [layers[place] for place in kept]
             with ExitStack() as stack:
                 for place in kept:
@@ -179,27 +186,9 @@ def select_layers(
             report.chosen_ms += report.layers[best].extra_ms
     if len(chosen) == len(layers):
         raise ValueError("latency leaves every layer softmax: MHLA saves nothing at the size of the probe here.")
-    runs.finish()
+    if progress is not None:
+        progress(done, done)
     return report
-
-
-@dataclass
-class _Runs:
-    progress: Callable[[int, int], None] | None
-    total: int
-    done: int = 0
-
-    def advance(self) -> None:
-        self.done += 1
-        self._tell()
-
-    def finish(self) -> None:
-        self.total = self.done
-        self._tell()
-
-    def _tell(self) -> None:
-        if self.progress is not None:
-            self.progress(self.done, max(self.done, self.total))
 
 
 def _projection(layer: AttentionLayer) -> Changes:

@@ -53,7 +53,7 @@ class WorkFolder:
 
         Args:
             identity: Options that distinguish this run from others, as plain JSON values.
-            resume: Go on with the run that is there.
+            resume: Resume the stored run.
 
         Raises:
             ValueError: If there is something here and `resume` is not asked for, or the run here is another one; the
@@ -63,7 +63,7 @@ class WorkFolder:
         if stored is None and self.output.exists() and any(entry.name != NAME for entry in _entries(self.output)):
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
         if stored is not None and not resume:
-            raise ValueError(f"output {self.output} holds a run already; --resume goes on with it, or choose another")
+            raise ValueError(f"output {self.output} holds a run already; --resume resumes it, or choose another")
         lock = lock_output(self.path)
         try:
             remove_leftovers(self.path)

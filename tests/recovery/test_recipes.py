@@ -8,9 +8,9 @@ import torch
 import transformers
 
 import mhla_hf
+from conversion.recipe_memory import expected
 from mhla_hf.conversion.options import parse_layers
 from mhla_hf.recovery.defaults import DEFAULTS, PRESETS, default_recipe
-from mhla_hf.recovery.memory import expected
 from mhla_hf.recovery.recipe_files import recipe_names
 from mhla_hf.recovery.recipes import FAMILIES, load_recipe, parse_keep, parse_recipe
 from mhla_hf.training.matching.layers import mhla_layers

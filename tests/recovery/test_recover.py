@@ -123,7 +123,7 @@ def test_recover(kind, sources, tmp_path):
 def test_other_options_are_refused(sources, tmp_path):
     out = tmp_path / "out"
     recover("bert", sources, out, stages=("calibrate",))
-    with pytest.raises(ValueError, match="output .* holds a run already; --resume goes on with it, or choose another"):
+    with pytest.raises(ValueError, match="output .* holds a run already; --resume resumes it, or choose another"):
         recover("bert", sources, out, stages=("calibrate",))
     with pytest.raises(ValueError, match=r"holds a run with recipe.calibrate.batches 2 \(now 3\), seed 0 \(now 1\);"):
         recover("bert", sources, out, {"calibrate.batches": 3}, stages=("calibrate",), seed=1, resume=True)

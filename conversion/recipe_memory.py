@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and steps of a recovery, computed from the sizes of the converted model, which may be on the meta device."""
+"""Memory and steps of a recovery, for the `expected` section of recipes.
+
+They are computed from the sizes of the converted model, which may be on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from ..training.data.opening import PASSAGE_LENGTH, ROW_LENGTH
-from ..training.matching.layers import AttentionLayer, mhla_layers
-from .recipes import VIDEO, Expected, Recipe
+from mhla_hf.recovery.recipes import VIDEO, Expected, Recipe
+from mhla_hf.training.data.opening import PASSAGE_LENGTH, ROW_LENGTH
+from mhla_hf.training.matching.layers import AttentionLayer, mhla_layers
 
 
 # Numbers of fp32 for each parameter that trains: its gradient and AdamW's two moments.
