@@ -305,7 +305,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             ValueError: For tensor parallelism, and where the model has no context parallelism.
             RuntimeError: If `torch.distributed` is not initialised, or the model is parallel already.
         """
-        check_parallel_setup()
+        check_parallel_setup(self._upstream_class())
         check_parallelism(self, config)
         super().enable_parallelism(config=config, cp_plan=cp_plan)
 

@@ -9,6 +9,7 @@ called.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -67,6 +68,29 @@ def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:
         f"{library} {installed} does not have the known {expected}, which mhla_hf relies on (checked with {library} "
         f"{CHECKED[library]}). Install a checked version of {library}, or update mhla_hf."
     )
+
+
+def imported(library: str, module: str, name: str) -> Any:
+    """Returns a name of a module of a library.
+
+    Raises:
+        UnsupportedVersionError: If there is no such module or name.
+    """
+    try:
+        return getattr(importlib.import_module(f"{library}.{module}"), name)
+    except (ImportError, AttributeError):
+        raise unknown_shape(library, f"{module}.{name}") from None
+
+
+def attribute(library: str, owner: Any, name: str, owner_name: str) -> Any:
+    """Returns an attribute of an object or class of a library.
+
+    Raises:
+        UnsupportedVersionError: If there is no such attribute.
+    """
+    if not hasattr(owner, name):
+        raise unknown_shape(library, f"{owner_name}.{name}")
+    return getattr(owner, name)
 
 
 def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> None:
