@@ -21,7 +21,7 @@ from .utils.locations import SourceNotFoundError, find_pipeline
 
 ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)
 
-# What `DiffusionPipeline.download` takes to find the files of a Hub repository.
+# Arguments of `DiffusionPipeline.download` that locate the files of a Hub repository.
 _DOWNLOAD_OPTIONS = (
     "cache_dir",
     "force_download",
@@ -131,7 +131,7 @@ def _check_options(folder: str, name: str, class_name: str, options: Mapping[str
 
 @contextmanager
 def _explained_pickles(location: Any, use_safetensors: bool | None) -> Iterator[None]:
-    """Adds what to do to the error about a checkpoint whose weights are pickles."""
+    """Adds advice to the error about a checkpoint whose weights are pickles."""
     try:
         yield
     except OSError as error:
@@ -203,7 +203,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
 
 
 def _has_base(value: Any, module: str, name: str) -> bool:
-    """Whether a class is among those of an object, told without importing the library."""
+    """Returns whether an object has a class among its bases, without importing the library."""
     return any(base.__module__ == module and base.__name__ == name for base in type(value).__mro__)
 
 
@@ -239,7 +239,7 @@ def _chosen_components(found: Mapping[str, str], mhla: Any) -> dict[str, Any]:
 
 
 def _is_stored_as_mhla(folder: str, name: str, class_name: str) -> bool:
-    """Whether a component is MHLA by its own configuration, or by the pipeline's index where it has none."""
+    """Returns whether a component is MHLA by its own configuration, or by the pipeline's index where it has none."""
     path = path_inside(Path(folder), name, "model_index.json") / "config.json"
     own = read_json(path, "configuration").get("_class_name") if path.is_file() else None
     return is_mhla_class(own if isinstance(own, str) else class_name)

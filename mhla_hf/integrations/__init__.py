@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the package hooks into other libraries. Everything that touches their internals is in here."""
+"""Hooks into transformers, diffusers and peft. Their private parts are reached through `mhla_hf.utils.compat`."""

@@ -31,7 +31,7 @@ from .adapters import extend_lora_loaders
 from .import_hooks import after_import, extend
 
 
-# Where a configuration is looked for.
+# Arguments that locate a configuration.
 _LOCATION_OPTIONS = (
     "cache_dir",
     "force_download",

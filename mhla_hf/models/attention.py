@@ -95,7 +95,7 @@ def attend_in_parts(processor: object, own: Any, attn: nn.Module, hidden_states:
 
 
 def tables_with_grid(tables: tuple[torch.Tensor, torch.Tensor], grid: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Rotary tables for every layer of a model, made once: upstream's, and what MHLA layers read of them.
+    """Returns the rotary tables of all layers: those of upstream, and compact ones for MHLA layers.
 
     Args:
         tables: Cosines and sines `[1, T, 1, K]`, each value twice in a row.
@@ -112,10 +112,10 @@ def tables_with_grid(tables: tuple[torch.Tensor, torch.Tensor], grid: Sequence[i
 def tables_of_layer(
     tables: tuple[torch.Tensor, ...], is_mhla: bool
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...] | None]:
-    """The tables that one layer is handed, and the token grid if they carry one.
+    """Returns the tables for one layer, and the token grid if they carry one.
 
     Args:
-        tables: What [`tables_with_grid`] returns; anything else is returned as it is, without a grid.
+        tables: Tables of [`tables_with_grid`]; others are returned as they are, without a grid.
         is_mhla: Whether the layer is MHLA, and gets tables `[1, T, 1, K / 2]`; others get upstream's.
     """
     if tables[0].ndim != 6:
@@ -127,7 +127,7 @@ def tables_of_layer(
 class KeepsMHLAProcessor(Upstream):
     """Goes before an attention class of diffusers in the bases of its MHLA version."""
 
-    # What computes the attention of a layer with MHLA parameters.
+    # Processor class of layers with MHLA parameters.
     mhla_processor_class: ClassVar[type]
 
     def set_processor(self, processor: object) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every MHLA version of a diffusers model shares: building, loading, and conversion in place."""
+"""Base of the MHLA versions of diffusers models: options, construction, loading and configuration."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     # The token grid that block counts are derived from when the options give neither blocks nor grid.
     default_grid: ClassVar[tuple[int, ...]]
-    # What suits the model better than the defaults of `MHLAConfig`; options given as a dict are laid over it.
+    # Defaults in place of those of `MHLAConfig`; options given as a dict are laid over them.
     default_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    # Whether upstream's own attention is what MHLA computes under `default_options` with equal mixing weights.
+    # Whether upstream's own attention equals MHLA under `default_options` with equal mixing weights.
     upstream_is_linear: ClassVar[bool] = False
     # Whether MHLA layers can hold a part of the token sequence each.
     supports_context_parallel: ClassVar[bool] = False
@@ -117,7 +117,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """The token grid that a model's configuration tells; `None` where it tells none, as for videos.
+        """Returns the token grid of a model's configuration; `None` where it has none, as for videos.
 
         Args:
             config: The model's configuration.
@@ -126,7 +126,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """The token grid that block counts are derived from in a model of this configuration.
+        """Returns the token grid that block counts are derived from in a model of this configuration.
 
         Args:
             config: The model's configuration.
@@ -161,7 +161,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def starts_as_upstream(cls, options: MHLAConfig) -> bool:
-        """Whether a model of the diffusers class computes the same after its conversion, until it is trained.
+        """Returns whether a converted model computes the same as the diffusers class, until it is trained.
 
         Args:
             options: Complete options, as a model keeps them.
@@ -241,7 +241,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def original_names(cls, names: Iterable[str]) -> dict[str, str] | None:
-        """What weights of the model's authors are called in diffusers.
+        """Returns the names in diffusers of weights of the model's authors.
 
         Args:
             names: Names in a file.
@@ -256,7 +256,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def original_config(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any] | None:
-        """The configuration of the softmax model, read off its weights; `None` where they do not tell.
+        """Returns the configuration of the softmax model, read off its weights; `None` where it cannot be.
 
         Args:
             shapes: Shapes by name in the softmax model.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a diffusers configuration before a model is built of it, and of what options add to any model."""
+"""Limits for diffusers configurations before a model is built, and for the parameters that options add."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None
     """Checks the number of layers against the names of the weights.
 
     Args:
-        num_layers: What the configuration says.
+        num_layers: Number of layers in the configuration.
         names: Names of the tensors.
         where: Name of the configuration, for errors.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism as diffusers sets it up: which models have it, and which tokens a process holds."""
+"""Context parallelism of diffusers: support by model, and the tokens of each process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..utils.compat.diffusers import context_parallel_group, parallel_config_of,
 
 
 def check_parallelism(model: Any, config: Any) -> None:
-    """Checks what a model of diffusers is asked to split, before anything is changed.
+    """Checks that a model can be split as its configuration says, before anything is changed.
 
     Args:
         model: The model.
@@ -60,14 +60,14 @@ def resolve_parallel_config(model: Any, config: Any) -> Any:
 
 
 def shard_of(processor: Any, num_tokens: int) -> TokenShard | None:
-    """Which tokens of a sequence an attention module is handed.
+    """Returns the part of a sequence that an attention module gets.
 
     Args:
         processor: The module's processor, which `enable_parallelism` tells of context parallelism.
         num_tokens: Tokens of the sequence.
 
     Returns:
-        This process' part of them; `None` if it has them all.
+        This process's tokens; `None` for all of them.
     """
     context = _context_config(parallel_config_of(processor))
     return None if context is None else TokenShard(context_parallel_group(context), num_tokens)

@@ -59,7 +59,7 @@ def check_convertible(model: Any, called: str = "model") -> None:
 
     Args:
         model: The model.
-        called: What to call it in the error.
+        called: Its name in errors.
 
     Raises:
         ValueError: If the model is not supported, is MHLA already or compiled, its weights are not all there as plain
@@ -114,6 +114,6 @@ def check_options(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None) -> MH
 
 
 def _has_other_forward(module: nn.Module) -> bool:
-    """Whether a module's `forward` was replaced by anything but the method of its own class."""
+    """Returns whether a module's `forward` was replaced by anything but the method of its own class."""
     forward = module.__dict__.get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the models that use diffusers' `Attention` share, those of images and SANA-Video: attention and processor.
+"""Attention and processor of the models that use diffusers' `Attention`: those of images, and SANA-Video.
 
 `Attention` sees a flat token sequence. Each model's file says how the token grid gets to it; here it is a keyword
 argument, so nothing is remembered between calls: checkpointing, compilation and two forwards at different grids

@@ -26,7 +26,7 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))
 def options_by_component(
     mhla: MHLAConfig | Mapping[str, Any] | None, components: Collection[str], called: str = "mhla"
 ) -> dict[str, Any]:
-    """Tells which components become MHLA, and with which options.
+    """Returns the options of each component that becomes MHLA.
 
     Args:
         mhla: Options for all components alike, or a dict of options by name of a component. In the latter, components
@@ -66,7 +66,7 @@ def options_by_component(
 
 
 def is_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Collection[str]) -> bool:
-    """Whether options are by component: one key is a component's name, or unknown with options of its own.
+    """Returns whether options are by component: one key names a component, or is unknown and holds options.
 
     Args:
         mhla: Options of either kind.
@@ -99,9 +99,9 @@ def to_stored(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without what [`to_stored`] adds; files of earlier versions do not have it.
+    """Returns a configuration without the entry of [`to_stored`], which files of earlier versions lack.
 
     Args:
-        config: What was read.
+        config: Contents of `config.json`.
     """
     return {name: value for name, value in config.items() if UNREADABLE_FOR_SOFTMAX.get(name) != value}

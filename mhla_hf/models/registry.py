@@ -28,9 +28,9 @@ class ModelFamily:
         mhla_class: Name of the MHLA class.
         module: Module of this package that defines it.
         pipelines: Diffusers pipelines that the family was tested in.
-        layers: Where the MHLA layers sit, `{index}` standing for the layer's number.
-        kind: What it makes, such as `"video"`.
-        note: What to know about it, or an empty string.
+        layers: Location of the MHLA layers, `{index}` standing for the layer's number.
+        kind: Kind of output, such as `"video"`.
+        note: Remarks for users, or an empty string.
         legacy_norm_type: The `norm_type` by which old checkpoints, which call the model `Transformer2DModel`, say
             that they are of this family; empty where there are none.
     """
@@ -141,7 +141,7 @@ TRANSFORMERS_FAMILIES = _read_transformers("works")
 """The tested architectures of transformers, by `model_type`."""
 
 LEGACY_CLASS = "Transformer2DModel"
-"""What diffusers called several image models before each had a class of its own."""
+"""Former class in diffusers of several image models."""
 
 
 class SupportedModels(dict[str, ModelFamily | TransformersFamily]):
@@ -164,7 +164,7 @@ class SupportedModels(dict[str, ModelFamily | TransformersFamily]):
 
 
 def describe(family: ModelFamily | TransformersFamily) -> str:
-    """What there is to say of a family: its MHLA class and pipelines where it has such, and its note."""
+    """Returns a line about a family: its MHLA class, pipelines and note, as far as it has them."""
     if isinstance(family, TransformersFamily):
         return family.note
     description = f"as {family.mhla_class} in {', '.join(family.pipelines)}"
@@ -188,11 +188,11 @@ def supported_models() -> SupportedModels:
 
 
 def current_class(class_name: str, config: Mapping[str, Any]) -> str:
-    """Returns what diffusers calls the class of a checkpoint today.
+    """Returns the present name in diffusers of the class of a checkpoint.
 
     Args:
         class_name: `_class_name` of its configuration.
-        config: The configuration, which tells what a [`LEGACY_CLASS`] is.
+        config: The configuration, by which a [`LEGACY_CLASS`] is told.
 
     Raises:
         ValueError: If it is a legacy checkpoint of a model that is not supported; the message lists those that are.
@@ -208,7 +208,7 @@ def current_class(class_name: str, config: Mapping[str, Any]) -> str:
 
 
 def is_mhla_class(class_name: str) -> bool:
-    """Whether a class name (as in `_class_name` of a config) is one of the MHLA classes."""
+    """Returns whether a class name (as in `_class_name` of a config) is one of the MHLA classes."""
     return class_name in MHLA_CLASSES
 
 

@@ -34,12 +34,12 @@ _ADDRESS = re.compile(
 
 
 def is_url(location: Any) -> bool:
-    """Whether a location is the address of a file on the Hub, not a path."""
+    """Returns whether a location is the address of a file on the Hub, not a path."""
     return str(location).startswith(_URLS)
 
 
 def find_single_file(location: str | os.PathLike[str], **options: Any) -> Path:
-    """The path of a weight file; one on the Hub is downloaded.
+    """Returns the path of a weight file; one on the Hub is downloaded.
 
     Args:
         location: A path, or an address such as `https://huggingface.co/owner/name/blob/main/file.safetensors`.
@@ -132,13 +132,13 @@ def load_single_file(
 
 
 def read_config(mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], called: str, argument: str) -> dict[str, Any]:
-    """The configuration of the softmax model, read off its weights.
+    """Returns the configuration of the softmax model, read off its weights.
 
     Args:
         mhla_class: An MHLA class that knows the original names.
         shapes: Shapes by name in the softmax model.
-        called: What to call the weights in the error.
-        argument: How the user gives a configuration instead.
+        called: Name of the weights in errors.
+        argument: Argument by which the user gives a configuration instead.
 
     Raises:
         ValueError: If it cannot be told.
@@ -226,7 +226,7 @@ def _load_upstream(stock: Any, weights: dict[str, torch.Tensor], called: str, op
     try:
         return stock.from_single_file(weights, **options)
     except (KeyError, NotImplementedError) as error:
-        # What upstream runs into where a weight is missing: its name, or a parameter that stayed on the meta device.
+        # Upstream fails on a missing weight with its name, or with a parameter that stayed on the meta device.
         reason = f", for example {error.args[0]}" if isinstance(error, KeyError) else ""
         raise ValueError(
             f"{called} lacks weights of {stock.__name__}{reason}: it is damaged or belongs to another model."

@@ -4,7 +4,7 @@
 Wan's attention sees a flat token sequence. Its rotary tables are the one thing that every layer is handed and that
 depends on the grid, so here they keep the grid in their shape, `(1, frames, height, width, 1, width of a head)`, and
 the attention modules flatten them again. That is purely functional: checkpointing, compilation and two forwards at
-different grids before one backward cannot go wrong. What MHLA layers read of the tables travels with them.
+different grids before one backward cannot go wrong. Compact tables for MHLA layers travel with them.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
 
     @classmethod
     def original_names(cls, names: Iterable[str]) -> dict[str, str]:
-        """See [`MHLAModelMixin.original_names`]; names of diffusers are taken as well."""
+        """As in [`MHLAModelMixin.original_names`]; names of diffusers are taken as well."""
         return softmax_names(names)
 
     @classmethod
     def original_config(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """See [`MHLAModelMixin.original_config`]; heads are taken to be 128 wide."""
+        """As in [`MHLAModelMixin.original_config`], with heads taken to be 128 wide."""
         width = next(iter(shapes.get("patch_embedding.bias", ())), DEFAULT_HEAD_DIM)
         if width % DEFAULT_HEAD_DIM:
             raise ValueError(f"its width {width} is not a multiple of {DEFAULT_HEAD_DIM}, the width of Wan's heads.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and sizes in the authors' Wan-MHLA checkpoints, and what they are called in diffusers.
+"""Names and sizes in the authors' Wan-MHLA checkpoints, and their names in diffusers.
 
 The authors' code base is Wan's own, with four additions in `self_attn` of an MHLA layer. Its configuration is not to
 be trusted (flags in it are not passed on to the modules), so everything comes from the keys and shapes.
@@ -35,7 +35,7 @@ MHLA_NAMES = {
 """Names below `blocks.i.self_attn.` that Wan does not have, and those below `blocks.i.attn1.mhla.` they become."""
 
 PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
-"""What training frameworks put before every key."""
+"""Prefixes of all keys, by training frameworks."""
 
 _COMFYUI_PREFIX = "model.diffusion_model."
 
@@ -46,12 +46,12 @@ DEFAULT_HEAD_DIM = 128
 _MORE_NAMES = {"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
 _UNSUPPORTED = {"face_adapter": "Wan-Animate", "motion_encoder": "Wan-Animate", "vace_": "Wan-VACE"}
 _BLOCK = re.compile(r"blocks\.([0-9]{1,6})\.")
-# More than training frameworks put before one another.
+# More prefixes than training frameworks nest.
 _PREFIX_ROUNDS = 8
 
 
 def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
-    """Takes off what stands before every name.
+    """Removes prefixes that all names share.
 
     Returns:
         The name in the file by stripped name.
@@ -66,7 +66,7 @@ def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
 
 
 def diffusers_names(names: Iterable[str]) -> dict[str, str]:
-    """What diffusers calls each of the authors' names.
+    """Returns the names in diffusers of the authors' names.
 
     Args:
         names: Names without prefix.
@@ -94,7 +94,7 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def softmax_names(names: Iterable[str]) -> dict[str, str]:
-    """What diffusers calls the weights of an ordinary Wan model.
+    """Returns the names in diffusers of the weights of an ordinary Wan model.
 
     Of files that hold other models too, as some of ComfyUI's do, only the video model's weights are taken.
 
@@ -122,7 +122,7 @@ def softmax_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def authors_name(name: str) -> str:
-    """What the authors call a diffusers name; the name itself where they have none like it."""
+    """Returns the authors' name for a diffusers name; the name itself where they have none like it."""
     match = _BLOCK.match(name)
     if match is None:
         return _catalogue().get(name, name)

@@ -226,7 +226,7 @@ def _chosen_layers(
 
 
 def _without_windows(attention: nn.Module) -> str:
-    """What to do about a model all of whose layers have windows, as the end of a message; nothing where none helps."""
+    """Advice for models whose layers all have windows, as the end of a message; empty where none helps."""
     settings = settings_without_windows(attention)
     if not settings:
         return ""
@@ -264,12 +264,12 @@ def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _sees_inputs(model: nn.Module) -> bool:
-    """Whether a model is given what [`ModelInputsHook`] has to read; encoders inside a model may not be."""
+    """Returns whether a model gets the inputs that [`ModelInputsHook`] reads; encoders inside a model may not."""
     return any(name in forward_parameters(model) for name in _INPUTS)
 
 
 def _is_whole(model: nn.Module) -> bool:
-    """Whether a model would hold the attention that its configuration speaks of, and is no mere part of it."""
+    """Returns whether a model would hold all attention of its configuration, and is no mere part of it."""
     return "input_ids" in forward_parameters(model) or (_has_attention(model) and _sees_inputs(model))
 
 

@@ -55,12 +55,12 @@ def mhla_attention_forward(
         query: `[B, H, T, K]`, after RoPE.
         key: `[B, H_kv, T, K]`.
         value: `[B, H_kv, T, K]`.
-        attention_mask: What [`mhla_mask`] made.
-        scaling: What softmax attention would scale its logits with.
+        attention_mask: Mask of [`mhla_mask`].
+        scaling: Factor of the logits of softmax attention.
         dropout: Ignored.
         is_causal: Whether tokens look back only; the module says so if this is `None`.
         mhla_layer_inputs: From [`LayerInputsHook`].
-        **kwargs: What the model passes to every attention function.
+        **kwargs: Further arguments that the model passes to every attention function.
 
     Returns:
         `[B, T, H, K]` and `None`.
@@ -151,7 +151,7 @@ def mhla_mask(
 
 
 def _is_hybrid(config: Any) -> bool:
-    """Whether some layers of a model are softmax and need its mask."""
+    """Returns whether some layers of a model are softmax and need its mask."""
     types = getattr(config, "layer_types", None) or ()
     return config.mhla["layers"] is not None or any(kind != "full_attention" for kind in types)
 

@@ -23,7 +23,7 @@ _SIZE_FIELDS = (
     "intermediate_size", "vocab_size", "max_position_embeddings", "n_positions", "patch_size", "image_size",
     "num_channels",
 )  # fmt: skip
-# What towers and heads call the number of modules that they make one by one.
+# Names of the number of modules that towers and heads make one by one.
 _MODULE_COUNT = re.compile(r"(?:.*_)?(?:layers|blocks|depths?)")
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
 
@@ -86,7 +86,7 @@ def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], whe
         model: The model.
         missing: Names of its tensors that the weights do not have.
         surplus: Names in the weights that the model does not have, as they would be called in the model.
-        where: What holds the weights, for the error.
+        where: Location of the weights, for errors.
 
     Raises:
         ValueError: If all tensors of a layer are missing, or the weights have tensors of one more.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an attention module of transformers looks like: does it dispatch, its heads, its tokens, why it may not do."""
+"""Facts about an attention module of transformers: dispatch, heads, token grid, and reasons against MHLA."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ _PREFIX_PARAMETERS = ("cls_token", "class_embedding", "distillation_token", "reg
 
 
 def dispatches(module: nn.Module) -> bool:
-    """Whether a module's `forward` goes through transformers' attention interface."""
+    """Returns whether a module's `forward` goes through transformers' attention interface."""
     forward = getattr(type(module), "forward", None)
     return forward is not None and "ALL_ATTENTION_FUNCTIONS" in names_used(forward) and hasattr(module, "config")
 
 
 def keywords_reach(model: nn.Module, name: str) -> bool:
-    """Whether a keyword argument of a model reaches the module `name` inside it."""
+    """Returns whether a keyword argument of a model reaches the module `name` inside it."""
     parts = name.split(".")
     above = [model, *(model.get_submodule(".".join(parts[:count])) for count in range(1, len(parts)))]
     # Lists of modules are not called themselves.
@@ -63,7 +63,7 @@ def keywords_reach(model: nn.Module, name: str) -> bool:
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
-    """Whether a module attends to another sequence than its own."""
+    """Returns whether a module attends to another sequence than its own."""
     class_name = type(module).__name__
     if getattr(module, "is_cross_attention", False) or "Cross" in class_name or "EncDec" in class_name:
         return True
@@ -157,7 +157,7 @@ def window_reason(module: nn.Module, layer_index: int) -> str | None:
 
 
 def settings_without_windows(module: nn.Module) -> dict[str, Any]:
-    """What to set in a configuration so that layers within sliding windows attend to the whole text.
+    """Returns settings by which layers within sliding windows attend to the whole text.
 
     Up to the length of the window they compute the same.
 
@@ -199,7 +199,7 @@ def _settings_without_windows(module: nn.Module) -> dict[str, Any]:
 
 
 def chooses_by_name(model_class: type) -> bool:
-    """Whether building a model looks its attention classes up by the name of the implementation, in a dict."""
+    """Returns whether a model's constructor looks its attention classes up by implementation, in a dict."""
     waiting: list[Any] = [model_class]
     seen = set()
     while waiting:
@@ -225,7 +225,7 @@ def packed_reason(model: nn.Module) -> str | None:
 
 
 def is_image_model(config: Any) -> bool:
-    """Whether a configuration is that of a vision transformer: a grid of patches of an image."""
+    """Returns whether a configuration is that of a vision transformer: a grid of patches of an image."""
     return getattr(config, "patch_size", None) is not None and getattr(config, "image_size", None) is not None
 
 

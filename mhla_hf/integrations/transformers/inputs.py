@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention has to know beside queries, keys and values, and the hooks that bring it there.
+"""Inputs of attention beside queries, keys and values, and the hooks that hand them over.
 
 A model's own inputs (padding, packed documents, image size) are read by a hook on the model and travel down as keyword
 arguments; a layer's (rotary angles, cache, hidden states) by a hook on its attention module. Nothing is remembered
@@ -34,7 +34,7 @@ _MODEL_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a model's inputs say about its tokens; the same for all its layers.
+    """Facts about a model's tokens; the same for all its layers.
 
     Attributes:
         padding: BoolTensor `[B, all tokens so far]`, False for padding; `None` for none.
@@ -56,13 +56,13 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What one call of an attention module was given.
+    """Inputs of one call of an attention module.
 
     Attributes:
         hidden_states: `[B, T, hidden]`.
         position_embeddings: Cosine and sine of rotary embeddings, or `None`.
         cache: The layer's part of the cache, or `None`.
-        model: What reached the module of the model's inputs, or `None`.
+        model: The model's inputs as far as they reached the module, or `None`.
     """
 
     hidden_states: torch.Tensor
@@ -223,7 +223,7 @@ def _documents(given: dict[str, Any], kwargs: dict[str, Any]) -> tuple[torch.Ten
 
 
 def _positions(module: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
-    """Where a module's `forward` takes arguments positionally; -1 for those that it takes by keyword only."""
+    """Positions of arguments in a module's `forward`; -1 for those that it takes by keyword only."""
     parameters = list(forward_parameters(module))
     return {name: parameters.index(name) if name in parameters else -1 for name in names}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of MHLA in transformers models: defaults that suit a model, and where they are kept."""
+"""Options of MHLA in transformers models: defaults by kind of model, checks, and changes of stored ones."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _ADDED_LATER = {"window", "window_size", "window_gains"}
 
 
 def is_complete(options: Any) -> bool:
-    """Whether options are those of a model that was made: every one is there."""
+    """Returns whether options are those of a model that was built, with every one given."""
     return isinstance(options, Mapping) and {*options, *_ADDED_LATER} == set(_ALL_OPTIONS)
 
 
 def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Warns of options that change what stored weights mean."""
+    """Warns of options that change the meaning of stored weights."""
     # Gains of a window that was not there are fresh, and leave the output as it was.
     added = _ADDED_LATER if stored.get("window") is None else set()
     changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
@@ -98,7 +98,7 @@ def max_positions(config: Any) -> int | None:
 
 
 def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int | None, rope: str) -> MHLAConfig:
-    """Options of a language model or encoder: what was given, over the defaults.
+    """Returns the options of a language model or encoder: the given ones, over the defaults.
 
     Args:
         given: `None` or a dict of some options.

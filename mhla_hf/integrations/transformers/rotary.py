@@ -83,7 +83,7 @@ def make_rotation(attention: nn.Module, position_embeddings: Any, query: torch.T
 
     Args:
         attention: The attention module.
-        position_embeddings: What the module was given under that name.
+        position_embeddings: The argument of that name of the module.
         query: The rotated queries `[B, T, H, K]` to check on.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which towers of a composite model are asked for MHLA, and how those that cannot keep softmax.
+"""Towers of a composite model: the request for MHLA in each, and those that keep softmax.
 
 A model of several towers may be asked as a whole. Its text part then has to become MHLA; the others follow where they
 can. A tower that is named, or that was MHLA when the model was saved, has to become MHLA as well.
@@ -33,17 +33,17 @@ class OptionsOfWhole(dict[str, Any]):
 
 
 def wants_mhla(config: Any) -> bool:
-    """Whether a configuration asks for MHLA, by its options or its attention implementation."""
+    """Returns whether a configuration asks for MHLA, by its options or its attention implementation."""
     return getattr(config, "mhla", None) is not None or attention_of(config) == NAME
 
 
 def of_whole(config: Any) -> bool:
-    """Whether MHLA was asked of a part only since the whole model was asked."""
+    """Returns whether MHLA was asked of a part only because the whole model was asked."""
     return isinstance(getattr(config, "mhla", None), OptionsOfWhole)
 
 
 def may_keep_softmax(config: Any) -> bool:
-    """Whether a part was asked only since the whole model was, and is not the text part."""
+    """Returns whether a part was asked only because the whole model was, and is not the text part."""
     return of_whole(config) and config.mhla.optional
 
 
@@ -110,10 +110,10 @@ def keep_softmax(name: str, config: Any, implementation: str, reason: str) -> No
     """Lets one tower of a model keep softmax, and says so in one line.
 
     Args:
-        name: What the line calls it.
+        name: Its name in the line.
         config: The tower's configuration.
         implementation: The attention that it uses instead.
-        reason: Why.
+        reason: Reason for it.
     """
     config.mhla = None
     # Its own model may have marked it before it turned out that it has nothing that can be MHLA.
@@ -167,7 +167,7 @@ def remember(config: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def restore(entries: list[tuple[Any, Any, Any]]) -> None:
-    """Sets a configuration back to what was remembered."""
+    """Restores the state of [`remember`]."""
     for config, mhla, implementation in entries:
         config.mhla = mhla
         set_attention(config, implementation)
