@@ -3,7 +3,7 @@
 
 A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the parameters that train),
 `optimizer.safetensors` (AdamW's moments by parameter name), `ema.safetensors` where an average of the weights is kept,
-and `state.json`. Tensors are whole, whatever they were sharded over, so another number of processes can go on.
+and `state.json`. Tensors are whole, whatever they were sharded over, so another number of processes can resume.
 Everything else follows from the base model, the seed and the step. A checkpoint is written under a temporary name and
 moved, so a name that exists is complete; what disks and people do to it later is noticed by the fingerprints of its
 files, which `state.json` holds.
@@ -78,14 +78,14 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
-    """The checkpoint to go on from, whose files are as they were written.
+    """The checkpoint to resume from, with its files verified.
 
     Args:
         resume: None, `latest`, `previous`, the name of a checkpoint in `directory`, or a path.
         directory: Where the run keeps its checkpoints.
 
     Returns:
-        The checkpoint; None to start anew, also for `latest` where there is none yet.
+        The checkpoint; None to start from the beginning, also for `latest` before the first checkpoint.
 
     Raises:
         ValueError: If the checkpoint does not exist or is damaged, or `resume` is None where there are checkpoints
@@ -104,7 +104,7 @@ def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
         except ValueError as error:
             older = _newest_whole(available[:-1])
             way_out = (
-                f"--resume previous goes on from {older.name}" if older is not None else "remove it to start anew"
+                f"--resume previous continues from {older.name}" if older is not None else "remove it to start again"
             )
             raise ValueError(f"{error}; {way_out}") from error
         return available[-1]
@@ -164,7 +164,7 @@ def save_checkpoint(
         state: Further plain JSON to keep.
         total_limit: Keep at most so many up to this one; None keeps all. Later ones, which a run that went back has
             not reached again, are left alone.
-        averages: The average of the weights and the number of steps in it; None where there is none.
+        averages: The average of the weights and the number of steps in it; None for none.
 
     Returns:
         The checkpoint's path.

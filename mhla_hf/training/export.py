@@ -57,7 +57,7 @@ def export_pipeline(
         destination: Directory to make; written under a temporary name, then moved.
         component: Name of the trained transformer.
         model: The trained transformer, without LoRA.
-        record: What to say about the training in `training.json`.
+        record: Record of the training for `training.json`.
 
     Raises:
         ValueError: If links in the source lead out of it, see `list_files`.

@@ -28,7 +28,7 @@ class StageLoop:
     """The loop of one stage, as a whole (`run`) or step by step (`start`, `take_step`, `finish`).
 
     Args:
-        run: What it shares with the other stages.
+        run: The parts shared with the other stages.
         stage: The stage.
         steps_before: Steps of the stages before it, which trackers count too.
         averages: Whether this is the stage whose weights are averaged where `ema_decay` asks for it. The model ends
@@ -58,7 +58,7 @@ class StageLoop:
         """Runs what is left of the stage.
 
         Args:
-            position: Where the whole run goes on; None at its beginning.
+            position: Position that the whole run resumes from; None at its beginning.
             checkpoint: The checkpoint of that position.
 
         Returns:
@@ -88,7 +88,7 @@ class StageLoop:
         return self.losses, seconds / steps
 
     def start(self, position: Position | None, checkpoint: Path | None) -> None:
-        """Takes model and optimizer to where the run goes on; arguments as in `run`."""
+        """Restores model and optimizer to the position that the run resumes from; arguments as in `run`."""
         stage, names = self.stage, self.stage.trainable_names()
         if position is None or position.stage != stage.name:
             checkpoint = None
@@ -162,7 +162,7 @@ class StageLoop:
         self.accelerator.wait_for_everyone()
 
     def finish(self) -> None:
-        """Puts the average of the weights in their place, and lets go of what only this stage needs."""
+        """Puts the average of the weights in their place, and releases the stage's own resources."""
         if self.average is not None:
             self.average.copy_to_model()
         self.stage.close()

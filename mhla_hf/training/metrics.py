@@ -57,7 +57,7 @@ class MetricsFile(Metrics):
 
     Args:
         path: The file.
-        position: Where the run goes on; rows of later steps are cut off. None starts an empty file.
+        position: Position that the run resumes from; rows of later steps are cut off. None starts an empty file.
     """
 
     def __init__(self, path: Path, position: Position | None = None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a run that its stages share, and the messages with which it stops or diverges."""
+"""A run as its stages see it, and the messages with which it stops or diverges."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Validator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the stages of a run share.
+    """The parts of a run that its stages share.
 
     Attributes:
         config: The options.
         accelerator: The processes; `matching.distributed.OneProcess` for layers that train by themselves.
         model: The model that trains.
         dataset: The samples; stages make batches of them.
-        state: What a checkpoint keeps of the run, see `resuming.run_state`.
+        state: Entries of the run in a checkpoint, see `resuming.run_state`.
         output: Directory of the run; None writes nothing.
         callback: Called after every step.
         metrics: The metrics so far, in the process that keeps them.
@@ -100,7 +100,7 @@ class Run:
                 newest = checkpoints.list_checkpoints(self.checkpoints)[-1].name
                 # A run that went back has not reached its later checkpoints again.
                 resume = "latest" if saved == newest else saved
-                message += f"the same command with --resume {resume} goes on from there (saved in {self.output})"
+                message += f"the same command with --resume {resume} continues from there (saved in {self.output})"
         return TrainingStopped(message, self.signals.received or signal.SIGINT)
 
     def diverged(
@@ -127,7 +127,7 @@ class Run:
             good = checkpoints.last_good_checkpoint(self.checkpoints, position)
             way_out = "there is no good checkpoint to go back to"
             if good is not None:
-                way_out = f"--resume {good.name} goes on from the last good checkpoint"
+                way_out = f"--resume {good.name} continues from the last good checkpoint"
         return FloatingPointError(
             f"the {problem} in {position.stage} step {position.step}, batch of sample {samples} of the data set; "
             f"{way_out}; lower the learning rate if the samples are sound"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C, SIGTERM and launchers that die: the step ends, a checkpoint is saved, and the run says how to go on."""
+"""Ctrl-C, SIGTERM and launchers that die: the step ends, a checkpoint is saved, and the run says how to resume."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TrainingStopped(KeyboardInterrupt):
     """A run that a signal has ended after a step.
 
     Args:
-        message: What was done and how to go on; empty in all processes but the first.
+        message: State of the run and how to resume it; empty in all processes but the first.
         number: The signal.
 
     Attributes:
-        exit_code: What a command ends with, 130 after Ctrl-C.
+        exit_code: Exit code of a command, 130 after Ctrl-C.
     """
 
     def __init__(self, message: str, number: int) -> None:
@@ -43,7 +43,7 @@ class StopSignals:
     main thread, where Python handles no signals, nothing changes.
 
     Attributes:
-        received: The signal that came; None as long as there is none.
+        received: The signal received; None before that.
     """
 
     def __init__(self) -> None:

@@ -190,7 +190,7 @@ class Trainer(ABC):
             raise
         except KeyboardInterrupt as stop:
             if self.output is not None and not stop.args:
-                stop.args = ("stopped; the same command with --resume latest goes on from the last checkpoint",)
+                stop.args = ("stopped; the same command with --resume latest continues from the last checkpoint",)
             raise
         finally:
             if self.metrics is not None:
@@ -420,8 +420,8 @@ class DiffusionTrainer(Trainer):
         if self.teacher is None:
             if self.source is None:
                 raise ValueError("transfer_steps needs a teacher: the model before its conversion")
-            dtype = _DTYPES.get(self.accelerator.mixed_precision, torch.float32)
-            self.teacher = self.source.teacher.load(dtype=dtype)
+            # In the type of the model, which then has most of its weights.
+            self.teacher = self.source.teacher.load()
         if isinstance(self.teacher, SharedTeacher):
             raise ValueError("teacher must be a model of its own for transfer_steps, not a SharedTeacher")
         teacher = self.teacher

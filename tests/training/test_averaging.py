@@ -84,7 +84,7 @@ def test_files_of_checkpoints(tmp_path, caplog):
     assert same(weights, plain.model.state_dict()) and "ema_decay" in caplog.text
     file = newest / "ema.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="ema.safetensors is not what was written; --resume previous goes on from"):
+    with pytest.raises(ValueError, match="ema.safetensors is not what was written; --resume previous continues from"):
         make_trainer(tmp_path, train="full", **EMA).run()
     file.unlink()
     with pytest.raises(ValueError, match="is damaged: it lacks ema.safetensors; --resume previous"):

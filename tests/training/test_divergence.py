@@ -60,7 +60,7 @@ def test_step_samples_and_the_last_good_checkpoint_are_named(tmp_path):
     first, second = samples_of(4)
     assert str(error.value) == (
         f"the loss is nan in finetune step 5, batch of sample {first}, {second} of the data set; --resume "
-        "finetune-00000004 goes on from the last good checkpoint; lower the learning rate if the samples are sound"
+        "finetune-00000004 continues from the last good checkpoint; lower the learning rate if the samples are sound"
     )
     # The step was not taken, and the run goes on from there as it would have.
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())

@@ -113,7 +113,7 @@ class TestDamage:
         with pytest.raises(ValueError, match=message) as error:
             resume()
         text = one_line(error)
-        assert "finetune-00000003" in text and text.endswith("--resume previous goes on from finetune-00000002")
+        assert "finetune-00000003" in text and text.endswith("--resume previous continues from finetune-00000002")
 
     def test_the_one_before_goes_on_to_the_same_end(self, output, resume, finished):
         self.truncated(checkpoint(output))
@@ -135,7 +135,7 @@ class TestDamage:
     def test_no_whole_one_is_left(self, output, resume):
         for path in list_checkpoints(output / "checkpoints"):
             self.truncated(path)
-        with pytest.raises(ValueError, match="remove it to start anew"):
+        with pytest.raises(ValueError, match="remove it to start again"):
             resume()
         with pytest.raises(ValueError, match="no whole checkpoint before the newest"):
             resume("previous")

@@ -62,7 +62,7 @@ class TestOneProcess:
             make_trainer(tmp_path, signal_at(where, number)).run()
         assert stop.value.exit_code == 128 + number
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and "the same command with --resume latest goes on from there" in lines[0]
+        assert len(lines) == 1 and "the same command with --resume latest continues from there" in lines[0]
         assert lines[0].startswith(f"stopped after step {int(saved[-8:])} of ")
         assert list_checkpoints(tmp_path / "checkpoints")[-1].name == saved
         assert [signal.getsignal(entry) for entry in (signal.SIGINT, signal.SIGTERM)] == before
@@ -109,7 +109,7 @@ class TestOneProcess:
     def test_a_run_that_went_back_names_its_own_checkpoint(self, tmp_path):
         options = {"transfer_steps": 0, "checkpoints_total_limit": None}
         make_trainer(tmp_path, **options).run()
-        with pytest.raises(TrainingStopped, match="--resume finetune-00000004 goes on from there"):
+        with pytest.raises(TrainingStopped, match="--resume finetune-00000004 continues from there"):
             make_trainer(
                 tmp_path, signal_at(("finetune", 3), signal.SIGINT), resume="finetune-00000002", **options
             ).run()

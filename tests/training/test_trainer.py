@@ -21,8 +21,8 @@ from mhla_hf.training.families.wan import sigma_range
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.loop import MicroBatches, load_micro_batches
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
-from mhla_hf.training.matching.recording import Recorder, original_values
 from mhla_hf.training.matching.stage import LayerMatching
+from mhla_hf.training.matching.teacher import shared_teacher
 from mhla_hf.training.metrics import read_metrics
 from mhla_hf.training.parameters import (
     add_lora,
@@ -168,7 +168,7 @@ class TestParameters:
 def wan_records(student, teacher, inputs):
     """The student's layers, and what the self-attention of the teacher saw in a forward pass."""
     layers = find_projections(student, mhla_layers(student), inputs)
-    return layers, Recorder(student, layers, original_values(student, teacher))(inputs)
+    return layers, shared_teacher(student, teacher).record(layers, inputs)
 
 
 class TestTransfer:
@@ -237,6 +237,18 @@ class TestTransfer:
             results.append((result.losses["transfer"], result.model.state_dict()))
         assert results[0][0] == results[1][0]
         assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+
+    def test_without_a_cache_every_step_has_new_noise(self):
+        case = CASES["dit"]
+        teacher, losses = case.make_teacher(), []
+        for cache in ("none", "none", "memory"):
+            config = options(transfer_steps=3, max_steps=0, transfer_cache=cache)
+            trainer = DiffusionTrainer(
+                config, case.student(teacher), case.dataset(), teacher=copy.deepcopy(teacher),
+                null_condition=case.null_condition,
+            )  # fmt: skip
+            losses.append(trainer.run().losses["transfer"])
+        assert losses[0] == losses[1] != losses[2] and losses[0][2] < losses[0][0] + 1
 
 
 class TestInProcess:

@@ -21,9 +21,9 @@ from .data_order import DataOrder, stable_seed
 
 
 class LatentSamples(Protocol):
-    """What a data set must offer: a length, and samples of latents and their condition.
+    """A data set: a length, and samples of latents and their condition.
 
-    Every sample has `latents`, `[C, F, H, W]` of videos and `[C, H, W]` of pictures, and what its family's objective
+    Every sample has `latents`, `[C, F, H, W]` of videos and `[C, H, W]` of images, and what its family's objective
     names in `condition_names`: for Wan `prompt_embeds` `[L, D]`; for SANA `prompt_embeds` `[L, D]` and
     `prompt_attention_mask` `[L]`, 1 where there is text; for DiT `class_label` `[]`, int64.
 
@@ -38,7 +38,7 @@ class LatentSamples(Protocol):
 
 
 class TrainingBatch(Protocol):
-    """What the training loop needs to know of a micro-batch, whatever it holds.
+    """The interface of a micro-batch to the training loop.
 
     Attributes:
         indices: Where in the data set its samples come from, for messages.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded calls of attention layers, kept in memory or as safetensors files, or made anew when they are needed.
+"""Recorded calls of attention layers, kept in memory or as safetensors files, or made again when they are needed.
 
 A record holds the calls of every layer for one batch: hidden states and outputs, in a type of their own, and the other
 arguments as they were. Tensors that layers share, such as rotary tables and masks, are kept once. Nothing is pickled:
@@ -191,7 +191,7 @@ class ActivationCache(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of all records, and removes their files."""
+        """Releases all records, and removes their files."""
 
 
 class MemoryCache(ActivationCache):

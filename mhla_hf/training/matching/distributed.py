@@ -80,8 +80,10 @@ class OneProcess:
     An `Accelerator` would have all processes of `torch.distributed` train the same layer.
 
     Args:
-        device: Where layers train.
         mixed_precision: `"bf16"` for autocast, `"no"` for none.
+
+    Attributes:
+        device: Where it trains.
     """
 
     distributed_type = DistributedType.NO
@@ -89,8 +91,9 @@ class OneProcess:
     num_processes, process_index = 1, 0
     scaler, trackers = None, ()
 
-    def __init__(self, device: torch.device, mixed_precision: str) -> None:
-        self.device, self.mixed_precision = device, mixed_precision
+    def __init__(self, mixed_precision: str) -> None:
+        self.mixed_precision = mixed_precision
+        self.device = torch.device("cpu")
 
     def prepare(self, *objects: Any) -> tuple[Any, ...]:
         """The objects as they are."""

@@ -33,28 +33,20 @@ class LayerRun(Run):
 
     Attributes:
         layer: The layer.
-        checkpoint: The checkpoint that it goes on from.
+        checkpoint: The checkpoint that it resumes from.
     """
 
     layer: AttentionLayer
     checkpoint: Path | None
 
     @classmethod
-    def of(
-        cls,
-        layer: AttentionLayer,
-        config: TrainingConfig,
-        output: Path | None,
-        device: torch.device | None,
-        **shared: Any,
-    ) -> LayerRun:
+    def of(cls, layer: AttentionLayer, config: TrainingConfig, output: Path | None, **shared: Any) -> LayerRun:
         """The run of a layer, from its newest checkpoint on if there is one.
 
         Args:
             layer: The layer.
             config: The options.
             output: Directory of its checkpoints.
-            device: Where it trains; None for where it is.
             shared: Further fields of the run.
 
         Raises:
@@ -68,10 +60,9 @@ class LayerRun(Run):
             if not isinstance(losses, list) or len(losses) != state["step"] or state["step"] > config.transfer_steps:
                 raise ValueError(f"checkpoint {checkpoint} is damaged: its losses are missing; remove it")
         metrics = Metrics([{"stage": STAGE, "step": step, "loss": loss} for step, loss in enumerate(losses, start=1)])
-        device = device or next(iter(layer.parameters().values())).device
         return cls(
             config=config,
-            accelerator=OneProcess(device, config.mixed_precision or "no"),
+            accelerator=OneProcess(config.mixed_precision or "no"),
             state=lambda: {"losses": [row["loss"] for row in metrics.rows]},
             output=output,
             metrics=metrics,
@@ -93,7 +84,7 @@ class LayerRun(Run):
 
     @property
     def position(self) -> Position | None:
-        """Where the run goes on."""
+        """Position of the checkpoint."""
         return None if self.checkpoint is None else checkpoints.checkpoint_position(self.checkpoint)
 
     @property
@@ -127,8 +118,9 @@ class LayerRun(Run):
 
     @contextmanager
     def opened(self, device: torch.device | None) -> Iterator[None]:
-        """A context in which the layer is on a device, and parameters that train are in fp32 at least."""
+        """A context in which the layer is on a device, or where it is, and what trains of it is in fp32 at least."""
         parameters, modules = self.layer.parameters(), self.layer.modules().values()
+        self.accelerator.device = device or next(iter(parameters.values())).device
         before = {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
         try:
             for module in modules:

@@ -35,8 +35,8 @@ class AttentionLayer:
         name: Name of the attention module in the model.
         attention: The module of the host model that has `mhla`.
         mhla: The MHLA module.
-        projection_name: Name of the linear map that comes right after the heads; empty where there is none.
-        projection: That map, of `nn.Linear` or the `Conv1D` of transformers; `None` where there is none.
+        projection_name: Name of the linear map right after the heads; empty for none.
+        projection: That map, an `nn.Linear` or a `Conv1D` of transformers; `None` for none.
     """
 
     name: str
@@ -80,7 +80,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """What an attention module is called with besides its hidden states.
+    """Arguments of an attention module besides its hidden states.
 
     Attributes:
         args: Positional arguments; `None` in place of the hidden states.
@@ -106,7 +106,7 @@ class LayerCall:
     """One call of an attention layer, without gradients.
 
     Attributes:
-        arguments: What it was called with besides the hidden states.
+        arguments: Its arguments besides the hidden states.
         hidden_states: `[B, T, D]`.
         output: After the output projection `[B, T, D]`.
         valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
@@ -259,7 +259,7 @@ def record_calls(
         layers: All its MHLA layers, with their projections.
         batch: On the model's device.
         only: Names of the layers to record; `None` for all.
-        keep: What is kept of hidden states and outputs, for example a copy elsewhere.
+        keep: Makes the kept form of hidden states and outputs, for example a copy elsewhere.
 
     Returns:
         A call for each layer, by name.
@@ -318,12 +318,28 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """A context for training without dropout; layers that recompute their activations go on doing so."""
+    """A context for training without dropout; layers that recompute their activations still do."""
     with evaluating(model):
         for module in model.modules():
             # They look at their own mode.
             module.training = bool(getattr(module, "gradient_checkpointing", False))
         yield
+
+
+@contextmanager
+def only_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """A context in which only some parameters of a model require gradients."""
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        for name, parameter in model.named_parameters():
+            # Integers, as quantised weights are, cannot.
+            if parameter.requires_grad != (name in names):
+                parameter.requires_grad_(name in names)
+        yield
+    finally:
+        for parameter, required in before.items():
+            if parameter.requires_grad != required:
+                parameter.requires_grad_(required)
 
 
 def on_device(value: Any, model: nn.Module) -> Any:

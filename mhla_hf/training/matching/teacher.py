@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,14 +11,24 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from .layers import evaluating, mhla_layers, original_heads
+from ...layers.mhla import MHLA
+from .layers import (
+    AttentionLayer,
+    Batch,
+    LayerCall,
+    base_model,
+    evaluating,
+    mhla_layers,
+    original_heads,
+    record_calls,
+)
 
 
 _BASE_LAYER = ".base_layer."
 
 
 class SharedTeacher:
-    """What a converted model was before its conversion, computed by the model itself.
+    """The model that a converted model was made from, computed by the converted model itself.
 
     Called like the model, it runs the model without gradients, in evaluation mode, with the original attention in
     place of MHLA, LoRA switched off, and original values in place of the parameters that were changed since or will
@@ -87,7 +97,7 @@ class SharedTeacher:
         return self.compute(lambda model: model(*args, **kwargs))
 
     def compute(self, function: Callable[[Any], Any]) -> Any:
-        """What a function of the original model returns.
+        """The result of a function of the original model.
 
         Args:
             function: Called with the model, or parts of it, while it is the original.
@@ -95,6 +105,16 @@ class SharedTeacher:
         weights = {f"model.{name}": value for name, value in self._by_present_names().items()}
         with self.active():
             return functional_call(_Call(self.model), weights, (function,))
+
+    def record(
+        self,
+        layers: Sequence[AttentionLayer],
+        batch: Batch,
+        only: Collection[str] | None = None,
+        keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    ) -> dict[str, LayerCall]:
+        """Input and output of each layer of the original model on a batch; arguments as in `layers.record_calls`."""
+        return self.compute(lambda model: record_calls(model, layers, batch, only=only, keep=keep))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -117,6 +137,43 @@ class SharedTeacher:
             for name, parameter in self.model.named_parameters()
             if not name.startswith(inside) and ".lora_" not in name
         }
+
+
+def shared_teacher(model: nn.Module, teacher: nn.Module | SharedTeacher | None = None) -> SharedTeacher:
+    """A teacher in a converted model itself, with the weights of the model that it was converted from.
+
+    Args:
+        model: The converted model.
+        teacher: The original, of the class that transformers or diffusers has; None for the present weights.
+
+    Raises:
+        ValueError: If the teacher is the model itself or has MHLA layers, or lacks a parameter.
+    """
+    if isinstance(teacher, SharedTeacher):
+        return teacher
+    shared = SharedTeacher(model)
+    if teacher is None:
+        return shared
+    trunk, original_trunk = base_model(model), base_model(teacher)
+    if original_trunk is trunk:
+        raise ValueError("teacher is the student itself; pass teacher=None to run it with its original attention.")
+    if any(isinstance(module, MHLA) for module in original_trunk.modules()):
+        raise ValueError(
+            "teacher has MHLA layers: load the original, of transformers with attn_implementation='sdpa'."
+        )
+    found = dict(original_trunk.named_parameters(remove_duplicate=False))
+    # A head that one of the two lacks has no part in it.
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is trunk)
+    weights = {}
+    for name, parameter in shared.named_parameters():
+        if not name.startswith(prefix):
+            continue
+        original = found.get(name.removeprefix(prefix))
+        if original is None or original.shape != parameter.shape:
+            problem = "has no" if original is None else "has another shape of"
+            raise ValueError(f"teacher {problem} {name}: it must be what this {type(model).__name__} was made from.")
+        weights[name] = original
+    return SharedTeacher(model, weights)
 
 
 class _Call(nn.Module):

@@ -25,10 +25,10 @@ from ..data.fingerprints import model_fingerprint, samples_fingerprint
 from ..families import Objective
 from ..matching.activations import ActivationCache, DiskCache, MemoryCache, OnlineCache, choose_cache, pack
 from ..matching.distributed import Processes
-from ..matching.layers import evaluating, find_projections
+from ..matching.layers import LayerCall, evaluating, find_projections
 from ..matching.layers import mhla_layers as attention_layers
-from ..matching.recording import Recorder, original_values
 from ..matching.stage import MatchingStage, RecordNumbers
+from ..matching.teacher import SharedTeacher, shared_teacher
 from ..parameters import mhla_layers, trainable_names
 
 
@@ -81,7 +81,7 @@ class Transfer(MatchingStage):
         size = min(max(len(dataset), _LEAST_RECORDS), self.steps * per_step)
         self.pool = DataOrder(dataset_size=size, batch_size=1, seed=config.seed, stage="records")
         self.samples = DataOrder(dataset_size=len(dataset), batch_size=1, seed=config.seed, stage=self.name)
-        self.recorder: Recorder | None = None
+        self.teacher: SharedTeacher | None = None
 
     def make_batch(self, order: DataOrder, step: int, micro_step: int) -> RecordNumbers:
         """Numbers of records or, where none are kept, of samples with new noise."""
@@ -91,33 +91,31 @@ class Transfer(MatchingStage):
         return RecordNumbers(tuple(numbers), tuple(self.samples.dataset_index(number) for number in numbers))
 
     def trainable_names(self) -> list[str]:
-        """What `train` says, within the self-attention of MHLA layers."""
+        """Those that `train` selects, within the self-attention of MHLA layers."""
         names = map(self.objective.attention_name, mhla_layers(self.model))
         return trainable_names(self.model, self.config.train, names)
 
     def module(self) -> nn.Module:
         """The MHLA layers side by side."""
         self.model.to(self.accelerator.device)
-        self.recorder = Recorder(
-            self.model, [], original_values(self.model, self.get_teacher()), autocast=self.accelerator.autocast
-        )
+        self.teacher = shared_teacher(self.model, self.get_teacher())
+        self.teacher.keep(self.trainable_names())
         first = self._inputs(0)
         with evaluating(self.model), self.accelerator.autocast():
             self.layers = find_projections(self.model, attention_layers(self.model), first)
-        self.recorder.layers = self.layers
         self.records = self._open_records(first)
         return super().module()
 
     def loss(self, module: nn.Module, batch: RecordNumbers, accelerator: Accelerator) -> torch.Tensor:
         """The matching loss, averaged over layers; records that there are not yet are made."""
-        assert self.recorder is not None and self.records is not None
+        assert self.records is not None
         for number in self.records.missing(batch.numbers):
-            self.records.put(number, pack(self.recorder(self._inputs(number), _kept)))
+            self.records.put(number, pack(self._record(self._inputs(number), _kept)))
         return super().loss(module, batch, accelerator)
 
     def close(self) -> None:
-        """Lets go of the teacher, which may be as large as the model, and of the records."""
-        self.recorder = None
+        """Releases the teacher, which may be as large as the model, and the records."""
+        self.teacher = None
         if self.records is not None:
             self.accelerator.wait_for_everyone()
             if self.records.kind != "disk" or self.accelerator.is_main_process:
@@ -125,11 +123,15 @@ class Transfer(MatchingStage):
         self.records = None
 
     def _inputs(self, number: int) -> dict[str, Any]:
-        """Keyword arguments of the model's forward for a sample, in the type of the teacher's weights."""
-        assert self.recorder is not None
-        dtypes = {value.dtype for name, value in self.recorder.originals.items() if name.endswith("to_q.weight")}
-        batch = self.make_one(self.samples, number, 0).to(self.accelerator.device)
-        return self.objective.inputs_of(self.model, batch, next(iter(dtypes), None))
+        """Keyword arguments of the model's forward for a sample."""
+        return self.objective.inputs_of(self.model, self.make_one(self.samples, number, 0).to(self.accelerator.device))
+
+    def _record(
+        self, inputs: dict[str, Any], keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+    ) -> dict[str, LayerCall]:
+        assert self.teacher is not None
+        with self.accelerator.autocast():
+            return self.teacher.record(self.layers, inputs, keep=keep)
 
     def _open_records(self, first: dict[str, Any]) -> ActivationCache:
         """The cache that was asked for, or that the records fit in; the main process decides for all."""
@@ -148,17 +150,14 @@ class Transfer(MatchingStage):
             assert self.folder is not None
             with self.accelerator.main_process_first():
                 return DiskCache(self.folder / "activations", self._fingerprint())
-        assert self.recorder is not None
-        recorder = self.recorder
-        return OnlineCache(lambda number: recorder(self._inputs(number)), self.config.batch_size)
+        return OnlineCache(lambda number: self._record(self._inputs(number)), self.config.batch_size)
 
     def _choose(self, kind: str, first: dict[str, Any]) -> str:
-        """Where records go; a resumed run keeps to what it chose when it began."""
-        assert self.recorder is not None
+        """The place of the records; a resumed run keeps the choice of its first start."""
         choice = None if self.folder is None else self.folder / "choice.json"
         if choice is not None and choice.is_file() and kind == "auto":
             return read_json(choice, "the choice of a run", required={"cache": str})["cache"]
-        size = pack(self.recorder(first, _kept)).bytes * self.pool.dataset_size
+        size = pack(self._record(first, _kept)).bytes * self.pool.dataset_size
         found, note = choose_cache(kind, size, None, None if self.folder is None else self.folder / "activations")
         logger.log(logging.WARNING if found == "none" else logging.INFO, "transfer: %s", note)
         if choice is not None:
@@ -166,14 +165,10 @@ class Transfer(MatchingStage):
         return found
 
     def _fingerprint(self) -> str:
-        assert self.recorder is not None
-        teacher = nn.ParameterDict(
-            {name.replace(".", "/"): nn.Parameter(value, False) for name, value in self.recorder.originals.items()}
-        )
         trained = set(self.trainable_names())
         options = f"{self.config.seed}-{self.config.condition_dropout}-{self.accelerator.mixed_precision}"
         return (
-            f"{model_fingerprint(self.model, trained)}-{model_fingerprint(teacher)}-"
+            f"{model_fingerprint(self.model, trained)}-{model_fingerprint(self.teacher)}-"
             f"{samples_fingerprint(self.dataset)}-{options}-{self.objective.to_dict()}"
         )
 

@@ -24,8 +24,8 @@ from mhla_hf.training.data.batches import Batch, DataOrder, make_batch
 from mhla_hf.training.evaluation import evaluation_batches
 from mhla_hf.training.families import objective_class
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
-from mhla_hf.training.matching.recording import Recorder
 from mhla_hf.training.matching.stage import LayerMatching
+from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.optimization import make_optimizer
 from mhla_hf.training.parameters import add_lora
 
@@ -216,7 +216,7 @@ class TestTransfer:
             student = case.student(teacher)
         inputs = case.objective.inputs_of(student, batch)
         layers = find_projections(student, mhla_layers(student), inputs)
-        records = Recorder(student, layers, {})(inputs)
+        records = SharedTeacher(student).record(layers, inputs)
         with original_heads(student, layers) if name == "dit" else nullcontext():
             assert LayerMatching(layers)([records]).max() < 1e-9
         for layer in layers:

@@ -87,7 +87,9 @@ def test_a_signal_stops_after_the_step_and_the_same_call_goes_on(cache, tmp_path
         if len(seen) == 8:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(TrainingStopped, match=r"stopped matching \S+ after step 3 of 5; .*goes on from there") as stop:
+    with pytest.raises(
+        TrainingStopped, match=r"stopped matching \S+ after step 3 of 5; .*continues from there"
+    ) as stop:
         run(tmp_path / "stopped", cache=cache, progress=stop_at)
     assert stop.value.exit_code == 143
     later = []
