@@ -15,9 +15,10 @@ from ..models.options import options_by_component
 from ..models.source import Component, Source, read_source
 from ..utils.destinations import claim_destination
 from ..utils.locations import find_directory
+from .diffusers_planning import plan_component
 from .options import parse_dtype, parse_size
 from .original_weights import find_weights, is_original_directory, plan_original
-from .planning import ComponentPlan, PlanOptions, plan_component
+from .planning import ComponentPlan, PlanOptions
 from .report import ConversionReport
 from .writing import check_apart, write_result
 

@@ -15,23 +15,16 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..models.options import to_stored
 from ..models.registry import mhla_class_for
-from ..models.source import Source, open_source
+from ..models.source import Source
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
 from ..utils.destinations import claim_destination
 from ..utils.messages import shorten_text, shorten_value
 from ..utils.tensor_files import TensorEntry, split_into_shards
 from .checkpoint_files import UPSTREAM, open_checkpoint
+from .diffusers_planning import cast_entry, component_report, empty_model, kept_in_fp32
 from .options import parse_dtype, parse_size
-from .planning import (
-    ComponentPlan,
-    WeightsPlan,
-    cast_entry,
-    compare_tensors,
-    component_report,
-    empty_model,
-    kept_in_fp32,
-    weight_set_report,
-)
+from .original_weights import read_base
+from .planning import ComponentPlan, WeightsPlan, compare_tensors, weight_set_report
 from .report import ConversionReport
 from .writing import check_apart, write_result
 
@@ -100,7 +93,9 @@ def import_official(
         source = None
         origin: dict[str, Any] = {"location": checkpoint.resolve().name}
         if base is not None:
-            source = _read_base(base, plan.config, revision, token, cache_dir)
+            hub = {"revision": revision, "token": token, "cache_dir": cache_dir}
+            source = read_base(base, "transformer", hub)
+            _check_sizes(source, plan.config)
             origin["base"] = source.origin
             check_apart(claimed, source.root)
         report = ConversionReport("import-official", destination, origin)
@@ -190,19 +185,11 @@ def widen_kernel(weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return F.pad(weight, [margin for size in reversed(margins) for margin in (size, size)])
 
 
-def _read_base(
-    base: str | Path,
-    config: Mapping[str, Any],
-    revision: str | None,
-    token: str | bool | None,
-    cache_dir: str | Path | None,
-) -> Source:
-    source = open_source(base, revision=revision, token=token, cache_dir=cache_dir)
-    component = next((item for item in source.components if item.name == "transformer"), None)
-    if source.pipeline is None or component is None:
-        raise ValueError(f"base {base} is not a pipeline directory with a transformer.")
+def _check_sizes(base: Source, config: Mapping[str, Any]) -> None:
+    component = base.component("transformer")
     for name in _SHARED_SIZES:
         theirs = component.config.get(name)
         if theirs is not None and config.get(name) is not None and theirs != config[name]:
-            raise ValueError(f"base {base} has a transformer with {name}={theirs}, the checkpoint has {config[name]}.")
-    return source
+            raise ValueError(
+                f"base {base.location} has a transformer with {name}={theirs}, the checkpoint has {config[name]}."
+            )

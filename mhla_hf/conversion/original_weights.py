@@ -4,86 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..config import MHLAConfig
 from ..models.options import from_stored, options_by_component
 from ..models.registry import family_for, is_mhla_class
 from ..models.single_file import find_single_file, is_url, read_config
 from ..models.source import Component, Source, open_source
-from ..models.weight_files import WeightSet
 from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..utils.gguf_file import GGUFFile
 from ..utils.json_files import read_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.tensor_files import TensorEntry
 from .checkpoint_files import TORCH_SUFFIXES, UPSTREAM, open_checkpoint
-from .planning import ComponentPlan, PlanOptions, plan_component
+from .diffusers_planning import StoredWeights, plan_component
+from .planning import ComponentPlan, PlanOptions
 
 
 # The class that the configurations in the repositories of Wan's authors name.
 _AUTHORS_CLASS = "WanModel"
 _SUFFIXES = (".safetensors", GGUF_SUFFIX, *TORCH_SUFFIXES)
-
-
-class _Tensors(NamedTuple):
-    """An open weight file, in the interface of `SafetensorsReader`."""
-
-    path: Path
-    shapes: dict[str, tuple[int, ...]]
-    tensors: list[TensorEntry]
-
-    def entries(self) -> list[TensorEntry]:
-        return self.tensors
-
-
-@dataclass(frozen=True)
-class OriginalWeights(WeightSet):
-    """Weights under the names of diffusers, which files hold under others.
-
-    Attributes:
-        groups: The tensors of each file.
-        names: Their names in the file, by the name in diffusers.
-        location: Location as the user gave it.
-    """
-
-    groups: tuple[tuple[TensorEntry, ...], ...] = ()
-    names: Mapping[str, str] | None = None
-    location: str = ""
-
-    def open(self, *, floats_only: bool = True) -> list[Any]:
-        """The tensors of each file; they were checked when their headers were read."""
-        return [
-            _Tensors(path, {entry.name: entry.shape for entry in group}, list(group))
-            for path, group in zip(self.files, self.groups)
-        ]
-
-    @property
-    def where(self) -> str:
-        """Location of the weights, for errors."""
-        return self.location
-
-    def called(self, name: str) -> str:
-        """Name of a weight in the file, for errors."""
-        return (self.names or {}).get(name, name)
-
-
-@dataclass(frozen=True)
-class OriginalComponent(Component):
-    """A model whose weights are original ones.
-
-    Attributes:
-        weights: The weights.
-    """
-
-    weights: OriginalWeights | None = None
-
-    def weight_sets(self, variant: str | None = None) -> list[WeightSet]:
-        """The one set of weights."""
-        assert self.weights is not None
-        return [self.weights]
 
 
 def find_weights(source: str | Path, hub: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
@@ -141,19 +83,18 @@ def plan_original(
     """
     name = component or "transformer"
     chosen = options_by_component(mhla, [name])
-    part, kinds = _read_weights(path, location, name)
+    weights, kinds = _read_weights(path, location)
     origin = {**origin, "stored_as": kinds} if kinds else dict(origin)
     source = None
     if base is not None:
-        source = _read_base(base, name, hub)
+        source = read_base(base, name, hub)
         origin["base"] = source.origin
-    configuration, folder = _configuration(part, name, config, source)
-    part = replace(part, config=configuration, folder=folder)
-    return plan_component(part, chosen[name], options), source, origin
+    part = _component(path, name, weights, config, source)
+    return plan_component(part, chosen[name], options, [weights]), source, origin
 
 
-def _read_weights(path: Path, location: str, name: str) -> tuple[OriginalComponent, dict[str, int]]:
-    """A model without its configuration, and how many of its tensors are in which of GGUF's types."""
+def _read_weights(path: Path, location: str) -> tuple[StoredWeights, dict[str, int]]:
+    """Opens weights under the names of diffusers, and counts their tensors by GGUF's types."""
     groups: list[list[TensorEntry]]
     files: tuple[Path, ...]
     kinds: dict[str, int] = {}
@@ -173,41 +114,49 @@ def _read_weights(path: Path, location: str, name: str) -> tuple[OriginalCompone
     except ValueError as error:
         raise ValueError(f"{location}: {error}") from error
     targets = {original: target for target, original in names.items()}
-    renamed = tuple(
-        tuple(replace(entry, name=targets[entry.name]) for entry in group if entry.name in targets) for group in groups
-    )
-    weights = OriginalWeights(None, files, groups=renamed, names=names, location=location)
-    return OriginalComponent(name, path, {}, weights=weights), kinds
+    renamed = [
+        [replace(entry, name=targets[entry.name]) for entry in group if entry.name in targets] for group in groups
+    ]
+    return StoredWeights(None, files, renamed, location, names), kinds
 
 
-def _read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
+def read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
+    """Opens the pipeline that a component is put into.
+
+    Args:
+        base: Directory or Hub id.
+        name: Name of the component.
+        hub: Options of downloads.
+
+    Raises:
+        ValueError: If it is not a pipeline with such a component.
+    """
     source = open_source(base, **hub)
     if source.pipeline is None:
-        raise ValueError(f"base {base} is not a pipeline directory.")
+        raise ValueError(f"base {base} is not a pipeline directory with a {name}.")
     if name not in [part.name for part in source.components]:
         allowed = ", ".join(part.name for part in source.components)
         raise ValueError(f"component={name!r} is not a component of base {base} that can be MHLA: {allowed}.")
     return source
 
 
-def _configuration(
-    part: OriginalComponent, name: str, config: str | Path | None, base: Source | None
-) -> tuple[dict[str, Any], Path]:
-    """The softmax configuration (the given one, the base's, or one read off the weights) and its folder."""
-    folder = part.folder
+def _component(
+    path: Path, name: str, weights: StoredWeights, config: str | Path | None, base: Source | None
+) -> Component:
+    """The softmax model, with the given configuration, the base's, or one read off the weights."""
+    folder = path
     if config is not None:
         path = Path(config).expanduser()
         if path.is_dir():
             path = (path / name if (path / PIPELINE_INDEX).is_file() else path) / "config.json"
         found, where, folder = read_json(path, "the model's configuration"), str(path), path.parent
     elif base is not None:
-        found, folder = next((item.config, item.folder) for item in base.components if item.name == name)
+        original = base.component(name)
+        found, folder = original.config, original.folder
         where = f"{name} of base {base.location}"
     else:
-        assert part.weights is not None
-        shapes = {entry.name: entry.shape for group in part.weights.groups for entry in group}
         how = "--config (config=), or the pipeline it belongs to as --base (base=)"
-        found = read_config(family_for(UPSTREAM).load_class(), shapes, part.weights.location, how)
+        found = read_config(family_for(UPSTREAM).load_class(), weights.shapes, weights.where, how)
         where = ""
     class_name = found.get("_class_name", UPSTREAM)
     if class_name != UPSTREAM and not (is_mhla_class(class_name) and family_for(class_name).upstream == UPSTREAM):
@@ -216,4 +165,4 @@ def _configuration(
 
     # The options of an expert that was MHLA before are its own, not those of the one that takes its place.
     kept = {key: value for key, value in from_stored(found).items() if key != "mhla"}
-    return {"_diffusers_version": __version__, **kept, "_class_name": UPSTREAM}, folder
+    return Component(name, folder, {"_diffusers_version": __version__, **kept, "_class_name": UPSTREAM})

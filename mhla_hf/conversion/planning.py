@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,16 +12,9 @@ from typing import Any
 
 import torch
 
-from ..config import MHLAConfig
-from ..models.bounds import check_layer_count, check_model_config, check_new_size
-from ..models.options import to_stored
-from ..models.registry import family_for
-from ..models.source import Component
-from ..models.weight_files import DIFFUSERS_FILES, FileNames, WeightSet
-from ..utils.compat.diffusers import declared, fp32_parts
+from ..models.weight_files import DIFFUSERS_FILES, FileNames
 from ..utils.messages import shorten_list, shorten_value
-from ..utils.tensor_files import SafetensorsReader, TensorEntry, split_into_shards
-from .options import parse_layers
+from ..utils.tensor_files import TensorEntry, split_into_shards
 from .report import ComponentReport, WeightSetReport
 
 
@@ -76,78 +68,6 @@ class PlanOptions:
     max_bytes: int | None = None
 
 
-def plan_component(
-    component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions
-) -> ComponentPlan:
-    """Plans the conversion of one transformer of diffusers before anything is written.
-
-    Args:
-        component: The model to convert.
-        mhla: The options; the model's defaults for what is not given.
-        options: The other options; errors are those of `convert_pretrained`.
-    """
-    import diffusers
-
-    if component.is_mhla:
-        raise ValueError(
-            f"{component.folder} is a {component.class_name} already; convert the model it was made from."
-        )
-    family = family_for(component.class_name)
-    target_class = family.load_class()
-    config = target_class.coerce_options(mhla)
-    weight_sets = component.weight_sets(options.variant)
-    # Before anything is built: a wrong size may ask for more memory than there is.
-    upstream_class, where = getattr(diffusers, family.upstream), str(component.folder / "config.json")
-    check_model_config(upstream_class, component.config, where)
-    arguments = inspect.signature(upstream_class.__init__).parameters
-    num_layers = component.config.get("num_layers", arguments["num_layers"].default)
-    opened = [weight_set.open() for weight_set in weight_sets]
-    for readers in opened:
-        check_layer_count(num_layers, [name for reader in readers for name in reader.shapes], where)
-    if options.layers is not None:
-        config = config.replace(layers=parse_layers(options.layers, num_layers))
-    model = empty_model(target_class, {**component.config, "mhla": config.given_options()})
-    target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    # The softmax model has the same tensors but those of MHLA.
-    expected = {name: shape for name, shape in target.items() if ".mhla." not in name}
-    check_new_size(expected, target)
-    report = component_report(component.class_name, model)
-    weights = [
-        _plan_weights(weight_set, readers, model, expected, target, report, options)
-        for weight_set, readers in zip(weight_sets, opened)
-    ]
-    kept = component.config
-    if kept["_class_name"] != component.class_name:
-        # The configuration of a legacy checkpoint has entries for the other models that its class could be.
-        kept = {name: value for name, value in kept.items() if name in arguments or name.startswith("_")}
-    stored = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla})
-    return ComponentPlan(component.name, stored, weights, report)
-
-
-def empty_model(model_class: type, config: Mapping[str, Any]) -> Any:
-    """Builds a model without memory for its parameters.
-
-    Args:
-        model_class: A diffusers model class.
-        config: Contents of its `config.json`.
-    """
-    from accelerate import init_empty_weights
-
-    with init_empty_weights():
-        return model_class.from_config(dict(config))  # type: ignore[attr-defined]
-
-
-def component_report(source_class: str, model: Any) -> ComponentReport:
-    """Starts the report on a model of an MHLA class."""
-    return ComponentReport(
-        source_class=source_class,
-        target_class=type(model).__name__,
-        mhla=dict(model.config.mhla),
-        mhla_layers=list(model.mhla_layers),
-        num_layers=model.config.num_layers,
-    )
-
-
 def weight_set_report(
     variant: str | None, copied: Sequence[TensorEntry], fresh: Sequence[TensorEntry] = ()
 ) -> WeightSetReport:
@@ -167,43 +87,26 @@ def weight_set_report(
     )
 
 
-def _plan_weights(
-    weight_set: WeightSet,
-    readers: list[SafetensorsReader],
-    model: Any,
-    expected: Mapping[str, tuple[int, ...]],
-    target: Mapping[str, tuple[int, ...]],
-    report: ComponentReport,
-    options: PlanOptions,
-) -> WeightsPlan:
-    found = {name: shape for reader in readers for name, shape in reader.shapes.items()}
-    ignored = declared(model, "_keys_to_ignore_on_load_unexpected")
-    compare_tensors(found, expected, where=weight_set.where, ignored=ignored, called=weight_set.called)
-    kept = kept_in_fp32(model)
-    groups = [[cast_entry(entry, options.dtype, kept) for entry in reader.entries()] for reader in readers]
-    copied = [entry for group in groups for entry in group]
-    new_dtype = options.dtype or dominant_dtype(copied)
-    new = [name for name in target if name not in expected]
-    fresh = [initial_entry(model, name, new_dtype, kept, report) for name in new]
-    return plan_files(weight_set, groups, fresh, options.max_bytes)
-
-
 def plan_files(
-    weight_set: WeightSet, groups: list[list[TensorEntry]], fresh: list[TensorEntry], max_bytes: int | None
+    variant: str | None,
+    sources: tuple[Path, ...],
+    groups: list[list[TensorEntry]],
+    fresh: list[TensorEntry],
+    max_bytes: int | None,
 ) -> WeightsPlan:
     """Distributes copied and new tensors over files: one file stays one file; several get one more.
 
     Args:
-        weight_set: The files that are read.
+        variant: Variant of the set.
+        sources: The files that are read.
         groups: The copied tensors of each file.
         fresh: The new ones.
         max_bytes: Largest file.
     """
     copied = [entry for group in groups for entry in group]
     groups = [groups[0] + fresh] if len(groups) == 1 else [*groups, fresh]
-    return WeightsPlan(
-        split_into_shards(groups, max_bytes), weight_set.files, weight_set_report(weight_set.variant, copied, fresh)
-    )
+    report = weight_set_report(variant, copied, fresh)
+    return WeightsPlan(split_into_shards(groups, max_bytes), sources, report)
 
 
 def compare_tensors(
@@ -242,19 +145,6 @@ def compare_tensors(
         problems.append(f"has tensors of another shape: {shorten_list(shapes)}")
     if problems:
         raise ValueError(f"{where} {'; '.join(problems)}.")
-
-
-def kept_in_fp32(model: Any) -> Callable[[str], bool]:
-    """Returns a test for parameters that diffusers keeps in fp32, by whole parts of the dotted name."""
-    parts = fp32_parts(model)
-    return lambda name: bool(parts & set(name.split(".")))
-
-
-def cast_entry(entry: TensorEntry, dtype: torch.dtype | None, kept: Callable[[str], bool]) -> TensorEntry:
-    """Sets the type an entry is written in. Nothing that is kept in fp32 loses precision it still has."""
-    if dtype is None or (kept(entry.name) and dtype != torch.float32):
-        return entry
-    return TensorEntry(entry.name, entry.shape, dtype, entry.load)
 
 
 def dominant_dtype(entries: Iterable[TensorEntry]) -> torch.dtype:

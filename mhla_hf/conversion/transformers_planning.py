@@ -191,7 +191,9 @@ def _plan_weights(weight_set: WeightSet, model: Any, report: ComponentReport, op
     fresh = [
         initial_entry(model, name, new_dtype, kept, report, stored_name) for name, stored_name in names.fresh.items()
     ]
-    return plan_files(weight_set, [group for group in groups if group], fresh, options.max_bytes)
+    return plan_files(
+        weight_set.variant, weight_set.files, [group for group in groups if group], fresh, options.max_bytes
+    )
 
 
 def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:

@@ -42,15 +42,6 @@ class WeightSet:
     files: tuple[Path, ...]
     index: Path | None = None
 
-    @property
-    def where(self) -> str:
-        """Location of the weights, for errors."""
-        return str(self.files[0].parent)
-
-    def called(self, name: str) -> str:
-        """Name of a weight in its file, for errors."""
-        return name
-
     def open(self, *, floats_only: bool = True) -> list[SafetensorsReader]:
         """Opens every file; errors as in [`SafetensorsReader`], and `ValueError` for a tensor in two of them."""
         readers = [SafetensorsReader(path, floats_only=floats_only) for path in self.files]
