@@ -169,7 +169,7 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _transformer_blocks(model: nn.Module) -> nn.ModuleList:
+def _transformer_blocks(model: Any) -> nn.ModuleList:
     return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
 
 

@@ -75,8 +75,8 @@ def plot_mixing(path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockL
     figure = new_figure(2.6 + 1.5 * frames, 1.9 * len(matrices) + 0.6)
     grid = figure.subplots(len(matrices), frames + 1, squeeze=False, width_ratios=[1.4] + [1.0] * frames)
     for axes, (layer, matrix) in zip(grid, matrices.items()):
-        weights = matrix.detach().float().cpu()
-        weights = (weights.mean(dim=0) if weights.dim() == 3 else weights).numpy()
+        matrix = matrix.detach().float().cpu()
+        weights = (matrix.mean(dim=0) if matrix.dim() == 3 else matrix).numpy()
         limit = float(np.abs(weights).max()) or 1.0
         axes[0].imshow(weights, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
         axes[0].set_ylabel(f"layer {layer}")

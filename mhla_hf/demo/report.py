@@ -173,7 +173,7 @@ def _facts(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plot_mixing(path: Path, directory: Path) -> None:
-    model = PipelineSource(directory).load_model()
+    model: Any = PipelineSource(directory).load_model()
     modules = model.mhla_modules()
     layout = next(iter(modules.values())).layout_for(model.mhla_config.grid)
     plot_mixing(path, {layer: module.mixing_matrix(layout) for layer, module in modules.items()}, layout)

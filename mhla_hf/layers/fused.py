@@ -159,14 +159,14 @@ def fused_attention(
         table = layout.token_table(query.device)
         slots = float(table.shape[-1])
         root = 1.0 if scaling is None else scaling**0.5
-        tables = (None, None)
+        tables: tuple[torch.Tensor | None, ...] = (None, None)
         if rotary is not None:
             # The tables' halves interleave as models make them; read once a head, they should be dense.
             tables = tuple(part.float().flatten(0, 2).contiguous() for part in (rotary.cosine, rotary.sine))
         query_norm, key_norm = (norms.query, norms.key) if norms is not None else (None, None)
         divides = NORMALIZERS[config.normalizer].divides
         feature_map = FEATURE_MAPS[config.feature_map].kernel
-        weights = [None if norm is None else norm.weight for norm in (query_norm, key_norm, output_norm)]
+        weights = [getattr(norm, "weight", None) for norm in (query_norm, key_norm, output_norm)]
         half = not records_gradients(query, key, value, mixing, gate, *weights)
         summary, key_sum, _ = fused_summary(
             key.to(dtype),

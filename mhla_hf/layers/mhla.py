@@ -161,7 +161,8 @@ class MHLA(nn.Module):
             if name == "gate.bias":
                 return torch.full(shapes[name], GATE_IDENTITY_BIAS)
             if name.startswith("feature_map_"):
-                return self.get_submodule(name.rpartition(".")[0]).initial_weight()
+                feature_map: Any = self.get_submodule(name.rpartition(".")[0])
+                return feature_map.initial_weight()
             return torch.zeros(shapes[name])
 
     @torch.no_grad()

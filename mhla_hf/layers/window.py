@@ -148,9 +148,10 @@ def sequence_window_attention(
             valid = torch.ones(query.shape[:2], dtype=torch.bool, device=device)
         layout = SequenceLayout(valid, window_size, sequence.documents, sequence.num_documents)
         filled = layout.token_table(device) < length
-        first_block = layout.first_blocks()
-        if first_block is None:
-            first_block = filled.new_zeros(1, layout.num_blocks, dtype=torch.int32)
+        first_block = filled.new_zeros(1, layout.num_blocks, dtype=torch.int32)
+        of_documents = layout.first_blocks()
+        if of_documents is not None:
+            first_block = of_documents
     seen = torch.arange(layout.num_blocks, device=device)[:, None] + torch.tensor(offsets, device=device)
     seen = torch.where((seen >= 0) & (seen < layout.num_blocks), seen, layout.num_blocks)
     # Blocks of another document are as good as missing. Those past the last one have no document.

@@ -59,7 +59,8 @@ class SequenceLayout:
         count = num_documents if documents is not None else 1
         self.num_blocks = max(1, min(self.num_tokens, (self.num_tokens + count * (block_size - 1)) // block_size))
         self._valid = valid
-        self._document_of_block = self._index_in_document = None
+        self._document_of_block: torch.Tensor | None = None
+        self._index_in_document: torch.Tensor | None = None
         position = valid.long().cumsum(dim=1) - 1
         if documents is None:
             slots = position

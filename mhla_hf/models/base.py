@@ -87,11 +87,11 @@ class MHLAModelMixin(MHLAAdapterMixin):
         """The self-attention module of every layer, in order."""
         raise NotImplementedError
 
-    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
         """Makes the attention modules of `mhla_layers` compute with their new submodule `mhla`."""
         raise NotImplementedError
 
-    def _attention_widths(self, attention: nn.Module) -> dict[str, Any]:
+    def _attention_widths(self, attention: Any) -> dict[str, Any]:
         """`hidden_size`, `num_heads` and `head_dim` of a self-attention module."""
         return {
             "hidden_size": attention.to_q.in_features,
@@ -195,7 +195,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     def mhla_modules(self) -> dict[int, MHLA]:
         """The `MHLA` module of each MHLA layer, by layer index."""
-        attentions = self._self_attentions()
+        attentions: list[Any] = self._self_attentions()
         return {index: attentions[index].mhla for index in self.mhla_layers}
 
     @classmethod

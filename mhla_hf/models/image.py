@@ -95,7 +95,7 @@ class MHLAImageModelMixin(MHLAModelMixin):
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in self.transformer_blocks]
 
-    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
         for attention in attentions:
             attention.__class__ = self.attention_class
         for index in mhla_layers:

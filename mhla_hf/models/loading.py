@@ -112,7 +112,8 @@ def initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[st
         prefix, _, name = key.partition(".mhla.")
         owner = model.get_submodule(key.rpartition(".")[0])
         target = torch.float32 if kept & set(key.split(".")) else dtype
-        value = model.get_submodule(f"{prefix}.mhla").initial_tensor(name).to(target)
+        mhla: Any = model.get_submodule(f"{prefix}.mhla")
+        value = mhla.initial_tensor(name).to(target)
         places = [place for place in device_map if place == "" or key == place or key.startswith(f"{place}.")]
         device = device_map[max(places, key=len)] if places else "cpu"
         if device == "disk":

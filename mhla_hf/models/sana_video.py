@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn as nn
 from diffusers.models.transformers.transformer_sana_video import (
     SanaLinearAttnProcessor3_0,
     SanaVideoTransformer3DModel,
@@ -74,6 +73,6 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
         """`None`: the configuration does not tell the number of frames."""
         return None
 
-    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
         self.rope.__class__ = MHLASanaVideoRotaryPosEmbed
         super()._use_mhla(attentions, mhla_layers)

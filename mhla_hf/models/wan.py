@@ -129,7 +129,7 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in self.blocks]
 
-    def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
+    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
         self.rope.__class__ = MHLAWanRotaryPosEmbed
         for attention in attentions:
             attention.__class__ = MHLAWanAttention

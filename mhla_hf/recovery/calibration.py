@@ -412,7 +412,7 @@ def _check_batches(batches: Iterable[Batch]) -> list[Batch]:
 def _check_weights(layers: Sequence[AttentionLayer]) -> None:
     """Refuses weights that cannot be read or written."""
     for layer in layers:
-        modules = {f"{layer.name}.mhla": layer.mhla}
+        modules: dict[str, nn.Module] = {f"{layer.name}.mhla": layer.mhla}
         if layer.projection is not None:
             modules[layer.projection_name] = layer.projection
             if layer.projection_name.endswith(".base_layer"):

@@ -25,7 +25,7 @@ from ..training.matching.layers import AttentionLayer
 from .statistics import Moments, solve_ridge
 
 
-Changes = dict[nn.Parameter, torch.Tensor]
+Changes = dict[torch.Tensor, torch.Tensor]
 """New values of parameters, in their dtype."""
 
 TEMPERATURES = (1.0, 0.63, 1.6, 2.5, 4.0, 6.3, 10.0)
@@ -113,7 +113,7 @@ class TemperatureFit:
         if not best.any():
             return {}
         temperatures = torch.tensor(TEMPERATURES)[best]
-        changes = {}
+        changes: Changes = {}
         for weight in self._weights():
             factors = temperatures.repeat_interleave(len(weight) // len(temperatures))[:, None, None]
             changes[weight] = (weight.detach().float() * factors.to(weight.device)).to(weight)
@@ -246,7 +246,7 @@ class HeadsFit:
 
     def _current(self) -> Changes:
         gain, lepe = self.mhla.window_gain, self.mhla.lepe
-        parameters = [] if gain is None else [gain]
+        parameters: list[torch.Tensor] = [] if gain is None else [gain]
         if lepe is not None:
             assert lepe.bias is not None
             parameters += [lepe.weight, lepe.bias]

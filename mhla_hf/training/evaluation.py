@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,7 +104,7 @@ def evaluation_batches(
 
 
 @torch.no_grad()
-def evaluate_batches(model: torch.nn.Module, batches: Sequence[Batch], objective: Objective) -> EvaluationResult:
+def evaluate_batches(model: Any, batches: Sequence[Batch], objective: Objective) -> EvaluationResult:
     """The loss of a model on given batches, in evaluation mode; the model's mode is put back afterwards.
 
     Args:

@@ -47,9 +47,7 @@ def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> N
             save_file(ours, temporary / MHLA_FILE, metadata={"format": "pt"})
 
 
-def export_pipeline(
-    source: Path, destination: Path, component: str, model: torch.nn.Module, record: dict[str, Any]
-) -> None:
+def export_pipeline(source: Path, destination: Path, component: str, model: Any, record: dict[str, Any]) -> None:
     """Writes a pipeline directory: everything of the source, with one transformer replaced.
 
     Args:

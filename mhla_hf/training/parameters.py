@@ -77,7 +77,7 @@ def check_takes_adapters(model_class: type) -> None:
         raise ValueError(f"train='lora' is not possible: diffusers' {model_class.__name__} takes no adapters")
 
 
-def add_lora(model: nn.Module, rank: int, alpha: float | None, seed: int) -> None:
+def add_lora(model: Any, rank: int, alpha: float | None, seed: int) -> None:
     """Adds LoRA to the query, key, value and output projections through the model's own `add_adapter`.
 
     Args:

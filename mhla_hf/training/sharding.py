@@ -79,12 +79,12 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
 
 def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A whole tensor on the device and in the type of a parameter, sharded as that is."""
-    mesh = getattr(parameter, "device_mesh", None)
+    mesh, placements = (getattr(parameter, name, None) for name in ("device_mesh", "placements"))
     if mesh is None:
         return value.to(device=parameter.device, dtype=parameter.dtype)
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value.to(parameter.dtype), mesh, parameter.placements)
+    return distribute_tensor(value.to(parameter.dtype), mesh, placements)
 
 
 def full_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:

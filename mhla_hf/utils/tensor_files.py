@@ -169,7 +169,7 @@ class SafetensorsReader:
             ValueError: If the file has become shorter since it was opened.
         """
         tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        stored = tensor.reshape(-1).view(torch.uint8).numpy()
+        stored: Any = tensor.reshape(-1).view(torch.uint8).numpy()
         with self.path.open("rb") as file:
             file.seek(self._offsets[name])
             if file.readinto(stored) != stored.size:
@@ -216,7 +216,8 @@ def write_safetensors(
             if tuple(tensor.shape) != entry.shape:
                 raise ValueError(f"{entry.name} has shape {tuple(tensor.shape)}, not {entry.shape} as announced.")
             tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
-            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            stored: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            file.write(memoryview(stored))
             if on_bytes is not None:
                 on_bytes(entry.nbytes)
 

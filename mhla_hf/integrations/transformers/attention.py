@@ -35,7 +35,7 @@ _NOT_BUILT = (
 
 
 def mhla_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -169,7 +169,7 @@ def _check_mask(module: nn.Module, mask: torch.Tensor | None, inputs: ModelInput
 
 
 def _softmax(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -128,7 +128,7 @@ class MHLACacheLayer(CacheLayerMixin):
         """Tokens seen, padding included."""
         return self._length if self.is_initialized else 0
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int | torch.Tensor, int]:
         """Length and offset of the keys that a mask is made for."""
         if self.max_cache_len is not None:
             return self.max_cache_len, 0
@@ -301,7 +301,8 @@ class MHLACacheLayer(CacheLayerMixin):
     def _state_for(self, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, block_size: int) -> MHLAState:
         state = self.state
         # The positions in `_before` and `_length` bound those of every batch entry.
-        needed = self.max_cache_len if self.max_cache_len is not None else self._length
+        # Only static caches count in tensors.
+        needed: Any = self.max_cache_len if self.max_cache_len is not None else self._length
         room = -(-needed // block_size)
         self._check_room(key.shape[1])
         if state is None:
@@ -360,7 +361,7 @@ class MHLACacheLayer(CacheLayerMixin):
 
     def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.state is not None:
-            changed = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
+            changed: dict[str, Any] = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
             self.state = dataclasses.replace(self.state, **changed)
         if self.window_state is not None:
             changed = {name: function(getattr(self.window_state, name)) for name in _WINDOW_TENSORS}

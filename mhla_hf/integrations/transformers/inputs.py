@@ -81,7 +81,7 @@ class ModelInputsHook:
     def __init__(self, model: nn.Module) -> None:
         self.positions = _positions(model, _MODEL_ARGUMENTS)
 
-    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if kwargs.get("mhla_inputs") is not None or attention_of(model.config) != NAME:
             return None
         given = {name: _argument(args, kwargs, index, name) for name, index in self.positions.items()}
@@ -113,9 +113,7 @@ class LayerInputsHook:
         self.layer_index, self.only_mhla = layer_index, only_mhla
         self.rotary, self.hands_on = uses_rotary(attention), reads_keywords(type(attention).forward)
 
-    def __call__(
-        self, attention: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]] | None:
+    def __call__(self, attention: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         given = {name: _argument(args, kwargs, index, name) for name, index in self.positions.items()}
         caches = [given.get(name) for name in ("past_key_values", "layer_past", "past_key_value")]
         cache = next((cache for cache in caches if cache is not None), None)

@@ -82,7 +82,7 @@ def triton_causal_mhla_attention(
             query, key, value, mixing, layout,
             normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
         )  # fmt: skip
-    pair = None, None
+    pair: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if entry.divides:
         pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     half = not records_gradients(query, key, value, mixing, *pair)

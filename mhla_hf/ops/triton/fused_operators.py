@@ -248,7 +248,8 @@ def fused_attend_backward(
     )
     grad_norm_weight = fused_gradient_launch.norm_gradient_(query, grad_query, features)
     found = grad_gate, grad_norm_weight, grad_output_weight
-    return grad_query, grad_summaries, grad_sums, *(query.new_empty(0) if part is None else part for part in found)
+    gate_part, norm_part, output_part = (query.new_empty(0) if part is None else part for part in found)
+    return grad_query, grad_summaries, grad_sums, gate_part, norm_part, output_part
 
 
 @fused_attend_backward.register_fake

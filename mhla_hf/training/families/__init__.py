@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -60,7 +60,7 @@ def objective_class_of(model: nn.Module) -> type[Objective]:
 
 
 def objective_for(
-    model: nn.Module, directory: Path | PipelineSource | None = None, config: TrainingConfig | None = None
+    model: Any, directory: Path | PipelineSource | None = None, config: TrainingConfig | None = None
 ) -> Objective:
     """The objective that a model is trained and evaluated with.
 

@@ -242,7 +242,7 @@ class _TransformersStage:
         try:
             with torch.enable_grad():
                 output = self._part.eval()(**self._inputs(inputs.inputs), **self._options)
-                total = output.loss.float() if self.weight_of_teacher < 1 else 0.0
+                total: Any = output.loss.float() if self.weight_of_teacher < 1 else 0.0
                 if self.weight_of_teacher:
                     total = total + sum(
                         states.float().sum() for states in matched_states(self.objective.target, output, inputs.inputs)
