@@ -153,10 +153,7 @@ def _choose(
 ) -> dict[str, MHLAConfig | Mapping[str, Any] | None]:
     """The components that become MHLA, with their options."""
     names = [part.name for part in source.components]
-    if component is not None and component not in names:
-        raise ValueError(
-            f"component={component!r} is not a component of {source.location} that can be MHLA: {', '.join(names)}."
-        )
+    source.component(component)
     if any(part.is_transformers for part in source.components):
         return dict.fromkeys(names, mhla)
     chosen = options_by_component(mhla, names)

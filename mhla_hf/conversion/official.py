@@ -191,5 +191,5 @@ def _check_sizes(base: Source, config: Mapping[str, Any]) -> None:
         theirs = component.config.get(name)
         if theirs is not None and config.get(name) is not None and theirs != config[name]:
             raise ValueError(
-                f"base {base.location} has a transformer with {name}={theirs}, the checkpoint has {config[name]}."
+                f"{base.location} has a transformer with {name}={theirs}, the checkpoint has {config[name]}."
             )

@@ -131,12 +131,10 @@ def read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
     Raises:
         ValueError: If it is not a pipeline with such a component.
     """
-    source = open_source(base, **hub)
+    source = replace(open_source(base, **hub), location=f"base {base}")
     if source.pipeline is None:
         raise ValueError(f"base {base} is not a pipeline directory with a {name}.")
-    if name not in [part.name for part in source.components]:
-        allowed = ", ".join(part.name for part in source.components)
-        raise ValueError(f"component={name!r} is not a component of base {base} that can be MHLA: {allowed}.")
+    source.component(name)
     return source
 
 
@@ -153,7 +151,7 @@ def _component(
     elif base is not None:
         original = base.component(name)
         found, folder = original.config, original.folder
-        where = f"{name} of base {base.location}"
+        where = f"{name} of {base.location}"
     else:
         how = "--config (config=), or the pipeline it belongs to as --base (base=)"
         found = read_config(family_for(UPSTREAM).load_class(), weights.shapes, weights.where, how)

@@ -211,10 +211,7 @@ def _run(model: nn.Module, changes: Mapping[str, torch.Tensor], probes: Any) -> 
 
 def _choose(source: Source, component: str | None) -> Component:
     """The component to check: the one asked for, or the first that is MHLA."""
-    names = [part.name for part in source.components]
-    if component is not None and component not in names:
-        raise ValueError(f"component={component!r} is not in {source.location}, which has {shorten_list(names)}.")
-    wanted = [part for part in source.components if component in (None, part.name)]
+    wanted = source.components if component is None else [source.component(component)]
     for part in wanted:
         if part.is_mhla:
             return part

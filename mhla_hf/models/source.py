@@ -165,7 +165,9 @@ class Source:
         if name is None:
             return self.components[0]
         if name not in names:
-            raise ValueError(f"component={name!r:.100} is not in {self.location}, which has {', '.join(names)}.")
+            raise ValueError(
+                f"component={name!r:.100} is not a component of {self.location} that can be MHLA: {', '.join(names)}."
+            )
         return self.components[names.index(name)]
 
     def records(self) -> list[str]:

@@ -197,11 +197,7 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
             inputs from several places.
     """
     source = open_source(location, **hub)
-    names = [part.name for part in source.components]
-    chosen = component or names[0]
-    if chosen not in names:
-        raise ValueError(f"component must be one of {', '.join(names)} for {location}, got {chosen!r:.100}")
-    part = source.component(chosen)
+    part = source.component(component)
     if not part.is_transformers and part.is_mhla:
         raise ValueError(f"{location} is MHLA already; recover from the model that it was converted from")
     if not part.is_transformers and source.pipeline is None:

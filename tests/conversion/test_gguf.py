@@ -17,7 +17,7 @@ from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
 from mhla_hf.cli.main import app
 from mhla_hf.utils.gguf_file import GGUFFile
 from tests import tiny
-from tests.conversion.single_file_cases import PREFIXES, SIZES, original_weights, write_gguf
+from tests.conversion.original_cases import PREFIXES, SIZES, original_weights, write_gguf
 from tests.models.model_case import assert_same_parameters, relative_error
 
 

@@ -19,7 +19,7 @@ from mhla_hf import (
 )
 from mhla_hf.cli.main import app
 from tests import tiny, tiny_images
-from tests.conversion.single_file_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
+from tests.conversion.original_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
 from tests.models.model_case import assert_same_parameters
 from tests.test_pipelines import generate
 

@@ -211,7 +211,7 @@ def test_damaged_result_of_a_stage(sources, tmp_path, monkeypatch):
         ({"stages": ("train",)}, "stages: 'train' given; there are calibrate, match, distill, finetune"),
         ({"changes": {"match.speed": 3}}, "match.speed is not known; allowed: steps"),
         ({"device": "tpu"}, "device must be one of auto, cpu, got 'tpu'"),
-        ({"component": "vae"}, "component must be one of model"),
+        ({"component": "vae"}, "component='vae' is not a component of .* that can be MHLA: model"),
     ],
 )
 def test_mistakes_before_anything_loads(options, message, sources, tmp_path, monkeypatch):
