@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -124,6 +125,13 @@ def test_every_public_name_is_in_the_api():
     for module, listed in names.items():
         wanted = {f"{'mhla_hf' if name in aliases else module}.{name}" for name in listed} - {"mhla_hf.__version__"}
         assert not wanted - described
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith("docs/api/")])
+def test_the_api_names_things_that_exist(page):
+    for name in re.findall(r"^::: (\S+)$", TEXTS[page], flags=re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_every_option_is_explained():
