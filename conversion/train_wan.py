@@ -9,8 +9,8 @@ After a crash, the same command with `--resume latest` goes on where the last ch
 """
 
 from mhla_hf.cli.errors import run_script
-from mhla_hf.cli.train import wan_command
+from mhla_hf.cli.train import COMMANDS
 
 
 if __name__ == "__main__":
-    run_script(wan_command)
+    run_script(COMMANDS["wan"])

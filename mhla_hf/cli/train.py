@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..training.config import CacheConfig, TrainingConfig
+from ..training.families import FAMILIES, check_options, option_families
 from ..utils.json_files import read_json
 from .options import OPTIONS, mhla_fields, option_parameters
 
 
 if TYPE_CHECKING:
     from ..training.data.folders import DataSample
+    from ..training.loading import PipelineSource
 
 app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
 
@@ -37,7 +39,7 @@ def _parameters(cls: type, panel: str, family: str | None = None) -> list[inspec
     """One option per field of an option dataclass; of one family, those that its models have."""
     parameters = []
     for item in dataclasses.fields(cls):
-        if family not in item.metadata.get("families", (family,)) and family is not None:
+        if family is not None and family not in option_families(item.name):
             continue
         kind = next((kind for prefix, kind in _TYPES.items() if str(item.type).startswith(prefix)), str)
         text = item.metadata["help"]
@@ -65,13 +67,8 @@ _CONFIG = _parameter(
 )
 
 
-def _training_command(family: str, help: str) -> Callable[..., None]:
-    """The command that trains models of one family.
-
-    Args:
-        family: Name of the family in the registry, and of the command.
-        help: What `--help` says.
-    """
+def _training_command(family: str) -> Callable[..., None]:
+    """The command that trains models of one family."""
 
     @_with_options(
         *_parameters(TrainingConfig, "Training", family),
@@ -85,31 +82,36 @@ def _training_command(family: str, help: str) -> Callable[..., None]:
         cache_only = given.pop("cache_only", False)
         shortcuts = {name: given.pop(name) for name in OPTIONS if name in given}
         cache_options, training_options = _split(given)
+        source = None
         if shortcuts:
-            training_options["mhla"] = _mhla_options(training_options, shortcuts)
+            source, training_options["mhla"] = _mhla_options(training_options, shortcuts)
         config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
         for checked in (config, cache_config):
-            checked.check_family(family)
+            check_options(checked, family)
         if config.output is None and not (cache_only and config.cache is not None):
             raise ValueError("output must be given: the directory of the run")
-        _train(family, config, cache_config, cache_only)
+        _train(family, config, cache_config, cache_only, source)
 
-    command.__doc__ = (
-        f"{help}\n\nLaunch it with `accelerate launch conversion/train_{family}.py ...` for several processes."
-    )
+    script = f"accelerate launch conversion/train_{family}.py ..."
+    command.__doc__ = f"{FAMILIES[family].help}\n\nLaunch it with `{script}` for several processes."
     return command
 
 
-def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache_only: bool) -> None:
+def _train(
+    family: str,
+    config: TrainingConfig,
+    cache_config: CacheConfig,
+    cache_only: bool,
+    source: "PipelineSource | None",
+) -> None:
     from ..training.data.cache_building import make_cache
     from ..training.loading import PipelineSource
     from ..training.processes import make_accelerator
 
     accelerator = make_accelerator(config)
-    source = None
     if config.model is not None:
         with accelerator.main_process_first():
-            source = PipelineSource.find(config.model, config.component, config.teacher)
+            source = source or PipelineSource.find(config.model, config.component, config.teacher)
             source.check_family(family)
             if not cache_only:
                 source.check_run(config)
@@ -129,19 +131,8 @@ def _train(family: str, config: TrainingConfig, cache_config: CacheConfig, cache
     accelerator.end_training()
 
 
-wan_command = _training_command(
-    "wan",
-    "Fine-tune a Wan pipeline with MHLA by flow matching, after matching its layers to the softmax model.",
-)
-sana_command = _training_command(
-    "sana",
-    "Fine-tune a SANA pipeline with MHLA by flow matching, after matching its layers to SANA's linear attention if "
-    "they start elsewhere.",
-)
-dit_command = _training_command(
-    "dit",
-    "Fine-tune a DiT pipeline with MHLA by noise prediction, after matching its layers to the softmax model.",
-)
+COMMANDS = {family: _training_command(family) for family in FAMILIES}
+"""The commands by the name of their family."""
 
 
 @_with_options(
@@ -168,9 +159,8 @@ def cache_command(**options: Any) -> None:
     make_cache(config, cache_config, make_accelerator(config), _digit_videos)
 
 
-app.command("wan")(wan_command)
-app.command("sana")(sana_command)
-app.command("dit")(dit_command)
+for _family, _command in COMMANDS.items():
+    app.command(_family)(_command)
 app.command("cache")(cache_command)
 
 
@@ -199,8 +189,10 @@ def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return cache, {name: value for name, value in given.items() if name not in names}
 
 
-def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[str, Any]:
-    """MHLA options from the shortcuts `--blocks`, `--layers`, ..., checked by `MHLAConfig`."""
+def _mhla_options(
+    training: dict[str, Any], shortcuts: dict[str, Any]
+) -> tuple["PipelineSource | None", dict[str, Any]]:
+    """MHLA options from the shortcuts `--blocks`, `--layers`, ..., and the pipeline if its layers were counted."""
     from ..config import MHLAConfig
     from ..conversion.options import parse_layers
     from ..training.loading import PipelineSource
@@ -209,13 +201,14 @@ def _mhla_options(training: dict[str, Any], shortcuts: dict[str, Any]) -> dict[s
         raise ValueError(f"mhla cannot be combined with {', '.join(shortcuts)}: give all options in one way")
     if "model" not in training:
         raise ValueError("model must be given: a pipeline directory or a Hub id")
-    values = mhla_fields(shortcuts)
+    source, values = None, mhla_fields(shortcuts)
     if "layers" in shortcuts:
-        component = training.get("component", "transformer")
-        source = PipelineSource.find(training["model"], component)
+        source = PipelineSource.find(
+            training["model"], training.get("component", "transformer"), training.get("teacher")
+        )
         values["layers"] = parse_layers(shortcuts["layers"], source.model.config["num_layers"])
     # Models have defaults of their own for what was not given.
-    return MHLAConfig.from_dict(values).given_options()
+    return source, MHLAConfig.from_dict(values).given_options()
 
 
 def _digit_videos(config: CacheConfig) -> "list[DataSample]":

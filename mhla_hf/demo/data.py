@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..training.data.digits import MovingDigits, stack_videos
-from ..training.data.encoding import encode_videos
+from ..training.families.wan import encode_videos
 from ..utils.tensor_files import read_tensors, write_tensors
 
 

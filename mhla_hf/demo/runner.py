@@ -18,7 +18,6 @@ import torch
 from ..recovery.recover import recover
 from ..training import objective_for
 from ..training.data.batch_sources import Latents
-from ..training.families.sizes import PipelineSizes
 from ..training.loading import PipelineSource
 from ..utils.destinations import TEMPORARY_PREFIX
 from ..utils.files import remove_directory, remove_leftovers, write_json
@@ -230,9 +229,9 @@ def token_grid(base: Path) -> tuple[int, int, int]:
     from ..training.data.digits import MovingDigitsConfig
 
     appearance = MovingDigitsConfig()
-    sizes = PipelineSizes.of_pipeline(PipelineSource(base))
-    if sizes.family != "wan":
-        raise ValueError(f"base {base} is a {sizes.family} pipeline; the demo takes those of Wan")
+    sizes = PipelineSource(base).sizes
+    if sizes.family.name != "wan":
+        raise ValueError(f"base {base} is a {sizes.family.name} pipeline; the demo takes those of Wan")
     model = base / "transformer" / "config.json"
     patch = read_json(model, "the model's configuration", required={"patch_size": list})["patch_size"]
     frames = (appearance.num_frames - 1) // sizes.temporal_factor + 1

@@ -94,7 +94,6 @@ def open_data(
         num_samples=options.samples + options.held_out,
         **{name: value for name, value in sizes.items() if value is not None},
     )
-    cache_config.check_family(recipe.family)
     make_cache(config, cache_config, make_accelerator(config), digit_videos)
     return _latents(model, root, cache, options.held_out, TrainingConfig(seed=seed))
 

@@ -32,11 +32,6 @@ TRANSFER_CACHES = ("auto", "memory", "disk", "none")
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 # What `mhla` is for a model that stays as it is.
 UNCONVERTED = "none"
-# Families of the registry that are trained by flow matching.
-FLOW_FAMILIES = ("wan", "sana")
-VIDEO_FAMILIES = ("wan",)
-# Models of transformers, which have no command of their own.
-TRANSFORMERS_KINDS = ("transformers",)
 DISTILL_TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
 # What `data` is for the built-in set.
 DIGITS = "digits"
@@ -52,8 +47,7 @@ MOST_SAMPLES = 10**7
 def _option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field with its help text.
 
-    `metadata` may carry `choices`, `minimum`, `maximum`, `above` and `below`; and `families`, the models that have the
-    option where not all do.
+    `metadata` may carry `choices`, `minimum`, `maximum`, `above` and `below`.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -65,19 +59,9 @@ class _Options:
         for item in dataclasses.fields(self):  # type: ignore[arg-type]
             _check_value(item, getattr(self, item.name))
 
-    def check_family(self, family: str) -> None:
-        """Checks that no option was given which models of a family do not have.
-
-        Args:
-            family: Name of the family, as in `mhla_hf.models.registry`.
-
-        Raises:
-            ValueError: If there is one; the message names it.
-        """
-        for item in dataclasses.fields(self):  # type: ignore[arg-type]
-            families = item.metadata.get("families", (family,))
-            if family not in families and getattr(self, item.name) != item.default:
-                raise ValueError(f"{item.name} is not an option of {family} models, only of {', '.join(families)}")
+    def changed(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        return [item.name for item in dataclasses.fields(self) if getattr(self, item.name) != item.default]  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain JSON values."""
@@ -161,9 +145,7 @@ class TrainingConfig(_Options):
     cache: str | None = _option(
         None, "Directory of cached latents and their captions or classes. Default: OUTPUT/cache."
     )
-    component: str = _option(
-        "transformer", "Which transformer of the pipeline to train.", choices=COMPONENTS, families=("wan",)
-    )
+    component: str = _option("transformer", "Which transformer of the pipeline to train.", choices=COMPONENTS)
     mhla: dict | str | None = _option(
         None,
         "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' trains it as it is.",
@@ -215,11 +197,8 @@ class TrainingConfig(_Options):
         "What of the teacher is matched. Default: logits of language models and classifiers, else the last hidden "
         "state.",
         choices=DISTILL_TARGETS,
-        families=TRANSFORMERS_KINDS,
     )
-    distill_temperature: float = _option(
-        1.0, "Temperature of the logits in distillation.", above=0, families=TRANSFORMERS_KINDS
-    )
+    distill_temperature: float = _option(1.0, "Temperature of the logits in distillation.", above=0)
     lr_schedule: str = _option("constant", "Learning rate after the warm-up.", choices=LR_SCHEDULES)
     warmup_steps: int = _option(0, "Steps of linear warm-up, in each stage.", minimum=0)
     adam_beta1: float = _option(0.9, "AdamW's first beta.", minimum=0, below=1)
@@ -246,13 +225,10 @@ class TrainingConfig(_Options):
         None,
         "Shift of the noise levels towards noise. Default: the pipeline scheduler's.",
         above=0,
-        families=FLOW_FAMILIES,
     )
-    logit_mean: float | None = _option(
-        None, "Mean of the logit-normal distribution of noise levels. Default: 0.", families=FLOW_FAMILIES
-    )
+    logit_mean: float | None = _option(None, "Mean of the logit-normal distribution of noise levels. Default: 0.")
     logit_std: float | None = _option(
-        None, "Standard deviation of the logit-normal distribution. Default: 1.", above=0, families=FLOW_FAMILIES
+        None, "Standard deviation of the logit-normal distribution. Default: 1.", above=0
     )
     condition_dropout: float = _option(
         0.1,
@@ -279,7 +255,7 @@ class TrainingConfig(_Options):
     validation_steps: int = _option(500, "Make validation samples every so many fine-tuning steps.", minimum=1)
     validation_inference_steps: int = _option(20, "Denoising steps of a validation sample.", minimum=1)
     validation_guidance: float = _option(4.0, "Guidance scale of validation samples.", minimum=0)
-    validation_negative_prompt: str = _option("", "Negative prompt of validation samples.", families=("wan", "sana"))
+    validation_negative_prompt: str = _option("", "Negative prompt of validation samples.")
 
     startup_timeout: float = _option(
         10.0, "Minutes that the processes of a run wait for one another when it starts.", above=0, maximum=10_000
@@ -349,21 +325,18 @@ class CacheConfig(_Options):
         "Frames per video. Default: 81; 17 for 'digits'.",
         minimum=1,
         maximum=MOST_FRAMES,
-        families=VIDEO_FAMILIES,
     )
     fps: float | None = _option(
         None,
         "Frame rate to sample at. Default: take the frames as they are.",
         above=0,
         maximum=1000,
-        families=VIDEO_FAMILIES,
     )
     max_sequence_length: int | None = _option(
         None,
         "Tokens that a caption is padded to. Default: the pipeline's.",
         minimum=1,
         maximum=LONGEST_TEXT,
-        families=FLOW_FAMILIES,
     )
     cache_dtype: str = _option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES)
     num_samples: int | None = _option(
@@ -372,9 +345,7 @@ class CacheConfig(_Options):
         minimum=1,
         maximum=MOST_SAMPLES,
     )
-    prompts: str | None = _option(
-        None, "Text file with one prompt a line, for data='generated'.", families=FLOW_FAMILIES
-    )
+    prompts: str | None = _option(None, "Text file with one prompt a line, for data='generated'.")
     generated_steps: int | None = _option(
         None, "Denoising steps for data='generated'. Default: the pipeline's.", minimum=1, maximum=1000
     )

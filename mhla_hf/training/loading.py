@@ -23,7 +23,8 @@ from ..utils.locations import PIPELINE_INDEX, download_pipeline, download_reposi
 from ..utils.source_files import list_files
 from .config import COMPONENTS, UNCONVERTED, TrainingConfig
 from .export import export_pipeline
-from .families import objective_class
+from .families import Family, family_of_class
+from .families.sizes import PipelineSizes
 from .parameters import check_takes_adapters
 
 
@@ -221,13 +222,19 @@ class PipelineSource(TrainingSource):
         where = "the model's configuration"
         config = read_json(folder / "config.json", where, required={"_class_name": str}, optional=_CHANNELS)
         name = current_class(config["_class_name"], config)
-        objective_class(name, f"component: {self.component} of {self.directory}").check_config(config)
+        family = family_of_class(name, f"component: {self.component} of {self.directory}")
+        family.objective.check_config(config)
         return Component(self.component, folder, config)
 
     @property
-    def family(self) -> str:
-        """The transformer's family, by its name in `mhla-hf train`."""
-        return objective_class(self.model.class_name).family().name
+    def family(self) -> Family:
+        """The transformer's family."""
+        return family_of_class(self.model.class_name)
+
+    @cached_property
+    def sizes(self) -> PipelineSizes:
+        """Constraints on the sizes of samples."""
+        return self.family.read_sizes(self)
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -268,8 +275,8 @@ class PipelineSource(TrainingSource):
         Raises:
             ValueError: If it is not; the message names the command to use instead.
         """
-        if self.family != family:
-            raise ValueError(f"model is a {self.model.class_name}: use `mhla-hf train {self.family}`")
+        if self.family.name != family:
+            raise ValueError(f"model is a {self.model.class_name}: use `mhla-hf train {self.family.name}`")
 
     def check_run(self, config: TrainingConfig) -> None:
         """Checks the options of a run against the pipeline's files, before data are encoded for it.
@@ -277,7 +284,7 @@ class PipelineSource(TrainingSource):
         Raises:
             ValueError: If options, pipeline and teacher do not fit together.
         """
-        objective_class(self.model.class_name).from_run(config, self)
+        self.family.objective.from_run(config, self)
         for name in (self.component, "vae", "text_encoder"):
             check_weights(self.directory / name)
         self._check_conversion(config.mhla)

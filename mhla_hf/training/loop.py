@@ -21,7 +21,7 @@ from .data.data_order import DataOrder
 from .optimization import WeightAverage, learning_rate_factor, set_learning_rate
 from .run import Run
 from .sharding import full_tensor
-from .stages.diffusion import Stage
+from .stages.prediction import Stage
 
 
 class StageLoop:

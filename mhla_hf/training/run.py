@@ -19,7 +19,7 @@ from .checkpoints import Position
 from .config import TrainingConfig
 from .metrics import Metrics
 from .optimization import make_optimizer
-from .stages.diffusion import Stage
+from .stages.prediction import Stage
 from .stopping import StopSignals, TrainingStopped
 
 

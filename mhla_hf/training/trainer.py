@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Sized
+from collections.abc import Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,15 +20,14 @@ from ..utils.files import atomic_directory, remove_leftovers, write_json
 from ..utils.source_files import list_files
 from . import parameters
 from .checkpoints import Position
-from .config import TRANSFORMERS_KINDS, UNCONVERTED, TrainingConfig
+from .config import UNCONVERTED, TrainingConfig
 from .data.batches import LatentSamples, check_null_condition, make_batch
 from .data.cache import LatentDataset
 from .data.data_order import first_of_buckets, stable_seed
 from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
 from .export import MHLA_FILE, package_versions, save_adapter
-from .families import Tensors, objective_for
+from .families import TRANSFORMERS, Tensors, check_options, objective_for
 from .families.transformers_models import TransformersObjective
-from .families.validation import make_validator
 from .loading import PipelineSource, TrainingSource, TransformersSource
 from .loop import StageLoop
 from .matching.teacher import SharedTeacher
@@ -37,11 +36,13 @@ from .processes import check_distribution, make_accelerator, open_trackers
 from .resuming import find_start
 from .run import Callback, Run, Validator
 from .sharding import unsharded
-from .stages.diffusion import Distillation, FineTuning, Stage
+from .stages.diffusion import DiffusionStage
 from .stages.matching import Transfer
+from .stages.prediction import PredictionStage, Stage
 from .stages.teachers import Teacher, memory_of, share_weights
-from .stages.transformers import BatchesByStep, TransformersDistillation, TransformersFineTuning
+from .stages.transformers import BatchesByStep, TransformersStage
 from .stopping import StopSignals, TrainingStopped
+from .validation import make_validator
 
 
 __all__ = ["DiffusionTrainer", "TrainingResult", "TransformersTrainer"]
@@ -83,6 +84,7 @@ class Trainer(ABC):
     """
 
     source_class: ClassVar[type[TrainingSource]]
+    stage_class: ClassVar[type[PredictionStage]]
     source: Any
     dataset: Any
     objective: Any
@@ -132,9 +134,23 @@ class Trainer(ABC):
     def _make_objective(self) -> Any:
         """The objective of the model; checks that the samples suit it."""
 
-    @abstractmethod
-    def _stages(self) -> Sequence[Stage]:
+    def _stages(self) -> list[Stage]:
         """The stages, in their order."""
+        config, arguments = self.config, (self.model, self.objective, self._batches())
+        stages = self._matching_stages()
+        if config.distill_steps:
+            self._keep_original_weights()
+            stages.append(self.stage_class(config, *arguments, self._get_distillation_teacher))
+        if config.max_steps:
+            stages.append(self.stage_class(config, *arguments))
+        return stages
+
+    @abstractmethod
+    def _batches(self) -> Any:
+        """The source of batches that the stages take."""
+
+    def _matching_stages(self) -> list[Stage]:
+        return []
 
     @abstractmethod
     def _data_fingerprints(self) -> dict[str, str]:
@@ -349,6 +365,7 @@ class DiffusionTrainer(Trainer):
     """
 
     source_class = PipelineSource
+    stage_class = DiffusionStage
     source: PipelineSource | None
     dataset: LatentSamples
 
@@ -385,36 +402,30 @@ class DiffusionTrainer(Trainer):
             objective.check_data(self.model, self.dataset[index], self.null_condition)
         return objective
 
-    def _stages(self) -> list[Stage]:
-        config = self.config
-        batches = partial(
+    def _batches(self) -> Any:
+        return partial(
             make_batch,
             self.dataset,
             objective=self.objective,
-            condition_dropout=config.condition_dropout,
+            condition_dropout=self.config.condition_dropout,
             null_condition=self.null_condition,
         )
-        stages: list[Stage] = []
-        if config.transfer_steps:
-            folder = None if self.output is None else self.output / "transfer"
-            stages.append(
-                Transfer(
-                    config,
-                    self.model,
-                    self.objective,
-                    batches,
-                    self._get_transfer_teacher,
-                    self.accelerator,
-                    self.dataset,
-                    folder,
-                )
+
+    def _matching_stages(self) -> list[Stage]:
+        if not self.config.transfer_steps:
+            return []
+        return [
+            Transfer(
+                self.config,
+                self.model,
+                self.objective,
+                self._batches(),
+                self._get_transfer_teacher,
+                self.accelerator,
+                self.dataset,
+                None if self.output is None else self.output / "transfer",
             )
-        if config.distill_steps:
-            self._keep_original_weights()
-            stages.append(Distillation(config, self.model, self.objective, batches, self._get_distillation_teacher))
-        if config.max_steps:
-            stages.append(FineTuning(config, self.model, self.objective, batches))
-        return stages
+        ]
 
     def _get_transfer_teacher(self) -> nn.Module:
         if self.teacher is None:
@@ -469,6 +480,7 @@ class TransformersTrainer(Trainer):
     """
 
     source_class = TransformersSource
+    stage_class = TransformersStage
     source: TransformersSource | None
     dataset: BatchesByStep
 
@@ -486,7 +498,7 @@ class TransformersTrainer(Trainer):
             raise ValueError("transfer_steps must be 0 for models of transformers: use mhla_hf.recovery.match_layers")
         if config.validation_prompts:
             raise ValueError("validation_prompts are not for models of transformers")
-        config.check_family(TRANSFORMERS_KINDS[0])
+        check_options(config, TRANSFORMERS)
         super().__init__(config, model, batches, teacher, callback, accelerator, None)
 
     def _open(self, dataset: BatchesByStep) -> BatchesByStep:
@@ -498,15 +510,8 @@ class TransformersTrainer(Trainer):
     def _make_objective(self) -> TransformersObjective:
         return TransformersObjective.of(self.model, self.config.distill_target, self.config.distill_temperature)
 
-    def _stages(self) -> list[Stage]:
-        config, arguments = self.config, (self.model, self.objective, self.dataset)
-        stages: list[Stage] = []
-        if config.distill_steps:
-            self._keep_original_weights()
-            stages.append(TransformersDistillation(config, *arguments, self._get_distillation_teacher))
-        if config.max_steps:
-            stages.append(TransformersFineTuning(config, *arguments))
-        return stages
+    def _batches(self) -> BatchesByStep:
+        return self.dataset
 
     def _data_fingerprints(self) -> dict[str, str]:
         return {"data": str(getattr(self.dataset, "fingerprint", len(self.dataset)))}

@@ -132,10 +132,11 @@ def test_models_of_another_command_are_refused_before_any_work(wan, tmp_path, co
 def test_help_lists_the_options_of_the_family(family):
     from mhla_hf.cli.options import OPTIONS
     from mhla_hf.training.config import CacheConfig, TrainingConfig
+    from mhla_hf.training.families import option_families
 
     text = invoke(family, "--help").output
     fields = [field for cls in (TrainingConfig, CacheConfig) for field in dataclasses.fields(cls)]
-    has = {field.name: family in field.metadata.get("families", (family,)) for field in fields}
+    has = {field.name: family in option_families(field.name) for field in fields}
     assert has["flow_shift"] == (family != "dit") and has["component"] == (family == "wan")
     for name, listed in {**has, **dict.fromkeys(OPTIONS, True)}.items():
         # Long names are cut in a narrow terminal.

@@ -99,7 +99,7 @@ def test_a_run_that_turns_it_on_later_starts_from_the_weights(tmp_path, caplog):
 
 
 def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
-    from mhla_hf.training.families import validation
+    from mhla_hf.training import validation
 
     case = CASES["wan"]
     teacher = case.make_teacher()
@@ -132,7 +132,7 @@ def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
         seen[step] = {name: value.clone() for name, value in transformer.state_dict().items()}
         return [], video[None, :, 0].permute(0, 2, 3, 1).numpy()
 
-    monkeypatch.setattr(validation.WanValidator, "write", write)
+    monkeypatch.setattr(validation.Validator, "write", write)
     result = DiffusionTrainer(config, accelerator=accelerator).run()
     exported = load_file(result.pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
     assert sorted(seen) == [2, 3] and same(exported, seen[3]) and not same(exported, seen[2])

@@ -18,7 +18,6 @@ from mhla_hf.demo.data import encode_digits
 from mhla_hf.demo.runner import Demo, token_grid
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.data.class_labels import pipeline_labels
-from mhla_hf.training.families.sizes import PipelineSizes
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 
@@ -60,7 +59,7 @@ def check(directory):
     """What the command checks before it loads anything."""
     source = PipelineSource(directory)
     source.check_run(TrainingConfig(model=str(directory), output="x", mhla="none"))
-    if PipelineSizes.of_pipeline(source).num_classes:
+    if source.sizes.num_classes:
         pipeline_labels(source)
 
 

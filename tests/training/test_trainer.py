@@ -33,7 +33,7 @@ from mhla_hf.training.parameters import (
     trainable_names,
 )
 from mhla_hf.training.sharding import unsharded
-from mhla_hf.training.stages.diffusion import FineTuning
+from mhla_hf.training.stages.diffusion import DiffusionStage
 from mhla_hf.utils.locations import find_pipeline
 
 from .. import tiny
@@ -84,7 +84,7 @@ def cache_directory(tmp_path_factory, pipeline_directory):
     from mhla_hf.training.config import CacheConfig
     from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
     from mhla_hf.training.data.cache_building import cache_settings
-    from mhla_hf.training.data.encoding import WanEncoder
+    from mhla_hf.training.families import FAMILIES
     from mhla_hf.utils.files import write_json
 
     directory = tmp_path_factory.mktemp("cache")
@@ -99,7 +99,7 @@ def cache_directory(tmp_path_factory, pipeline_directory):
         }
         write_tensors(directory / "samples" / name, tensors, torch.float32)
     write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
-    settings = cache_settings(pipeline_directory, config, WanEncoder.folders)
+    settings = cache_settings(pipeline_directory, config, FAMILIES["wan"].folders)
     manifest = {"format_version": FORMAT_VERSION, "settings": settings, "complete": True}
     write_json(directory / MANIFEST, {**manifest, "samples": names, "latent_shape": [16, 2, 4, 4], "skipped": []})
     return directory
@@ -496,7 +496,7 @@ def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted
     model = case.student(teacher) if converted else copy.deepcopy(teacher)
     model.requires_grad_(True)
     order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
-    stage = FineTuning(options(), model, case.objective, partial(make_batch, dataset, objective=case.objective))
+    stage = DiffusionStage(options(), model, case.objective, partial(make_batch, dataset, objective=case.objective))
     batch = stage.make_batch(order, 0, 0)
     module, accelerator = stage.module(), Accelerator(cpu=True)
     with torch.no_grad():
@@ -588,7 +588,7 @@ class TestFiles:
     def test_the_second_transformer_of_a_pipeline(self, cache_directory, tmp_path):
         source = tmp_path / "source"
         tiny.wan_pipeline(num_layers=1, second_transformer=True).save_pretrained(source)
-        assert sigma_range(PipelineSource(source), "transformer_2") == (0.0, 0.9)
+        assert sigma_range(PipelineSource(source, "transformer_2")) == (0.0, 0.9)
         config = options(
             model=source,
             cache=str(cache_directory),

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from ...utils.files import remove_leftovers, write_json
 from ...utils.locks import PATIENCE_SECONDS, take_lock
 from ...utils.tensor_files import read_header
-from ..config import DIGITS, GENERATED, VIDEO_FAMILIES, CacheConfig, TrainingConfig
+from ..config import DIGITS, GENERATED, CacheConfig, TrainingConfig
+from ..families import check_options
 from ..families.sizes import PipelineSizes
 from ..loading import PipelineSource
 from .cache import (
@@ -32,7 +33,7 @@ from .cache import (
 )
 from .class_labels import pipeline_labels
 from .digits import digit_pictures
-from .encoding import ENCODERS, Encoder
+from .encoding import Encoder
 from .fingerprints import folder_fingerprint
 from .folders import DataSample, UnusableSampleError
 from .images import captioned_pictures, class_pictures
@@ -50,7 +51,7 @@ def cache_settings(
     Args:
         pipeline_directory: The pipeline that encodes.
         config: The options.
-        folders: Parts of the pipeline that matter; see `Encoder.folders`. They are told by the hashes of their files.
+        folders: Parts of the pipeline that matter; see `Family.folders`. They are told by the hashes of their files.
         num_classes: Number of classes of the model; 0 for text-conditional models.
     """
     settings = config.to_dict()
@@ -241,7 +242,8 @@ def make_cache(
     if source is None:
         with accelerator.main_process_first():
             source = PipelineSource.find(config.model, config.component, config.teacher)
-    sizes = PipelineSizes.of_pipeline(source)
+    sizes = source.sizes
+    check_options(cache_config, source.family.name)
     cache_config = sizes.complete(cache_config)
     if sizes.num_classes and {cache_config.height, cache_config.width} != {sizes.own_size}:
         logger.warning(
@@ -255,8 +257,7 @@ def make_cache(
         samples: Sequence[DataSample] = generator.samples()
     else:
         samples = find_samples(source, sizes, cache_config, digit_videos)
-    folders = ENCODERS[sizes.family].folders
-    settings = cache_settings(source.directory, cache_config, folders, sizes.num_classes)
+    settings = cache_settings(source.directory, cache_config, source.family.folders, sizes.num_classes)
     if generator is not None:
         settings |= generator.settings(config.component)
     work, lock = _start(directory, settings, samples, accelerator)
@@ -314,11 +315,7 @@ def _encode(
         # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
         pipeline.text_encoder.to(torch.bfloat16)
     pipeline.to(accelerator.device)
-    encoder = ENCODERS[sizes.family](pipeline, cache_config, sizes.num_classes)
-    if generated:
-        from .generated import GeneratedEncoder
-
-        encoder = GeneratedEncoder(encoder)
+    encoder = Encoder(sizes.family, pipeline, cache_config, sizes.num_classes, generated=generated)
     build_cache(
         directory,
         encoder,
@@ -378,13 +375,13 @@ def find_samples(
     size: dict[str, Any] = {"height": config.height, "width": config.width, "buckets": sizes.buckets(config)}
     if config.data == DIGITS:
         count = config.num_samples or _DIGIT_COUNT
-        if sizes.family not in VIDEO_FAMILIES:
+        if not sizes.family.video_size:
             return digit_pictures(count, config.height, captions=not sizes.num_classes)
         if digit_videos is None:
             raise ValueError("data='digits' needs digit_videos for this model")
         return digit_videos(config.replace(num_samples=count))
     samples: Sequence[DataSample]
-    if sizes.family in VIDEO_FAMILIES:
+    if sizes.family.video_size:
         assert config.num_frames is not None
         samples = captioned_videos(folder, num_frames=config.num_frames, fps=config.fps, **size)
     elif sizes.num_classes:

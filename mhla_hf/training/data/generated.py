@@ -23,7 +23,6 @@ from ...utils.locks import take_lock
 from ..config import GENERATED, LONGEST_TEXT, MOST_SAMPLES, CacheConfig
 from ..matching.teacher import SharedTeacher
 from .data_order import stable_seed
-from .encoding import Encoder
 from .fingerprints import folder_fingerprint, model_fingerprint
 from .folders import DataSample
 from .tokens import TokenTable
@@ -129,24 +128,6 @@ class LatentGenerator:
         given = {name: value for name, value in options.items() if value is not None}
         output = self.pipeline(**given, generator=generator, return_dict=False)[0]
         return (self._captured.pop() if self.num_classes else output)[:1][0].float().cpu()
-
-
-class GeneratedEncoder(Encoder):
-    """An encoder of conditions, for samples that are latents already."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        super().__init__(encoder.pipeline, encoder.config, encoder.num_classes)
-        self.encoder = encoder
-
-    def latents(self, media: torch.Tensor) -> torch.Tensor:
-        """The sample itself."""
-        return media
-
-    def condition(self, condition: str | int) -> dict[str, torch.Tensor]:
-        return self.encoder.condition(condition)
-
-    def null_condition(self) -> dict[str, torch.Tensor]:
-        return self.encoder.null_condition()
 
 
 def generate_text(

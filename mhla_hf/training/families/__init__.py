@@ -1,42 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training objective per family of models, found by the class of the transformer."""
+"""Families of diffusion models that can be trained, each in a file of its own.
+
+Models of transformers share one objective, in `transformers_models`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from ...models.registry import FAMILIES, MHLA_CLASSES
-from ..config import TrainingConfig
-from .base import Objective, Tensors
-from .dit import DiTObjective
-from .sana import SanaObjective
-from .wan import WanObjective
+from ...models.registry import FAMILIES as MODEL_FAMILIES
+from ...models.registry import MHLA_CLASSES
+from ..config import CacheConfig, TrainingConfig
+from .base import Family
+from .dit import DiT, DiTObjective
+from .objective import Objective, Tensors
+from .sana import Sana, SanaObjective
+from .wan import Wan, WanObjective
 
 
 if TYPE_CHECKING:
     from ..loading import PipelineSource
 
 __all__ = [
+    "FAMILIES",
+    "TRANSFORMERS",
     "DiTObjective",
+    "Family",
     "Objective",
     "SanaObjective",
     "Tensors",
     "WanObjective",
-    "objective_class",
-    "objective_class_of",
+    "check_options",
+    "family_of_class",
     "objective_for",
+    "option_families",
 ]
 
-OBJECTIVES: dict[str, type[Objective]] = {
-    objective.upstream: objective for objective in (WanObjective, SanaObjective, DiTObjective)
-}
+FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), Sana(), DiT())}
+"""The families of diffusers, by name."""
+
+TRANSFORMERS = "transformers"
+"""Name of the models of transformers, which have no command."""
+
+_TRANSFORMERS_OPTIONS = frozenset({"distill_target", "distill_temperature"})
 
 
-def objective_class(class_name: str, what: str = "model") -> type[Objective]:
-    """The objective for a transformer class, upstream or MHLA, by name.
+def option_families(option: str) -> tuple[str, ...]:
+    """Returns the families that have an option of a run or its cache.
+
+    Args:
+        option: Name of a field of `TrainingConfig` or `CacheConfig`.
+    """
+    options = {**{name: family.options for name, family in FAMILIES.items()}, TRANSFORMERS: _TRANSFORMERS_OPTIONS}
+    some = tuple(name for name, own in options.items() if option in own)
+    return some or tuple(options)
+
+
+def check_options(config: TrainingConfig | CacheConfig, family: str) -> None:
+    """Checks that every option that differs from its default is one of a family.
+
+    Args:
+        config: The options.
+        family: A name in `FAMILIES`, or `TRANSFORMERS`.
+
+    Raises:
+        ValueError: If one is not; the message names it.
+    """
+    for name in config.changed():
+        families = option_families(name)
+        if family not in families:
+            raise ValueError(f"{name} is not an option of {family} models, only of {', '.join(families)}")
+
+
+def family_of_class(class_name: str, what: str = "model") -> Family:
+    """Returns the family of a transformer class, upstream or MHLA.
 
     Args:
         class_name: As in `_class_name` of a config.
@@ -45,18 +83,12 @@ def objective_class(class_name: str, what: str = "model") -> type[Objective]:
     Raises:
         ValueError: If such models cannot be trained here.
     """
-    family = FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
-    if family is None or family.upstream not in OBJECTIVES:
-        supported = ", ".join(f"{name}, {FAMILIES[name].mhla_class}" for name in OBJECTIVES)
+    known = MODEL_FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
+    if known is None or known.name not in FAMILIES:
+        classes = [family.objective.family() for family in FAMILIES.values()]
+        supported = ", ".join(f"{each.upstream}, {each.mhla_class}" for each in classes)
         raise ValueError(f"{what} is a {class_name}, which cannot be trained here; supported: {supported}")
-    return OBJECTIVES[family.upstream]
-
-
-def objective_class_of(model: nn.Module) -> type[Objective]:
-    """The objective for a transformer; errors as in `objective_class`."""
-    # Sharding gives a model a class of its own, derived from the one that is known.
-    known = [cls.__name__ for cls in type(model).__mro__ if cls.__name__ in {*FAMILIES, *MHLA_CLASSES}]
-    return objective_class(known[0] if known else type(model).__name__)
+    return FAMILIES[known.name]
 
 
 def objective_for(
@@ -74,11 +106,14 @@ def objective_for(
         ValueError: If such models cannot be trained here, an option belongs to other models, or the scheduler does
             not go with the objective.
     """
-    objective, config = objective_class_of(model), config or TrainingConfig()
-    objective.check_config(model.config)
-    config.check_family(objective.family().name)
+    # Sharding gives a model a class of its own, derived from the one that is known.
+    names = [cls.__name__ for cls in type(model).__mro__]
+    known = [name for name in names if name in {*MODEL_FAMILIES, *MHLA_CLASSES}]
+    family, config = family_of_class((known or names)[0]), config or TrainingConfig()
+    family.objective.check_config(model.config)
+    check_options(config, family.name)
     if isinstance(directory, Path):
         from ..loading import PipelineSource
 
         directory = PipelineSource(directory, config.component)
-    return objective.from_run(config, directory)
+    return family.objective.from_run(config, directory)

@@ -1,236 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainer has to know of a family of models; everything else in `mhla_hf.training` is the same for all.
+"""`Family`: everything that one family of diffusion models brings to training.
 
-Shapes: B batch, C channels, then F frames (videos only), H height and W width of latents.
+The modules of this folder are imported without torch and diffusers, for the command line reads its options from them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
-from ...models.registry import ModelFamily, family_for
+from ...utils.json_files import read_json
+from .objective import Objective
+from .sizes import PipelineSizes, read_count
 
 
 if TYPE_CHECKING:
-    from ..config import TrainingConfig
-    from ..data.batches import Batch
+    import torch
+
+    from ..config import CacheConfig, TrainingConfig
+    from ..data.cache import LatentDataset
     from ..loading import PipelineSource
 
-Tensors = Mapping[str, torch.Tensor]
+# Options of models that are conditioned on text.
+TEXT_OPTIONS = frozenset({"max_sequence_length", "prompts", "validation_negative_prompt"})
+_MOST_STAGES = 12
 
 
-@dataclass(frozen=True, kw_only=True)
-class Objective(ABC):
-    """How the models of one family are trained; the fields of a subclass are the distribution of its noise.
+class Family(ABC):
+    """The objective, command, data encoding, sizes and validation samples of one family of diffusion models.
 
     Attributes:
-        upstream: Name of the diffusers class; its MHLA class is trained in the same way.
-        condition_names: What a sample holds besides `latents`, and the sample for guidance holds instead.
-        sharded_classes: Modules that sharding gathers by themselves, besides those that the model names.
+        objective: Class of the objective.
+        help: Help text of the family's command.
+        options: Options of the run and of the cache that only some families have.
+        folders: Parts of the pipeline that encode samples.
+        text_length: Default number of tokens that captions are padded to; 0 for models of classes.
+        video_size: Default height, width and number of frames; empty for models of images.
+        prompt_encoders: Parts of the pipeline that encode prompts, and are left out once that is done.
+        pipeline_options: Entries of the pipeline's configuration that its sampling depends on.
     """
 
-    upstream: ClassVar[str]
-    condition_names: ClassVar[tuple[str, ...]]
-    sharded_classes: ClassVar[tuple[str, ...]] = ()
+    objective: ClassVar[type[Objective]]
+    help: ClassVar[str]
+    options: ClassVar[frozenset[str]] = frozenset()
+    folders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
+    text_length: ClassVar[int] = 0
+    video_size: ClassVar[dict[str, int]] = {}
+    prompt_encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
+    pipeline_options: ClassVar[tuple[str, ...]] = ()
 
-    @classmethod
-    @abstractmethod
-    def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> Objective:
-        """The objective of a run.
+    @property
+    def name(self) -> str:
+        """Name of the family and of its command."""
+        return self.objective.family().name
 
-        Args:
-            config: The options.
-            source: The pipeline that training starts from; None for a model without one.
-
-        Raises:
-            ValueError: If the pipeline's scheduler does not go with this objective.
-        """
-
-    @classmethod
-    def family(cls) -> ModelFamily:
-        """The registry's entry of the models."""
-        return family_for(cls.upstream)
-
-    @classmethod
-    @abstractmethod
-    def check_config(cls, config: Mapping[str, Any]) -> None:
-        """Checks that a model of this configuration can be trained.
+    def read_sizes(self, source: PipelineSource) -> PipelineSizes:
+        """Reads the sizes of samples that a pipeline takes: those of images, unless a family overrides it.
 
         Raises:
-            ValueError: If it is of a kind that needs another objective.
+            ValueError: If a configuration is damaged.
         """
-
-    def to_dict(self) -> dict[str, Any]:
-        """What tells this objective from others, as plain JSON values."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        path, config = source.directory / "vae" / "config.json", source.model.config
+        vae, model_path = read_json(path, "the VAE's configuration"), source.model.folder / "config.json"
+        stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
+        if not isinstance(stages, list) or not 1 <= len(stages) <= _MOST_STAGES:
+            raise ValueError(
+                f"the VAE's configuration {path}: 'block_out_channels' must be a list of 1 to {_MOST_STAGES} numbers."
+            )
+        factor = 2 ** (len(stages) - 1)
+        patch = read_count(config, "patch_size", model_path)
+        num_classes = 0
+        if not self.text_length:
+            num_classes = read_count(config, "num_embeds_ada_norm", model_path, most=10**9)
+        own_size = read_count(config, "sample_size", model_path) * factor
+        return PipelineSizes(self, factor, 1, (patch, patch), own_size, num_classes)
 
     @abstractmethod
-    def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
-        """Noise levels from uniform draws.
+    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
+        """Encodes one video or image.
 
         Args:
-            uniform: Draws in [0, 1) `[B]`, float64.
+            pipeline: The pipeline, without its transformer.
+            media: See `DataSample.load`.
 
         Returns:
-            `[B]`; what they are (sigmas, timesteps) is the objective's own affair.
+            Latents as the transformer takes them, fp32.
         """
 
     @abstractmethod
-    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """Noisy latents, of the shape of `latents`.
+    def encode_condition(self, pipeline: Any, condition: str | int, config: CacheConfig) -> dict[str, torch.Tensor]:
+        """Encodes a caption or class.
 
         Args:
-            latents: Clean latents `[B, C, ...]`.
-            noise: Standard normal, same shape.
-            levels: See `noise_levels`.
+            pipeline: See `encode_media`.
+            condition: See `DataSample`.
+            config: The options of the cache.
+
+        Returns:
+            The tensors of the objective's `condition_names`, text without its padding.
         """
 
     @abstractmethod
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
-        """Keyword arguments of the model's `forward` for noisy latents.
-
-        Args:
-            config: The model's configuration.
-            noisy: See `add_noise`, in the type that the model computes in.
-            levels: See `noise_levels`.
-            condition: The tensors of `condition_names`, each `[B, ...]`.
-        """
-
-    def predict(self, model: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
-        """The model's output for noisy latents; arguments as in `model_inputs`."""
-        return model(**self.model_inputs(cast(Any, model.config), noisy, levels, condition))[0]
+    def encode_null_condition(self, pipeline: Any, config: CacheConfig, num_classes: int) -> dict[str, torch.Tensor]:
+        """Encodes the condition of a sample without caption or class, as the pipeline's guidance takes it."""
 
     @abstractmethod
-    def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Loss of each sample `[B]`, fp32.
+    def validation_inputs(
+        self, pipeline: Any, source: PipelineSource, config: TrainingConfig, dataset: LatentDataset
+    ) -> list[dict[str, Any]]:
+        """Encodes the prompts of validation samples.
 
         Args:
-            prediction: See `predict`.
-            noisy: What the model saw.
-            batch: What it was made from.
-        """
+            pipeline: See `encode_media`.
+            source: The pipeline that training started from.
+            config: The options of the run.
+            dataset: The cache that is trained on; samples have its sizes and classes.
 
-    def distillation_losses(
-        self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        """Distance of each sample's prediction to the teacher's, `[B]`, fp32: their mean squared error.
-
-        Args:
-            prediction: See `predict`.
-            target: The teacher's, same shape.
-            noisy: What both saw.
-            batch: What it was made from.
-        """
-        return (prediction.float() - target.float()).square().flatten(1).mean(1)
-
-    def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context to train the model in; afterwards the model is as it was."""
-        return nullcontext()
-
-    def losses(self, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Loss of each sample `[B]`, fp32.
-
-        Args:
-            model: The transformer.
-            batch: On the model's device.
-            dtype: Type to hand the inputs to the model in; None leaves them in fp32.
-        """
-        noisy = self.add_noise(batch.latents, batch.noise, batch.levels)
-        return self.losses_of(self.run(model, noisy, batch, dtype), noisy, batch)
-
-    def run(
-        self, model: nn.Module, noisy: torch.Tensor, batch: Batch, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """`predict` on a batch; arguments as there and in `losses`."""
-        noisy, condition = self._cast(noisy, batch, dtype)
-        return self.predict(model, noisy, batch.levels, condition)
-
-    def inputs_of(self, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Keyword arguments of the model's `forward` for a batch; arguments as in `losses`."""
-        noisy = self.add_noise(batch.latents, batch.noise, batch.levels)
-        noisy, condition = self._cast(noisy, batch, dtype)
-        return self.model_inputs(cast(Any, model.config), noisy, batch.levels, condition)
-
-    @staticmethod
-    def _cast(
-        noisy: torch.Tensor, batch: Batch, dtype: torch.dtype | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        condition = {
-            name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-            for name, tensor in batch.condition.items()
-        }
-        return noisy if dtype is None else noisy.to(dtype), condition
-
-    @classmethod
-    def attention_name(cls, layer: int) -> str:
-        """Name of the self-attention module of a layer, MHLA or not."""
-        return cls.family().layers.format(index=layer).removesuffix(".mhla")
-
-    @classmethod
-    def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
-        """Checks that samples fit a model.
-
-        Args:
-            model: The transformer.
-            sample: One of the samples.
-            null_condition: The condition of a sample without caption or class, if there is one.
+        Returns:
+            Arguments of the pipeline's call for each prompt.
 
         Raises:
-            ValueError: If a tensor is missing, or channels, sizes or the condition do not fit.
-        """
-        cls._check_names("a sample", sample, ("latents", *cls.condition_names))
-        if null_condition is not None:
-            cls._check_names("null_condition", null_condition, cls.condition_names)
-        config: Any = model.config
-        channels, *size = sample["latents"].shape
-        if channels != config["in_channels"]:
-            raise ValueError(f"the samples have {channels} latent channels, the model takes {config['in_channels']}")
-        patch = config["patch_size"]
-        patches = (patch,) * len(size) if isinstance(patch, int) else tuple(patch)
-        if len(patches) != len(size):
-            raise ValueError(
-                f"latents of samples must have {len(patches) + 1} axes for this model, got {len(size) + 1}"
-            )
-        if any(length % width for length, width in zip(size, patches, strict=True)):
-            raise ValueError(f"the samples have latents of {size}, not multiples of the model's patches {patches}")
-        cls.check_condition(config, {name: sample[name] for name in cls.condition_names})
-        if null_condition is not None:
-            cls.check_condition(config, null_condition)
-
-    @classmethod
-    @abstractmethod
-    def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
-        """Checks that the condition of one sample fits a model of this configuration.
-
-        Raises:
-            ValueError: If it does not.
+            ValueError: If the pipeline cannot make one of the samples.
         """
 
-    @classmethod
-    def _check_names(cls, what: str, tensors: Tensors, names: tuple[str, ...]) -> None:
-        missing = [name for name in names if name not in tensors]
-        if missing:
-            raise ValueError(
-                f"{what} of {cls.family().name} training must have {', '.join(names)}; it lacks {', '.join(missing)}"
-            )
 
-
-def check_text_width(embeddings: torch.Tensor, width: int) -> None:
-    """Checks text embeddings `[L, D]` of one sample.
-
-    Raises:
-        ValueError: If the model takes another width.
-    """
-    if embeddings.shape[-1] != width:
-        raise ValueError(f"the samples have text embeddings of width {embeddings.shape[-1]}, the model takes {width}")
+def encode_with(vae: Any, media: torch.Tensor) -> Any:
+    """Calls a VAE's `encode` on its device and in its type."""
+    parameter = next(vae.parameters())
+    return vae.encode(media.to(parameter.device, parameter.dtype))

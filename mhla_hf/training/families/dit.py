@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiT: pictures of a class by noise prediction."""
+"""DiT: images of a class by noise prediction."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from ..stages import noise_prediction
-from .base import Objective, Tensors
+from .base import Family, encode_with
+from .objective import Objective, Tensors
 
 
 if TYPE_CHECKING:
-    from ..config import TrainingConfig
-    from ..data.batches import Batch
-    from ..loading import PipelineSource
+    import torch
+    from torch import nn
 
-# DiT's own, for models that come without a pipeline.
+    from ..config import CacheConfig, TrainingConfig
+    from ..data.batches import Batch
+    from ..data.cache import LatentDataset
+    from ..loading import PipelineSource
+    from ..stages.noise_prediction import NoiseSchedule
+
+# Scheduler of DiT's pipeline, for models that come without one.
 DEFAULT_SCHEDULER = {
     "beta_start": 1e-4,
     "beta_end": 0.02,
@@ -29,8 +31,10 @@ DEFAULT_SCHEDULER = {
     "num_train_timesteps": 1000,
     "prediction_type": "epsilon",
 }
-# What of a scheduler's configuration the noise depends on.
+# Entries of a scheduler's configuration that the noise depends on.
 _NOISE_ENTRIES = (*DEFAULT_SCHEDULER, "trained_betas", "rescale_betas_zero_snr", "use_flow_sigmas", "_class_name")
+# The label without class that diffusers' DiTPipeline has built in.
+_GUIDANCE_LABEL = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class DiTObjective(Objective):
 
     upstream = "DiTTransformer2DModel"
     condition_names = ("class_label",)
-    # The model's end calls the first block's embeddings once more, when the block is sharded again.
+    # The end of the model calls the first block's embeddings once more, when the block is sharded again.
     sharded_classes = ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings")
 
     scheduler: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_SCHEDULER))
@@ -60,7 +64,7 @@ class DiTObjective(Objective):
 
     @classmethod
     def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> DiTObjective:
-        """See the base class; the noise is that of the pipeline's scheduler."""
+        """Takes the noise of the pipeline's scheduler."""
         stored = {} if source is None else source.scheduler
         if not stored:
             return cls()
@@ -68,7 +72,6 @@ class DiTObjective(Objective):
 
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
-        """See the base class."""
         channels, outputs = config.get("in_channels", 4), config.get("out_channels")
         if outputs not in (None, channels, 2 * channels):
             raise ValueError(
@@ -78,7 +81,7 @@ class DiTObjective(Objective):
 
     @classmethod
     def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
-        """See the base class; diffusers' own class takes square pictures only."""
+        """Checks that samples fit a model; diffusers' own class takes square images only."""
         super().check_data(model, sample, null_condition)
         config: Any = model.config
         height, width = sample["latents"].shape[1:]
@@ -95,28 +98,33 @@ class DiTObjective(Objective):
 
     @classmethod
     def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
-        """See the base class."""
         label, classes = condition["class_label"], config["num_embeds_ada_norm"]
         if label.ndim or label.is_floating_point() or not 0 <= int(label) <= classes:
             raise ValueError(f"class_label must be a whole number from 0 to {classes} for this model, got {label}")
 
     @cached_property
-    def schedule(self) -> noise_prediction.NoiseSchedule:
-        """The scheduler's betas and what follows from them, on the CPU."""
-        return noise_prediction.NoiseSchedule.from_config(self.scheduler)
+    def schedule(self) -> NoiseSchedule:
+        """The scheduler's betas and all that follows from them, on the CPU."""
+        from ..stages.noise_prediction import NoiseSchedule
+
+        return NoiseSchedule.from_config(self.scheduler)
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
-        """Timesteps, int64."""
-        return noise_prediction.timesteps_from_uniform(uniform, self.schedule)
+        """Returns timesteps, int64."""
+        from ..stages.noise_prediction import timesteps_from_uniform
+
+        return timesteps_from_uniform(uniform, self.schedule)
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
-        return noise_prediction.add_noise(latents, noise, levels, self.schedule)
+        """Returns x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
+        from ..stages.noise_prediction import add_noise
+
+        return add_noise(latents, noise, levels, self.schedule)
 
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
     ) -> dict[str, Any]:
-        """See the base class; it predicts noise `[B, C, H, W]`, some models variances after it."""
+        """Returns the arguments of `forward`, which predicts noise `[B, C, H, W]`, and variances in some models."""
         return {
             "hidden_states": noisy,
             "timestep": levels,
@@ -125,17 +133,66 @@ class DiTObjective(Objective):
         }
 
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Mean squared error of the noise, plus the weighted variational bound of predicted variances."""
-        return noise_prediction.noise_prediction_losses(
-            prediction, batch.noise, noisy, batch.latents, batch.levels, self.schedule
-        )
+        """Returns the mean squared error of the noise, plus the weighted variational bound of predicted variances."""
+        from ..stages.noise_prediction import noise_prediction_losses
+
+        return noise_prediction_losses(prediction, batch.noise, noisy, batch.latents, batch.levels, self.schedule)
 
     def distillation_losses(
         self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Mean squared error to the teacher's noise, plus the weighted divergence from its learned variances."""
-        return noise_prediction.noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
+        """Returns the mean squared error to the teacher's noise, plus the divergence from its learned variances."""
+        from ..stages.noise_prediction import noise_distillation_losses
+
+        return noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
 
     def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Classes are dropped from the sample's own seed, and not once more in every block."""
-        return noise_prediction.own_class_dropping_off(model)
+        """Has classes dropped from the sample's own seed alone, and not once more in every block."""
+        from ..stages.noise_prediction import own_class_dropping_off
+
+        return own_class_dropping_off(model)
+
+
+class DiT(Family):
+    """Images `[3, H, W]` to `[C, H', W']`; classes to `class_label` `[]`, int64."""
+
+    objective = DiTObjective
+    help = "Fine-tune a DiT pipeline with MHLA by noise prediction, after matching its layers to the softmax model."
+    folders = ("vae",)
+    prompt_encoders = ()
+
+    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
+        """Returns the mode of the VAE's distribution, scaled as the pipeline scales it."""
+        vae = pipeline.vae
+        return encode_with(vae, media[None]).latent_dist.mode()[0].float() * vae.config.scaling_factor
+
+    def encode_condition(self, pipeline: Any, condition: str | int, config: CacheConfig) -> dict[str, torch.Tensor]:
+        import torch
+
+        return {"class_label": torch.tensor(int(condition))}
+
+    def encode_null_condition(self, pipeline: Any, config: CacheConfig, num_classes: int) -> dict[str, torch.Tensor]:
+        """Returns the label after the last class."""
+        return self.encode_condition(pipeline, num_classes, config)
+
+    def validation_inputs(
+        self, pipeline: Any, source: PipelineSource, config: TrainingConfig, dataset: LatentDataset
+    ) -> list[dict[str, Any]]:
+        from ..data.class_labels import find_label, pipeline_labels
+
+        sizes = source.sizes
+        height, width = dataset.settings["height"], dataset.settings["width"]
+        if (height, width) != (sizes.own_size, sizes.own_size):
+            raise ValueError(
+                f"validation_prompts: the pipeline makes pictures of {sizes.own_size}x{sizes.own_size} only, and the "
+                f"cache has {height}x{width}"
+            )
+        if config.validation_guidance > 1 and sizes.num_classes != _GUIDANCE_LABEL:
+            raise ValueError(
+                f"validation_guidance must be at most 1: the pipeline's guidance is for models of {_GUIDANCE_LABEL} "
+                f"classes, and this one has {sizes.num_classes}"
+            )
+        trained = dataset.manifest["classes"]
+        # The classes of the data come first where an error lists them, and mean what they mean there.
+        known = {**trained, **pipeline_labels(source), **trained}
+        return [{"class_labels": [find_label(each, known, sizes.num_classes)]} for each in config.validation_prompts]

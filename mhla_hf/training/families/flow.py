@@ -6,18 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..stages import flow_matching
-from .base import Objective
+from .objective import Objective
 
 
 if TYPE_CHECKING:
+    import torch
+
     from ..config import TrainingConfig
     from ..data.batches import Batch
     from ..loading import PipelineSource
 
-# Of pipelines at their smallest size, and of models that come without a pipeline.
+FLOW_OPTIONS = frozenset({"flow_shift", "logit_mean", "logit_std"})
+# Shift of pipelines at their smallest size, and of models that come without a pipeline.
 DEFAULT_SHIFT = 3.0
 
 
@@ -32,18 +32,28 @@ class FlowObjective(Objective):
 
     @classmethod
     def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> FlowObjective:
-        """See the base class; a shift that the options do not give is that of the pipeline's scheduler."""
+        """Takes a shift that the options do not give from the pipeline's scheduler."""
+        shift: float | None = DEFAULT_SHIFT
         if source is not None:
-            check_scheduler(source)
-        shift = config.flow_shift
-        if shift is None:
-            shift = DEFAULT_SHIFT if source is None else default_flow_shift(source)
+            scheduler = source.scheduler
+            # Schedulers made for flows alone do not say so.
+            prediction_type = scheduler.get("prediction_type", "flow_prediction")
+            if prediction_type != "flow_prediction":
+                raise ValueError(
+                    f"model: the scheduler of {source.directory}, {scheduler.get('_class_name')}, has "
+                    f"prediction_type={prediction_type!r}; for flow matching it must be 'flow_prediction'"
+                )
+            shift = float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)
+        if config.flow_shift is not None:
+            shift = config.flow_shift
         given: dict[str, Any] = {"logit_mean": config.logit_mean, "logit_std": config.logit_std, "flow_shift": shift}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
-        """Sigmas in [0, 1], fp32."""
-        return flow_matching.sigmas_from_uniform(
+        """Returns sigmas in [0, 1], fp32."""
+        from ..stages.flow_matching import sigmas_from_uniform
+
+        return sigmas_from_uniform(
             uniform,
             logit_mean=self.logit_mean,
             logit_std=self.logit_std,
@@ -52,31 +62,20 @@ class FlowObjective(Objective):
         )
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """x_t = (1 - sigma) x_0 + sigma eps."""
-        return flow_matching.add_noise(latents, noise, levels)
+        """Returns x_t = (1 - sigma) x_0 + sigma eps."""
+        from ..stages.flow_matching import add_noise
+
+        return add_noise(latents, noise, levels)
 
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Mean squared error to the direction from data to noise."""
-        return flow_matching.flow_matching_losses(prediction, batch.latents, batch.noise)
+        """Returns the mean squared error to the direction from data to noise."""
+        from ..stages.flow_matching import flow_matching_losses
 
+        return flow_matching_losses(prediction, batch.latents, batch.noise)
 
-def default_flow_shift(source: PipelineSource) -> float:
-    """The shift that the pipeline's sampler uses; 1 if its scheduler names none."""
-    config = source.scheduler
-    return float(config.get("flow_shift") or config.get("shift") or 1.0)
+    @staticmethod
+    def timesteps(sigmas: torch.Tensor) -> torch.Tensor:
+        """Returns timesteps as the flow schedulers of diffusers count them."""
+        from ..stages.flow_matching import timesteps_from_sigmas
 
-
-def check_scheduler(source: PipelineSource) -> None:
-    """Checks that the pipeline's sampler follows the flow that its transformer is trained on.
-
-    Raises:
-        ValueError: If the scheduler is for models that predict something else.
-    """
-    config = source.scheduler
-    # Schedulers made for flows alone do not say so.
-    prediction_type = config.get("prediction_type", "flow_prediction")
-    if prediction_type != "flow_prediction":
-        raise ValueError(
-            f"model: the scheduler of {source.directory}, {config.get('_class_name')}, has "
-            f"prediction_type={prediction_type!r}; for flow matching it must be 'flow_prediction'"
-        )
+        return timesteps_from_sigmas(sigmas)

@@ -17,7 +17,7 @@ from ..checkpoints import Position
 from ..config import TrainingConfig
 from ..metrics import Metrics
 from ..run import Run, suspects
-from ..stages.diffusion import Stage
+from ..stages.prediction import Stage
 from .distributed import OneProcess
 from .layers import AttentionLayer
 from .stage import STAGE

@@ -109,7 +109,7 @@ class RecordNumbers:
 
 
 class MatchingStage:
-    """Some layers of a model, trained side by side on records; see `stages.diffusion.Stage`.
+    """Some layers of a model, trained side by side on records; see `stages.prediction.Stage`.
 
     Args:
         model: The model.

@@ -1,75 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a run: their batches, what trains, which module runs, and the loss."""
+"""Distillation and fine-tuning of diffusion models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from ...utils.compat import unsplit_classes
-from ..config import TrainingConfig
-from ..data.batches import Batch, TrainingBatch
+from ..data.batches import Batch
 from ..data.data_order import DataOrder
 from ..families import Objective
-from ..parameters import trainable_names
-from .teachers import Teacher
-
-
-BatchMaker = Callable[[DataOrder, int, int], TrainingBatch]
-"""Makes the micro-batch of (data order, step, micro-step), on the CPU; a pure function."""
-
-
-class Stage(Protocol):
-    """What the training loop needs to know of a stage.
-
-    Attributes:
-        name: One of `checkpoints.STAGES`.
-        steps: How many optimizer steps it has.
-        learning_rate: Peak learning rate.
-        mhla_learning_rate: That of the MHLA parameters.
-        validates: Whether validation samples are made on the way: the whole model trains.
-    """
-
-    name: str
-    steps: int
-    learning_rate: float
-    mhla_learning_rate: float
-    validates: bool
-
-    def make_batch(self, order: DataOrder, step: int, micro_step: int) -> TrainingBatch:
-        """A micro-batch of the samples that the order says, on the CPU; a pure function.
-
-        Args:
-            order: The data order of this process.
-            step: Optimizer step, from 0.
-            micro_step: Micro-step within it, from 0.
-        """
-
-    def trainable_names(self) -> list[str]:
-        """Names of the parameters that train."""
-
-    def module(self) -> nn.Module:
-        """The module that accelerate wraps; it shares its parameters with the model."""
-
-    def loss(self, module: nn.Module, batch: Any, accelerator: Accelerator) -> torch.Tensor:
-        """The loss of a micro-batch, a scalar.
-
-        Args:
-            module: The wrapped one.
-            batch: What `make_batch` made, on the device.
-            accelerator: The processes.
-        """
-
-    def context(self) -> AbstractContextManager[None]:
-        """What the stage's steps run in."""
-
-    def close(self) -> None:
-        """Lets go of what only this stage needs."""
+from .prediction import PredictionStage
 
 
 class ObjectivePrediction(nn.Module):
@@ -103,95 +47,29 @@ class ObjectivePrediction(nn.Module):
         return levels.view(torch.int32) if levels.dtype == torch.float32 else levels
 
 
-class FineTuning:
-    """The family's own objective on the whole model."""
+class DiffusionStage(PredictionStage):
+    """The family's objective, or the distance to the teacher's prediction of the same noisy latents."""
 
-    name = "finetune"
-    validates = True
+    def make_batch(self, order: DataOrder, step: int, micro_step: int) -> Batch:
+        return self.batches(order, step, micro_step)
 
-    def __init__(self, config: TrainingConfig, model: nn.Module, objective: Objective, make_batch: BatchMaker) -> None:
-        self.config = config
-        self.model = model
-        self.objective = objective
-        self.make_batch = make_batch
-        self.steps = config.max_steps
-        self.learning_rate = config.learning_rate
-        self.mhla_learning_rate = config.mhla_learning_rate or config.learning_rate
-
-    def trainable_names(self) -> list[str]:
-        """What `train` says."""
-        return trainable_names(self.model, self.config.train)
-
-    def module(self) -> nn.Module:
-        """The transformer."""
+    def _wrapped(self) -> nn.Module:
         return ObjectivePrediction(self.model, self.objective)
 
     def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
-        """The objective's loss."""
-        noisy = self.objective.add_noise(batch.latents, batch.noise, batch.levels)
-        prediction = module(noisy, ObjectivePrediction.whole_numbers(batch.levels), batch.condition)
-        return self.objective.losses_of(prediction, noisy, batch).mean()
-
-    def context(self) -> AbstractContextManager[None]:
-        """What the objective asks for."""
-        return self.objective.fine_tuning(self.model)
-
-    def close(self) -> None:
-        """There is nothing to let go of."""
-
-
-class Distillation:
-    """The teacher's prediction on the data, alone or weighted against the family's own objective."""
-
-    name = "distill"
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        model: nn.Module,
-        objective: Objective,
-        make_batch: BatchMaker,
-        get_teacher: Callable[[], Teacher],
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.objective = objective
-        self.make_batch = make_batch
-        self.get_teacher = get_teacher
-        self.teacher: Teacher | None = None
-        self.steps = config.distill_steps
-        self.learning_rate = config.distill_learning_rate or config.learning_rate
-        # The more particular option wins, as in the matching stage.
-        self.mhla_learning_rate = config.distill_learning_rate or config.mhla_learning_rate or config.learning_rate
-        # Fine-tuning makes them later, of the same steps.
-        self.validates = not config.max_steps
-
-    def trainable_names(self) -> list[str]:
-        """What `train` says."""
-        return trainable_names(self.model, self.config.train)
-
-    def module(self) -> nn.Module:
-        """The transformer."""
-        self.teacher = self.get_teacher()
-        return ObjectivePrediction(self.model, self.objective)
-
-    def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
-        """The distance to the teacher's prediction, mixed with the objective's loss."""
-        assert self.teacher is not None
-        objective, share = self.objective, self.config.distill_ratio
+        """The distance to the teacher's prediction, the objective's loss, or a mixture of both."""
+        objective, share = self.objective, self.teacher_share
         noisy = objective.add_noise(batch.latents, batch.noise, batch.levels)
-        with torch.no_grad(), accelerator.autocast():
-            target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
+        if share:
+            with torch.no_grad(), accelerator.autocast():
+                target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
         prediction = module(noisy, ObjectivePrediction.whole_numbers(batch.levels), batch.condition)
+        if not share:
+            return objective.losses_of(prediction, noisy, batch).mean()
         loss = objective.distillation_losses(prediction, target, noisy, batch).mean()
         if share < 1:
             loss = share * loss + (1 - share) * objective.losses_of(prediction, noisy, batch).mean()
         return loss
 
     def context(self) -> AbstractContextManager[None]:
-        """What the objective asks for."""
         return self.objective.fine_tuning(self.model)
-
-    def close(self) -> None:
-        """Lets go of the teacher."""
-        self.teacher = None

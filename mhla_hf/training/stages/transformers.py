@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of models of transformers: distillation and fine-tuning."""
+"""Distillation and fine-tuning of models of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ..config import TrainingConfig
 from ..data.data_order import DataOrder
 from ..families.transformers_models import TransformersObjective, head_of, matched_states, token_states
 from ..matching.layers import without_dropout
-from ..parameters import set_trainable, trainable_names
+from ..parameters import set_trainable
+from .prediction import PredictionStage
 from .prediction_losses import Head, divergences, language_losses, relative_errors
 from .teachers import Teacher, compute_with
 
@@ -28,7 +29,7 @@ IGNORED = -100
 
 
 class BatchesByStep(Protocol):
-    """Where batches come from; `mhla_hf.training.data.batch_sources.BatchSource` is one.
+    """Source of batches, such as a `mhla_hf.training.data.batch_sources.BatchSource`.
 
     A batch holds keyword arguments of the model's `forward`.
     """
@@ -89,7 +90,7 @@ class TokenPredictions(nn.Module):
 
 
 class ModelOutputs(nn.Module):
-    """A model, or what lies under its head, called for its output."""
+    """A model, with or without its head, called for its output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -101,82 +102,68 @@ class ModelOutputs(nn.Module):
         return self.model(**inputs, **options)
 
 
-class _TransformersStage:
-    """What both stages share.
+class TransformersStage(PredictionStage):
+    """The model's own task, or the distance to the teacher's logits or hidden states.
 
-    Args:
-        config: The options.
-        model: The model.
-        objective: What it learns from.
-        source: Where batches come from.
+    The task is the next token for language models, and the loss of the model's class on batches with labels for
+    others.
+
+    Raises:
+        ValueError: If labels are missing.
     """
 
-    name: str
-    steps: int
-    validates = False
-    weight_of_teacher: float
-
     def __init__(
-        self, config: TrainingConfig, model: nn.Module, objective: TransformersObjective, source: BatchesByStep
+        self,
+        config: TrainingConfig,
+        model: nn.Module,
+        objective: TransformersObjective,
+        batches: BatchesByStep,
+        get_teacher: Callable[[], Teacher] | None = None,
     ) -> None:
-        self.config = config
-        self.model: Any = model
-        self.objective = objective
-        self.source = source
-        self.teacher: Teacher | None = None
+        super().__init__(config, model, objective, batches, get_teacher)
         self._names: list[str] | None = None
+        has_task = self.teacher_share == 1 or objective.predicts_tokens
+        if not has_task and "labels" not in batches.batch(self.name, 0, 1):
+            option = "distill_ratio must be 1" if self.name == "distill" else "max_steps must be 0"
+            raise ValueError(f"{option} for a {type(model).__name__} whose batches have no labels: no task")
 
     @property
     def _by_tokens(self) -> bool:
         """Whether losses are computed for some tokens at a time."""
-        return self.objective.predicts_tokens and (self.objective.target == "logits" or not self.weight_of_teacher)
+        return self.objective.predicts_tokens and (self.objective.target == "logits" or not self.teacher_share)
 
     @property
     def _part(self) -> Any:
         """The part of the model that runs: without its head where nothing is learned from that."""
-        needs_head = self.objective.target == "logits" or self.weight_of_teacher < 1
+        needs_head = self.objective.target == "logits" or self.teacher_share < 1
         return self.model if needs_head else self.model.base_model
 
     @property
     def _options(self) -> dict[str, Any]:
-        matches_states = self.weight_of_teacher and self.objective.target != "logits"
+        matches_states = self.teacher_share and self.objective.target != "logits"
         options: dict[str, Any] = {"output_hidden_states": True} if matches_states else {}
         return {**options, "use_cache": False} if self.objective.predicts_tokens else options
 
     def make_batch(self, order: DataOrder, step: int, micro_step: int) -> ModelBatch:
-        """A micro-batch of the source."""
         number = step * order.accumulation_steps + micro_step
-        inputs = self.source.batch(self.name, number, order.batch_size, order.rank, order.world_size)
+        inputs = self.batches.batch(self.name, number, order.batch_size, order.rank, order.world_size)
         return ModelBatch(dict(inputs), tuple(order.sample_numbers(step, micro_step)))
 
-    def check_batch(self) -> None:
-        """Checks that batches have what the losses need.
-
-        Raises:
-            ValueError: If labels are missing.
-        """
-        if self.weight_of_teacher == 1 or self.objective.predicts_tokens:
-            return
-        if "labels" not in self.source.batch(self.name, 0, 1):
-            option = "distill_ratio must be 1" if self.name == "distill" else "max_steps must be 0"
-            raise ValueError(f"{option} for a {type(self.model).__name__} whose batches have no labels: no task")
-
     def trainable_names(self) -> list[str]:
-        """What `train` says; but for what has no part in the losses, such as an unused pooler."""
+        """Names of the parameters that train, without those that no loss reaches, such as an unused pooler's."""
         if self._names is None:
-            names = trainable_names(self.model, self.config.train)
+            names = super().trainable_names()
             self._names = names if self._by_tokens else self._reached(names)
         return self._names
 
-    def module(self) -> nn.Module:
-        """The model."""
-        return (
-            TokenPredictions(self.model, self.objective.temperature) if self._by_tokens else ModelOutputs(self._part)
-        )
+    def _wrapped(self) -> nn.Module:
+        if self._by_tokens:
+            return TokenPredictions(self.model, self.objective.temperature)
+        return ModelOutputs(self._part)
 
     def loss(self, module: nn.Module, batch: ModelBatch, accelerator: Accelerator) -> torch.Tensor:
         """The distance to the teacher, mixed with the task's loss; both are means over the tokens of all processes."""
-        inputs, share = batch.inputs, self.weight_of_teacher
+        inputs, share = batch.inputs, self.teacher_share
         if self._by_tokens:
             return self._token_loss(module, inputs, accelerator)
         output = module(self._inputs(inputs), self._options)
@@ -195,21 +182,17 @@ class _TransformersStage:
         return torch.stack(losses).sum()
 
     def context(self) -> AbstractContextManager[None]:
-        """Nothing."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Lets go of the teacher."""
-        self.teacher = None
+        """No dropout in distillation: the teacher has none, and runs are short."""
+        return without_dropout(self.model) if self.name == "distill" else nullcontext()
 
     def _inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of what runs; labels cost the logits of all tokens."""
-        if self.weight_of_teacher < 1:
+        """The arguments of the model that runs; labels cost the logits of all tokens."""
+        if self.teacher_share < 1:
             return inputs
         return {name: value for name, value in inputs.items() if name != "labels"}
 
     def _token_loss(self, module: nn.Module, inputs: dict[str, Any], accelerator: Accelerator) -> torch.Tensor:
-        share, teacher = self.weight_of_teacher, self.teacher
+        share, teacher = self.teacher_share, self.teacher
         states, head = None, None
         if share and teacher is not None:
             with accelerator.autocast():
@@ -220,7 +203,7 @@ class _TransformersStage:
         return _mean(total, int(next_tokens(inputs)[0].sum()), accelerator)
 
     def _target(self, inputs: dict[str, Any], accelerator: Accelerator) -> list[torch.Tensor]:
-        """What the teacher's model gives, in the places that count."""
+        """The teacher's output in the places that count."""
         teacher, objective, options = self.teacher, self.objective, self._options
         assert teacher is not None
         wanted = {name: value for name, value in inputs.items() if name != "labels"}
@@ -232,8 +215,10 @@ class _TransformersStage:
             return matched_states(objective.target, compute_with(teacher, output), inputs)
 
     def _reached(self, names: list[str]) -> list[str]:
-        """Those of some parameters that have a part in the losses, found by running one sample."""
-        inputs = self.make_batch(DataOrder(dataset_size=len(self.source), batch_size=1, seed=0, stage=self.name), 0, 0)
+        """The parameters that a loss reaches, found by running one sample."""
+        inputs = self.make_batch(
+            DataOrder(dataset_size=len(self.batches), batch_size=1, seed=0, stage=self.name), 0, 0
+        )
         inputs = inputs.to(next(self.model.parameters()).device)
         there = dict(self.model.named_parameters())
         takes_gradients = {parameter: parameter.requires_grad for parameter in there.values()}
@@ -242,8 +227,8 @@ class _TransformersStage:
         try:
             with torch.enable_grad():
                 output = self._part.eval()(**self._inputs(inputs.inputs), **self._options)
-                total: Any = output.loss.float() if self.weight_of_teacher < 1 else 0.0
-                if self.weight_of_teacher:
+                total: Any = output.loss.float() if self.teacher_share < 1 else 0.0
+                if self.teacher_share:
                     total = total + sum(
                         states.float().sum() for states in matched_states(self.objective.target, output, inputs.inputs)
                     )
@@ -253,53 +238,6 @@ class _TransformersStage:
             for parameter, takes in takes_gradients.items():
                 parameter.requires_grad_(takes)
         return [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
-
-
-class TransformersDistillation(_TransformersStage):
-    """The teacher's logits or hidden states, alone or weighted against the task's own loss."""
-
-    name = "distill"
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        model: nn.Module,
-        objective: TransformersObjective,
-        source: BatchesByStep,
-        get_teacher: Callable[[], Teacher],
-    ) -> None:
-        super().__init__(config, model, objective, source)
-        self.get_teacher = get_teacher
-        self.steps = config.distill_steps
-        self.weight_of_teacher = config.distill_ratio
-        self.learning_rate = config.distill_learning_rate or config.learning_rate
-        self.mhla_learning_rate = config.distill_learning_rate or config.mhla_learning_rate or config.learning_rate
-        self.check_batch()
-
-    def module(self) -> nn.Module:
-        """The model."""
-        self.teacher = self.get_teacher()
-        return super().module()
-
-    def context(self) -> AbstractContextManager[None]:
-        """No dropout: the teacher has none, and runs are short."""
-        return without_dropout(self.model)
-
-
-class TransformersFineTuning(_TransformersStage):
-    """The model's own task: the next token, or what its class does with labels."""
-
-    name = "finetune"
-
-    def __init__(
-        self, config: TrainingConfig, model: nn.Module, objective: TransformersObjective, source: BatchesByStep
-    ) -> None:
-        super().__init__(config, model, objective, source)
-        self.steps = config.max_steps
-        self.weight_of_teacher = 0.0
-        self.learning_rate = config.learning_rate
-        self.mhla_learning_rate = config.mhla_learning_rate or config.learning_rate
-        self.check_batch()
 
 
 def next_tokens(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

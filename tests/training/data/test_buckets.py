@@ -16,6 +16,7 @@ from mhla_hf.training.data.buckets import Bucket, nearest_bucket, parse_buckets
 from mhla_hf.training.data.data_order import DataOrder
 from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.videos import captioned_videos, write_video
+from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.families.sizes import PipelineSizes
 
 from ... import tiny_images
@@ -24,8 +25,8 @@ from ..cases import CASES
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
-VIDEO_SIZES = PipelineSizes("wan", 8, 4, (2, 2), 0, 0)
-PICTURE_SIZES = PipelineSizes("sana", 32, 1, (1, 1), 512, 0)
+VIDEO_SIZES = PipelineSizes(FAMILIES["wan"], 8, 4, (2, 2), 0, 0)
+PICTURE_SIZES = PipelineSizes(FAMILIES["sana"], 32, 1, (1, 1), 512, 0)
 
 
 class TestSizes:

@@ -23,11 +23,12 @@ from mhla_hf.training.checkpoints import (
 )
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data.cache_building import build_cache, cache_settings, finish_cache, start_cache
-from mhla_hf.training.data.encoding import WanEncoder, encode_videos
+from mhla_hf.training.data.encoding import Encoder
 from mhla_hf.training.data.fingerprints import folder_fingerprint
 from mhla_hf.training.data.folders import DataSample, UnusableSampleError
 from mhla_hf.training.data.videos import captioned_videos, fit_frames, read_frames, write_video
-from mhla_hf.training.families.sizes import PipelineSizes
+from mhla_hf.training.families import FAMILIES
+from mhla_hf.training.families.wan import encode_videos
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 from mhla_hf.utils.files import atomic_directory, atomic_file, remove_leftovers
@@ -141,12 +142,12 @@ class TestCache:
         ]
 
     def settings(self, pipeline_directory):
-        return cache_settings(pipeline_directory, self.config, WanEncoder.folders)
+        return cache_settings(pipeline_directory, self.config, FAMILIES["wan"].folders)
 
     def build(self, directory, pipeline, pipeline_directory, samples, **options):
         work = start_cache(directory, self.settings(pipeline_directory))
         if work:
-            build_cache(directory, WanEncoder(pipeline, self.config), samples, progress=False, **options)
+            build_cache(directory, Encoder(FAMILIES["wan"], pipeline, self.config), samples, progress=False, **options)
         return work
 
     def test_samples_come_back_as_the_pipeline_makes_them(self, pipeline, pipeline_directory, tmp_path):
@@ -211,7 +212,7 @@ class TestCache:
             finish_cache(tmp_path, self.samples())
 
     def test_sizes_must_fit_the_pipeline(self, pipeline_directory):
-        sizes = PipelineSizes.of_pipeline(PipelineSource(pipeline_directory))
+        sizes = PipelineSource(pipeline_directory).sizes
         for changes, message in (
             ({"height": 40}, "height must be a multiple of 16"),
             ({"width": 40}, "width must be a multiple of 16"),
@@ -221,7 +222,7 @@ class TestCache:
                 sizes.complete(self.config.replace(**changes))
 
     def test_sizes_have_defaults(self, pipeline_directory):
-        sizes = PipelineSizes.of_pipeline(PipelineSource(pipeline_directory))
+        sizes = PipelineSource(pipeline_directory).sizes
         for options, expected in (
             ({}, (480, 832, 81, 512)),
             ({"data": "digits"}, (64, 64, 17, 512)),

@@ -17,12 +17,13 @@ from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data.cache_building import find_samples, make_cache
 from mhla_hf.training.data.class_labels import find_label, folder_labels, pipeline_labels
 from mhla_hf.training.data.digits import DIGIT_WORDS, digit_pictures, load_scans
-from mhla_hf.training.data.encoding import DiTEncoder, SanaEncoder, sana_instruction
+from mhla_hf.training.data.encoding import Encoder
 from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.images import captioned_pictures, class_pictures, fit_picture, picture_grid, read_picture
-from mhla_hf.training.families.sizes import PipelineSizes
-from mhla_hf.training.families.validation import make_validator
+from mhla_hf.training.families import FAMILIES, check_options
+from mhla_hf.training.families.sana import sana_instruction
 from mhla_hf.training.loading import PipelineSource
+from mhla_hf.training.validation import make_validator
 
 from ... import tiny_images
 
@@ -225,6 +226,13 @@ class TestDigits:
         assert len(held_out) == 299 and len({sample.key for sample in held_out}) == 299
 
 
+def completed(directory, config):
+    """The options of a cache as the cache step completes them."""
+    source = PipelineSource(directory)
+    check_options(config, source.family.name)
+    return source.sizes.complete(config)
+
+
 class TestSizes:
     @pytest.mark.parametrize(
         ("family", "options", "expected"),
@@ -238,7 +246,7 @@ class TestSizes:
         ],
     )
     def test_defaults_are_the_models_own(self, family, options, expected, directories):
-        config = PipelineSizes.of_pipeline(PipelineSource(directories[family])).complete(CacheConfig(**options))
+        config = completed(directories[family], CacheConfig(**options))
         assert (config.height, config.width, config.max_sequence_length) == expected
         assert config.num_frames is None
 
@@ -255,7 +263,7 @@ class TestSizes:
     )
     def test_bad_sizes_are_named(self, family, options, message, directories):
         with pytest.raises(ValueError, match=message):
-            PipelineSizes.of_pipeline(PipelineSource(directories[family])).complete(CacheConfig(**options))
+            completed(directories[family], CacheConfig(**options))
 
 
 def transformer_inputs(pipeline, **call):
@@ -275,9 +283,9 @@ class TestEncoding:
     picture = torch.rand(3, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
     def test_latents_are_what_the_pipelines_decode(self, pipelines):
-        for family, encoder_class, shape in (("sana", SanaEncoder, (4, 2, 3)), ("dit", DiTEncoder, (4, 32, 48))):
+        for family, shape in (("sana", (4, 2, 3)), ("dit", (4, 32, 48))):
             vae = pipelines[family].vae
-            latents = encoder_class(pipelines[family], CacheConfig()).latents(self.picture)
+            latents = Encoder(FAMILIES[family], pipelines[family], CacheConfig()).latents(self.picture)
             assert latents.shape == shape and latents.dtype == torch.float32 and not latents.requires_grad
             with torch.no_grad():
                 encoded = vae.encode(self.picture[None])
@@ -289,7 +297,7 @@ class TestEncoding:
         pipeline = pipelines["sana"]
         assert sana_instruction(pipeline)[-1] == "User Prompt: "
         inputs = transformer_inputs(pipeline, prompt="a three", max_sequence_length=24, height=512, width=512)
-        encoder = SanaEncoder(pipeline, CacheConfig(max_sequence_length=24))
+        encoder = Encoder(FAMILIES["sana"], pipeline, CacheConfig(max_sequence_length=24))
         for row, own in enumerate((encoder.null_condition(), encoder.condition("a three"))):
             mask = inputs["encoder_attention_mask"][row]
             length = len(own["prompt_attention_mask"])
@@ -301,7 +309,7 @@ class TestEncoding:
 
     def test_classes_are_what_the_pipeline_gives_the_transformer(self, pipelines):
         labels = transformer_inputs(pipelines["dit"], class_labels=[20])["class_labels"]
-        encoder = DiTEncoder(pipelines["dit"], CacheConfig(), num_classes=1000)
+        encoder = Encoder(FAMILIES["dit"], pipelines["dit"], CacheConfig(), num_classes=1000)
         assert labels.tolist() == [encoder.condition(20)["class_label"], encoder.null_condition()["class_label"]]
 
     def test_only_encoders_are_loaded(self, directories):
@@ -337,7 +345,7 @@ class TestCache:
         assert len(dataset) == 2 and dataset.latent_shape == (4, 2, 2)
         assert [entry.split(":")[0] for entry in dataset.manifest["skipped"]] == ["green.png"]
         sample = dataset[1]
-        encoder = SanaEncoder(pipelines["sana"], CacheConfig(max_sequence_length=16))
+        encoder = Encoder(FAMILIES["sana"], pipelines["sana"], CacheConfig(max_sequence_length=16))
         own = encoder.condition("a red wall")
         length = len(own["prompt_attention_mask"])
         assert sample["prompt_embeds"].shape == (16, tiny_images.CAPTION_DIM)
@@ -381,7 +389,7 @@ class TestCache:
     def test_an_interrupted_cache_goes_on(self, directories, tmp_path, monkeypatch):
         config = options(directories["dit"], tmp_path)
         cache_config = CacheConfig(data="digits", num_samples=6, cache_dtype="bfloat16")
-        encode, encoded = DiTEncoder.latents, []
+        encode, encoded = Encoder.latents, []
 
         def interrupted(self, media):
             if len(encoded) == 4:
@@ -390,7 +398,7 @@ class TestCache:
             return encode(self, media)
 
         with monkeypatch.context() as patch:
-            patch.setattr(DiTEncoder, "latents", interrupted)
+            patch.setattr(Encoder, "latents", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 make_cache(config, cache_config, Accelerator(cpu=True))
         with pytest.raises(ValueError, match="unfinished"):
@@ -420,7 +428,7 @@ class TestCache:
         for name in ("a/1.png", "a/2.png", "a/3.png", "b/1.png"):
             save_picture(tmp_path / name)
         source = PipelineSource(directories["dit"])
-        sizes = PipelineSizes.of_pipeline(source)
+        sizes = source.sizes
         config = sizes.complete(CacheConfig(data=str(tmp_path), num_samples=2))
         assert [sample.condition for sample in find_samples(source, sizes, config)] == [0, 1]
 

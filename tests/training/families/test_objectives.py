@@ -22,7 +22,7 @@ from mhla_hf.training import (
 )
 from mhla_hf.training.data.batches import Batch, DataOrder, make_batch
 from mhla_hf.training.evaluation import evaluation_batches
-from mhla_hf.training.families import objective_class
+from mhla_hf.training.families import family_of_class
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.stage import LayerMatching
 from mhla_hf.training.matching.teacher import SharedTeacher
@@ -308,8 +308,8 @@ class TestRefusals:
 
     def test_unknown_classes(self):
         with pytest.raises(ValueError, match=r"component: x of here is a AutoencoderKL, which cannot be trained here"):
-            objective_class("AutoencoderKL", "component: x of here")
-        assert objective_class("MHLAWanTransformer3DModel") is WanObjective
+            family_of_class("AutoencoderKL", "component: x of here")
+        assert family_of_class("MHLAWanTransformer3DModel").objective is WanObjective
 
 
 def test_tables_of_classes_do_not_decay():

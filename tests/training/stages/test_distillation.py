@@ -21,7 +21,7 @@ from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.parameters import add_lora, is_mhla_parameter
-from mhla_hf.training.stages.diffusion import Distillation
+from mhla_hf.training.stages.diffusion import DiffusionStage
 from mhla_hf.training.stages.noise_prediction import NoiseSchedule, noise_distillation_losses
 from tests import tiny
 from tests.layers.test_original import NAMES, kept, models
@@ -164,7 +164,7 @@ class TestLosses:
         accelerator = Accelerator(cpu=True)
 
         def loss(model, teacher, **changes):
-            stage = Distillation(options(**changes), model, case.objective, data, lambda: teacher)
+            stage = DiffusionStage(options(**changes), model, case.objective, data, lambda: teacher)
             with stage.context():
                 return stage.loss(stage.module(), batch, accelerator)
 

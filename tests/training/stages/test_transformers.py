@@ -20,7 +20,7 @@ from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.prediction_losses import divergences, language_losses, relative_errors
 from mhla_hf.training.stages.teachers import compute_with
-from mhla_hf.training.stages.transformers import TransformersDistillation, TransformersFineTuning, next_tokens
+from mhla_hf.training.stages.transformers import TransformersStage, next_tokens
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
 from tests.recovery.sources import model_directory
@@ -201,7 +201,7 @@ class TestStages:
         def loss(model, teacher, **changes):
             config = options(distill_target=target, distill_temperature=2.0, **changes)
             objective = TransformersObjective.of(model, target, 2.0)
-            stage = TransformersDistillation(config, model, objective, source, lambda: teacher)
+            stage = TransformersStage(config, model, objective, source, lambda: teacher)
             names = stage.trainable_names()
             batch = stage.make_batch(DataOrder(dataset_size=32, batch_size=2, seed=0, stage="distill"), 1, 0)
             assert batch.indices == (2, 3)
@@ -257,14 +257,14 @@ class TestStages:
         student, source, accelerator = converted("llama", softmax), Source("llama"), Accelerator(cpu=True)
         objective = TransformersObjective.of(student)
         order = DataOrder(dataset_size=32, batch_size=2, seed=0, stage="distill")
-        tuning = TransformersFineTuning(options(max_steps=1), student, objective, source)
+        tuning = TransformersStage(options(max_steps=1), student, objective, source)
         batch = tuning.make_batch(order, 0, 0)
         labels = batch.inputs["input_ids"].masked_fill(batch.inputs["attention_mask"] == 0, -100)
         own = student(**batch.inputs, labels=labels).loss
         torch.testing.assert_close(tuning.loss(tuning.module(), batch, accelerator), own, rtol=1e-4, atol=1e-5)
 
         def distill(share):
-            stage = TransformersDistillation(
+            stage = TransformersStage(
                 options(distill_ratio=share), student, objective, source, lambda: SharedTeacher(student)
             )
             return stage.loss(stage.module(), batch, accelerator)
@@ -276,11 +276,11 @@ class TestStages:
         student, accelerator = converted("bert", softmax), Accelerator(cpu=True)
         objective = TransformersObjective.of(student)
         with pytest.raises(ValueError, match="max_steps must be 0 for a BertForMaskedLM whose batches have no labels"):
-            TransformersFineTuning(options(max_steps=1), student, objective, Source("bert"))
+            TransformersStage(options(max_steps=1), student, objective, Source("bert"))
         with pytest.raises(ValueError, match="distill_ratio must be 1 for a BertForMaskedLM"):
-            TransformersDistillation(options(distill_ratio=0.5), student, objective, Source("bert"), lambda: None)
+            TransformersStage(options(distill_ratio=0.5), student, objective, Source("bert"), lambda: None)
         source = Source("bert", labels=True)
-        stage = TransformersDistillation(
+        stage = TransformersStage(
             options(distill_ratio=0.5), student, objective, source, lambda: SharedTeacher(student)
         )
         batch = stage.make_batch(DataOrder(dataset_size=32, batch_size=2, seed=0, stage="distill"), 0, 0)
@@ -290,9 +290,7 @@ class TestStages:
         from transformers import BertModel
 
         student = mhla_hf.convert(BertModel(FAMILIES["bert"].config()), default_options("bert"))
-        stage = TransformersDistillation(
-            options(), student, TransformersObjective.of(student), Source("bert"), lambda: None
-        )
+        stage = TransformersStage(options(), student, TransformersObjective.of(student), Source("bert"), lambda: None)
         names = stage.trainable_names()
         assert not [name for name in names if name.startswith("pooler")]
         assert len(names) == len([name for name, _ in student.named_parameters() if not name.startswith("pooler")])
@@ -302,7 +300,7 @@ class TestStages:
         softmax = softmax_model("llama")
         student, source = converted("llama", softmax), Source("llama")
         objective = TransformersObjective.of(student)
-        stage = TransformersDistillation(options(), student, objective, source, lambda: SharedTeacher(student))
+        stage = TransformersStage(options(), student, objective, source, lambda: SharedTeacher(student))
         module = stage.module()
 
         class Process:
