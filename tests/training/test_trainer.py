@@ -679,3 +679,49 @@ class TestFiles:
         with pytest.raises(ValueError, match="lacks 1 samples"):
             LatentDataset(cache_directory)
         (cache_directory / "moved").rename(cache_directory / "samples" / "000003.safetensors")
+
+
+def test_a_source_is_found_and_read_once_in_a_run(cache_directory, tmp_path, monkeypatch):
+    """By student, teacher, validation samples and export together, in a run with every stage."""
+    from mhla_hf.conversion import convert_pretrained
+    from mhla_hf.training import loading
+    from mhla_hf.utils import json_files, locations
+
+    tiny.wan_pipeline(num_layers=2).save_pretrained(tmp_path / "softmax")
+    convert_pretrained(tmp_path / "softmax", tmp_path / "converted", MHLA, progress=False)
+    found, read = [], []
+
+    def find(location, argument, **hub):
+        found.append(location)
+        return locations.find_pipeline(location, argument, **hub)
+
+    def read_json(path, what, **fields):
+        read.append((str(path.relative_to(tmp_path)), what))
+        return json_files.read_json(path, what, **fields)
+
+    monkeypatch.setattr(loading, "find_pipeline", find)
+    monkeypatch.setattr(loading, "read_json", read_json)
+    config = options(
+        model=str(tmp_path / "converted"),
+        cache=str(cache_directory),
+        output=tmp_path / "run",
+        teacher=str(tmp_path / "softmax"),
+        transfer_steps=1,
+        distill_steps=1,
+        max_steps=1,
+        validation_prompts=("a three moves left",),
+        validation_inference_steps=1,
+        validation_guidance=1.0,
+    )
+    result = DiffusionTrainer(config).run()
+    assert set(result.losses) == {"transfer", "distill", "finetune"} and result.pipeline.is_dir()
+    assert list((tmp_path / "run" / "validation").iterdir())
+    # The pipeline and its teacher, once each.
+    assert found == [config.model, config.teacher]
+    # Files of encoders are checked once more where they are loaded.
+    assert sorted(each for each in read if each[1] != "the pipeline's file") == [
+        ("converted/model_index.json", "the pipeline's index"),
+        ("converted/scheduler/scheduler_config.json", "the scheduler's configuration"),
+        ("converted/transformer/config.json", "the model's configuration"),
+        ("softmax/transformer/config.json", "the model's configuration"),
+    ]
