@@ -137,7 +137,7 @@ def probe_batches(
 def _latents(model: nn.Module, directory: Path, cache: Path, held_out: int, config: TrainingConfig) -> Latents:
     """Cached latents, noised by the objective of the model's pipeline."""
     from ..training.data.cache import LatentDataset
-    from ..training.families import objective_for
+    from ..training.loading import objective_for
 
     pipeline = directory if (directory / PIPELINE_INDEX).is_file() else None
     return Latents(LatentDataset(cache), objective_for(model, pipeline, config), model, held_out, config.seed)

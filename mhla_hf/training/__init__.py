@@ -27,7 +27,7 @@ _PUBLIC_NAMES = {
     "evaluate_batches": "evaluation",
     "evaluation_batches": "evaluation",
     "flow_matching_loss": "stages.flow_matching",
-    "objective_for": "families",
+    "objective_for": "loading",
     "sample_sigmas": "stages.flow_matching",
 }
 
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from .config import CacheConfig, TrainingConfig
     from .data.cache import LatentDataset
     from .evaluation import EvaluationResult, evaluate, evaluate_batches, evaluation_batches
-    from .families import DiTObjective, SanaObjective, WanObjective, objective_for
+    from .families import DiTObjective, SanaObjective, WanObjective
+    from .loading import objective_for
     from .stages.flow_matching import add_noise, flow_matching_loss, sample_sigmas
     from .trainer import DiffusionTrainer, TrainingResult, TransformersTrainer
 

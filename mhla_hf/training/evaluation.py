@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .data.batches import Batch, LatentSamples, assemble_batch, stable_seed
-from .families import Objective, objective_for
+from .families import Objective
+from .loading import objective_for
 
 
 @dataclass(frozen=True)

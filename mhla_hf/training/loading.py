@@ -23,7 +23,7 @@ from ..utils.locations import PIPELINE_INDEX, download_pipeline, download_reposi
 from ..utils.source_files import list_files
 from .config import COMPONENTS, UNCONVERTED, TrainingConfig
 from .export import export_pipeline
-from .families import Family, family_of_class
+from .families import Family, Objective, check_options, family_of, family_of_class
 from .families.sizes import PipelineSizes
 from .parameters import check_takes_adapters
 
@@ -333,3 +333,25 @@ class PipelineSource(TrainingSource):
 
     def export(self, destination: Path, model: torch.nn.Module, record: dict[str, Any]) -> None:
         export_pipeline(self.directory, destination, self.component, model, record)
+
+
+def objective_for(
+    model: Any, directory: Path | PipelineSource | None = None, config: TrainingConfig | None = None
+) -> Objective:
+    """The objective that a model is trained and evaluated with.
+
+    Args:
+        model: The transformer.
+        directory: The pipeline it comes from, as a directory or a source; its scheduler decides how samples are
+            noised. None takes the defaults of the family.
+        config: Options that change it; None changes nothing.
+
+    Raises:
+        ValueError: If such models cannot be trained here, an option belongs to other models, or the scheduler does
+            not go with the objective.
+    """
+    family, config = family_of(model), config or TrainingConfig()
+    family.objective.check_config(model.config)
+    check_options(config, family.name)
+    source = PipelineSource(directory, config.component) if isinstance(directory, Path) else directory
+    return family.objective.from_run(config, source)

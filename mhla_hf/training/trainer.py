@@ -26,9 +26,9 @@ from .data.cache import LatentDataset
 from .data.data_order import first_of_buckets, stable_seed
 from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
 from .export import MHLA_FILE, package_versions, save_adapter
-from .families import TRANSFORMERS, Tensors, check_options, objective_for
+from .families import TRANSFORMERS, Tensors, check_options
 from .families.transformers_models import TransformersObjective
-from .loading import PipelineSource, TrainingSource, TransformersSource
+from .loading import PipelineSource, TrainingSource, TransformersSource, objective_for
 from .loop import StageLoop
 from .matching.teacher import SharedTeacher
 from .metrics import MetricsFile

@@ -6,8 +6,7 @@ Models of transformers share one objective, in `transformers_models`.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...models.registry import FAMILIES as MODEL_FAMILIES
 from ...models.registry import MHLA_CLASSES
@@ -19,9 +18,6 @@ from .sana import Sana, SanaObjective
 from .wan import Wan, WanObjective
 
 
-if TYPE_CHECKING:
-    from ..loading import PipelineSource
-
 __all__ = [
     "FAMILIES",
     "TRANSFORMERS",
@@ -32,8 +28,8 @@ __all__ = [
     "Tensors",
     "WanObjective",
     "check_options",
+    "family_of",
     "family_of_class",
-    "objective_for",
     "option_families",
 ]
 
@@ -91,29 +87,9 @@ def family_of_class(class_name: str, what: str = "model") -> Family:
     return FAMILIES[known.name]
 
 
-def objective_for(
-    model: Any, directory: Path | PipelineSource | None = None, config: TrainingConfig | None = None
-) -> Objective:
-    """The objective that a model is trained and evaluated with.
-
-    Args:
-        model: The transformer.
-        directory: The pipeline it comes from, as a directory or a source; its scheduler decides how samples are
-            noised. None takes the defaults of the family.
-        config: Options that change it; None changes nothing.
-
-    Raises:
-        ValueError: If such models cannot be trained here, an option belongs to other models, or the scheduler does
-            not go with the objective.
-    """
+def family_of(model: Any) -> Family:
+    """Returns the family of a transformer; errors as in `family_of_class`."""
     # Sharding gives a model a class of its own, derived from the one that is known.
     names = [cls.__name__ for cls in type(model).__mro__]
     known = [name for name in names if name in {*MODEL_FAMILIES, *MHLA_CLASSES}]
-    family, config = family_of_class((known or names)[0]), config or TrainingConfig()
-    family.objective.check_config(model.config)
-    check_options(config, family.name)
-    if isinstance(directory, Path):
-        from ..loading import PipelineSource
-
-        directory = PipelineSource(directory, config.component)
-    return family.objective.from_run(config, directory)
+    return family_of_class((known or names)[0])
