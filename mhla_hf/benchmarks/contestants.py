@@ -25,9 +25,9 @@ def _kernels(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _fused(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    from ..ops.triton import fused_launch
+    from ..ops.triton import fits_fused_kernels
 
-    fits = fused_launch.fits(shape.width, shape.width, True, dtype)
+    fits = fits_fused_kernels(shape.width, shape.width, True, dtype)
     return None if fits else "heads are too wide for the fused kernels in this type"
 
 

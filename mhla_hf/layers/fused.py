@@ -76,14 +76,14 @@ def can_fuse(
     """Whether the fused kernels compute what the layer would: no sequence, nothing that they do not know."""
     if backend != "triton" or config.is_sequence:
         return False
-    from ..ops.triton.fused_launch import fits
+    from ..ops.triton import fits_fused_kernels
 
     return (
         FEATURE_MAPS[config.feature_map].kernel is not None
         and NORMALIZERS[config.normalizer].kernel is not None
         and (rotary is None or (config.rope == "after_feature_map" and _is_plain_rotary(rotary, query)))
         and (output_norm is None or is_plain_norm(output_norm, query.device))
-        and fits(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
+        and fits_fused_kernels(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
     )
 
 
@@ -143,67 +143,38 @@ def fused_attention(
         layout: The blocks.
         rotary: Rotary embeddings.
         norms: RMSNorm of queries and of keys across heads.
-        scaling: What softmax attention would scale q·k with.
-        gate: What the gate's projection put out, `[B, T, H, V]`.
+        scaling: Scale of q·k in softmax attention.
+        gate: Output of the gate's projection, `[B, T, H, V]`.
         output_norm: RMSNorm of each head's output.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`, normed and gated.
     """
-    from ..ops.triton.fused_operators import fused_attend, fused_summary
-    from ..ops.triton.launching import multiplies_exactly
-    from ..ops.triton.mixing import mix_summaries_and_sums
+    from ..ops.triton import fused_mhla_attention
 
-    dtype = value.dtype
-    with torch.autocast(query.device.type, enabled=False):
-        table = layout.token_table(query.device)
-        slots = float(table.shape[-1])
-        root = 1.0 if scaling is None else scaling**0.5
-        tables: tuple[torch.Tensor | None, ...] = (None, None)
-        if rotary is not None:
-            # The tables' halves interleave as models make them; read once a head, they should be dense.
-            tables = tuple(part.float().flatten(0, 2).contiguous() for part in (rotary.cosine, rotary.sine))
-        query_norm, key_norm = (norms.query, norms.key) if norms is not None else (None, None)
-        divides = NORMALIZERS[config.normalizer].divides
-        feature_map = FEATURE_MAPS[config.feature_map].kernel
-        weights = [getattr(norm, "weight", None) for norm in (query_norm, key_norm, output_norm)]
-        half = not records_gradients(query, key, value, mixing, gate, *weights)
-        summary, key_sum, _ = fused_summary(
-            key.to(dtype),
-            value,
-            weights[1],
-            *tables,
-            table,
-            feature_map,
-            _eps(key_norm),
-            root,
-            config.feature_map_eps,
-            1 / slots,
-            divides,
-            half,
-        )
-        summary, sums = mix_summaries_and_sums(
-            mixing, summary, key_sum if divides else None, query.shape[2], exact=multiplies_exactly(dtype)
-        )
-        output, _ = fused_attend(
-            query.to(dtype),
-            summary,
-            sums,
-            None if gate is None else gate.to(dtype),
-            weights[0],
-            weights[2],
-            *tables,
-            table,
-            feature_map,
-            _eps(query_norm),
-            root,
-            config.feature_map_eps,
-            slots,
-            config.eps,
-            _eps(output_norm),
-        )
-        return output
+    query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
+    tables = None
+    if rotary is not None:
+        # The tables' halves interleave as models make them.
+        tables = rotary.cosine.flatten(0, 2), rotary.sine.flatten(0, 2)
+    return fused_mhla_attention(
+        query,
+        key,
+        value,
+        mixing,
+        layout,
+        feature_map=config.feature_map,
+        feature_map_eps=config.feature_map_eps,
+        normalizer=config.normalizer,
+        eps=config.eps,
+        scaling=1.0 if scaling is None else scaling**0.5,
+        rotary=tables,
+        query_norm=_weight_and_eps(query_norm),
+        key_norm=_weight_and_eps(key_norm),
+        output_norm=_weight_and_eps(output_norm),
+        gate=gate,
+    )
 
 
-def _eps(norm: nn.Module | None) -> float:
-    return 0.0 if norm is None else float(norm.eps)  # type: ignore[arg-type]
+def _weight_and_eps(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
+    return None if norm is None else (norm.weight, float(norm.eps))  # type: ignore[return-value, arg-type]

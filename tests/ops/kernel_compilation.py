@@ -46,9 +46,6 @@ class Compilations:
 
     def launch(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         """Compiles `kernel` for these arguments, specialised as Triton would for a launch."""
-        # The tensors lie on the CPU, where kernels are meant to be interpreted.
-        if "INTERPRETED" in keywords:
-            keywords["INTERPRETED"] = False
         signature_of = create_function_from_signature(kernel.signature, kernel.params, self.backend)
         given, specialization, options = signature_of(*args, **keywords)
         types = [kind for kind, _ in specialization]
@@ -124,19 +121,19 @@ def run_recurrent(width: int, dtype: torch.dtype) -> None:
 
 def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout, trains: bool) -> None:
     """Launches the kernels that have norm, feature map and rotary embeddings inside, if they take heads that wide."""
-    from mhla_hf.ops.triton import fused_launch, fused_operators
+    from mhla_hf.ops.triton import fits_fused_kernels, fused
 
-    if not fused_launch.fits(width, width, True, dtype):
+    if not fits_fused_kernels(width, width, True, dtype):
         return
     table, angles = layout.token_table(torch.device("cpu")), torch.ones(384, width // 2)
     for normalizes in (True, False):
         tokens = torch.ones(1, 384, 2, width, dtype=dtype, requires_grad=trains)
         norm, output_norm = (torch.ones(size, dtype=dtype, requires_grad=trains) for size in (2 * width, width))
         shared = "relu", 1e-6, 1.0, 0.0, 1.0
-        summaries, sums, _ = fused_operators.fused_summary(
+        summaries, sums, _ = fused.fused_summary(
             tokens, tokens, norm, angles, angles, table, *shared, normalizes, not trains
         )
-        output, _ = fused_operators.fused_attend(
+        output, _ = fused.fused_attend(
             tokens, summaries, sums if normalizes else None, tokens, norm, output_norm, angles, angles, table,
             *shared, 1e-6, 1e-6,
         )  # fmt: skip

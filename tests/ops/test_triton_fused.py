@@ -44,28 +44,28 @@ def make_arguments(device, dtype, everything):
 @pytest.mark.parametrize("everything", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators_are_what_torch_expects(dtype, everything, device):
-    from mhla_hf.ops.triton import fused_operators
+    from mhla_hf.ops.triton import fused
 
     summary_arguments, attend_arguments = make_arguments(device, dtype, everything)
-    torch.library.opcheck(fused_operators.fused_summary, summary_arguments)
-    torch.library.opcheck(fused_operators.fused_attend, attend_arguments)
+    torch.library.opcheck(fused.fused_summary, summary_arguments)
+    torch.library.opcheck(fused.fused_attend, attend_arguments)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operations_are_counted(device):
     """2 B T H K V for each product: one in each forward pass, two in each backward one, one of outputs made again."""
-    from mhla_hf.ops.triton import fused_operators
+    from mhla_hf.ops.triton import fused
 
     summary_arguments, attend_arguments = make_arguments(device, torch.float32, True)
     product = 2 * 2 * 15 * 2 * 8 * 8
     with FlopCounterMode(display=False) as counter:
-        summaries, sums, _ = fused_operators.fused_summary(*summary_arguments)
+        summaries, sums, _ = fused.fused_summary(*summary_arguments)
     assert counter.get_total_flops() == product
     with FlopCounterMode(display=False) as counter:
         (summaries.sum() + sums.sum()).backward()
     assert counter.get_total_flops() == 2 * product
     with FlopCounterMode(display=False) as counter:
-        output, _ = fused_operators.fused_attend(*attend_arguments)
+        output, _ = fused.fused_attend(*attend_arguments)
     assert counter.get_total_flops() == product
     with FlopCounterMode(display=False) as counter:
         output.sum().backward()

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MHLA operator by Triton kernels. Names are loaded when first used: Triton need not be installed.
+
+Each operator and direction has one file, with its formula, kernels, launches and custom operators.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...utils.lazy import lazy_names
+
+
+_PUBLIC_NAMES = {
+    "attend_prompt": "prompt",
+    "decode_token": "decode",
+    "fits_fused_kernels": "fused_products",
+    "fused_mhla_attention": "fused",
+    "triton_block_mhla_attention": "block",
+    "triton_causal_mhla_attention": "causal",
+}
+
+__all__ = [
+    "attend_prompt",
+    "decode_token",
+    "fits_fused_kernels",
+    "fused_mhla_attention",
+    "triton_block_mhla_attention",
+    "triton_causal_mhla_attention",
+]
+
+if TYPE_CHECKING:
+    from .block import triton_block_mhla_attention
+    from .causal import triton_causal_mhla_attention
+    from .decode import decode_token
+    from .fused import fused_mhla_attention
+    from .fused_products import fits_fused_kernels
+    from .prompt import attend_prompt
+
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)

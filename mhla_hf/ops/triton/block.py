@@ -24,7 +24,9 @@ from ..numerics import from_head_blocks, head_blocks, normalizer_pair, records_g
 from .block_gradient import block_attend_backward, block_summary_backward
 from .device_functions import (
     COUNTS,
+    denominators,
     dense_head_rows,
+    divide,
     head_rows,
     load_matrix,
     load_rows,
@@ -82,8 +84,8 @@ def triton_block_mhla_attention(
         divisor = None
         if entry.block is not None and entry.kernel is None:
             plain_query = query if normalizer_query is None else normalizer_query
-            denominators = entry.block(head_blocks(plain_query, layout, torch.float32), key_sum, mixing.float())
-            divisor, eps = entry.divisor(from_head_blocks(denominators, layout).squeeze(-1), eps), 0.0
+            products = entry.block(head_blocks(plain_query, layout, torch.float32), key_sum, mixing.float())
+            divisor, eps = entry.divisor(from_head_blocks(products, layout).squeeze(-1), eps), 0.0
         apart = normalizer_query if entry.kernel else None
         output, _ = block_attend(query, summary, mixed_sum, apart, divisor, table, slots, eps)
         return output
@@ -145,33 +147,12 @@ def _summary_flops(key, value, *args, **kwargs) -> int:
 
 @triton.jit(do_not_specialize=COUNTS)
 def attend_kernel(
-    query,
-    plain,
-    summary,
-    key_sum,
-    divisor,
-    table,
-    output,
-    denominator,
-    factor,
-    eps,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
-    slots,
-    splits,
-    split_slots,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE: tl.constexpr,
-    PLAIN: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    query, plain, summary, key_sum, divisor, table, output, denominator,
+    factor, eps, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """output_t = factor · query_tᵀ summary_b(t), divided by plain_t · key_sum_b(t) + eps.
 
     HEADS is the number of heads of `summary`, REPEATS the query heads that share one. With `key_sum`, the divisor is
@@ -203,13 +184,13 @@ def attend_kernel(
             plain_rows = rows
             if plain is not None:
                 plain_rows = load_rows(head_rows(plain, batch, row_head), tokens, present, plain_column, PLAIN)
-            divisors = tl.sum(plain_rows.to(tl.float32) * sums[None, :], axis=1) + eps
+            divisors = denominators(plain_rows, sums, eps)
             if column_tile == 0:
                 tl.store(denominator + per_token, divisors, mask=present)
-            result = result / tl.where(present, divisors, 1.0)[:, None]
+            result = divide(result, divisors, present)
         elif divisor is not None:
             divisors = tl.load(divisor + per_token, mask=present, other=1.0) + eps
-            result = result / tl.where(present, divisors, 1.0)[:, None]
+            result = divide(result, divisors, present)
         store_rows(outputs, tokens, present, value_column, result, VALUE)
 
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .device_functions import (
     COUNTS,
+    denominator_gradient,
     dense_head_rows,
     head_rows,
     load_matrix,
@@ -33,36 +34,13 @@ from .outer import outer
 
 @triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
-    rows,
-    outputs,
-    queries,
-    matrices,
-    vectors,
-    scale,
-    table,
-    result,
-    second,
-    weight,
-    matrix_stride_row,
-    matrix_stride_column,
-    factor,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
-    slots,
-    splits,
+    rows, outputs, queries, matrices, vectors, scale, table, result, second, weight,
+    matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots, splits,
     split_slots,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_VECTOR: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_VECTOR: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """result_t = factor · scale_t · rows_tᵀ matrix_b(t), plus weight_t · vector_b(t).
 
     The strides of a matrix say whether it is transposed. With `vectors`, the weighted vector is added to the result,
@@ -103,10 +81,10 @@ def apply_kernel(
             else:
                 if queries is None:
                     others = load_rows(head_rows(outputs, batch, row_head), tokens, present, row_column, WIDTH)
-                    row_weight = -row_scale * tl.sum(values.to(tl.float32) * others.to(tl.float32), axis=1)
+                    row_weight = denominator_gradient(others, values, row_scale)
                 else:
                     others = load_rows(head_rows(queries, batch, row_head), tokens, present, column, COLUMNS)
-                    row_weight = -row_scale * tl.sum(output * others.to(tl.float32), axis=1)
+                    row_weight = denominator_gradient(others, output, row_scale)
                 if column_tile == 0:
                     tl.store(weight + per_token, row_weight, mask=present)
                 weighted = row_weight[:, None] * vector[None, :]

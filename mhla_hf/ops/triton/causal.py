@@ -34,7 +34,9 @@ from ..numerics import normalizer_pair, records_gradients
 from .causal_gradient import causal_attention_backward, causal_flops
 from .device_functions import (
     COUNTS,
+    denominators,
     dense_head_rows,
+    divide,
     finite_or_zero,
     head_rows,
     load_matrix,
@@ -106,15 +108,10 @@ def _log_fallback(normalizer: str) -> None:
 
 @triton.jit(do_not_specialize=COUNTS)
 def limit_kernel(
-    first_bad,
-    starts,
-    limit,
-    num_blocks,
-    slots,
-    starts_stride_batch,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    first_bad, starts, limit,
+    num_blocks, slots, starts_stride_batch,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The slot of each chunk from which on outputs are NaN: the first bad one, or 0 after a chunk with a bad one.
 
     `first_bad` and `limit` are int32 `[B, HEADS, M]`, `slots` where no slot is bad. `starts` is the first chunk of
@@ -166,39 +163,14 @@ def limits(first_bad: Tensor, starts: Tensor | None, slots: int) -> Tensor:
 
 @triton.jit(do_not_specialize=COUNTS)
 def causal_attend_kernel(
-    query,
-    key,
-    value,
-    plain_query,
-    plain_key,
-    prefix,
-    prefix_sum,
-    limit,
-    mixing,
-    mixing_stride_batch,
-    mixing_stride_head,
-    mixing_stride_diagonal,
-    table,
-    output,
-    denominator,
-    factor,
-    eps,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
-    slots,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    PREFIX_REPEATS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE: tl.constexpr,
-    PLAIN: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, key, value, plain_query, plain_key, prefix, prefix_sum, limit, mixing,
+    mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
+    table, output, denominator,
+    factor, eps, num_tokens, num_blocks, table_stride_batch, slots,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    PLAIN: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_PLAIN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """output_t = (factor · query_tᵀ prefix_i + m_ii Σ_{j ≤ t in i} (query_t · key_j) value_j) / d_t for chunk i.
 
     HEADS is the number of query heads; REPEATS of them share a key head, PREFIX_REPEATS a prefix. With `prefix_sum`,
@@ -240,8 +212,8 @@ def causal_attend_kernel(
     result = result * weight + raw_product(rows, matrix_rows, PRECISION) * factor
     if prefix_sum is not None:
         sums = tl.load(prefix_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
-        divisor = divisor * weight + tl.sum(plain_rows.to(tl.float32) * sums[None, :], axis=1) + eps
-        result = result / tl.where(present, divisor, 1.0)[:, None]
+        divisor = divisor * weight + denominators(plain_rows, sums, eps)
+        result = divide(result, divisor, present)
         if column_tile == 0:
             tl.store(denominator + (batch * num_tokens + tokens) * HEADS + head, divisor, mask=present)
     first_spoilt = tl.load(limit + (batch * (HEADS // REPEATS) + key_head) * num_blocks + block)

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .device_functions import (
     COUNTS,
+    denominator_gradient,
     dense_head_rows,
     finite_or_zero,
     head_rows,
@@ -42,39 +43,13 @@ from .outer import outer
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_gradient_kernel(
-    gradient,
-    output,
-    query,
-    key,
-    value,
-    prefix,
-    prefix_sum,
-    scale,
-    limit,
-    mixing,
-    mixing_stride_batch,
-    mixing_stride_head,
-    mixing_stride_diagonal,
-    table,
-    result,
-    weight,
-    share,
-    share_stride_part,
-    factor,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
-    slots,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    PREFIX_REPEATS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    gradient, output, query, key, value, prefix, prefix_sum, scale, limit, mixing,
+    mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
+    table, result, weight, share,
+    share_stride_part, factor, num_tokens, num_blocks, table_stride_batch, slots,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Gradients of queries, of their denominators (`weight`, δ), and of m_ii (`share`, to be summed over its parts).
 
     `scale` is one over the denominators, None where nothing is divided. `prefix_sum` is None, too, where the
@@ -118,11 +93,11 @@ def query_gradient_kernel(
         total *= row_scale[:, None]
         shares = tl.sum(queries * own, axis=1) * row_scale
         if BLOCK_WIDTH >= WIDTH:
-            row_weight = -row_scale * tl.sum(total * queries, axis=1)
+            row_weight = denominator_gradient(queries, total, row_scale)
         else:
             output_rows = dense_head_rows(output, batch, head, num_tokens, HEADS, VALUE)
             outputs = load_rows(output_rows, tokens, used, value_column, VALUE)
-            row_weight = -row_scale * tl.sum(rows.to(tl.float32) * outputs.to(tl.float32), axis=1)
+            row_weight = denominator_gradient(outputs, rows, row_scale)
         if column_tile == 0:
             tl.store(weight + per_token, row_weight, mask=present)
         if prefix_sum is not None:
@@ -215,36 +190,13 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_gradient_kernel(
-    rows,
-    inner,
-    other,
-    matrices,
-    vectors,
-    scale,
-    weight,
-    limit,
-    mixing,
-    mixing_stride_batch,
-    mixing_stride_head,
-    mixing_stride_diagonal,
-    table,
-    result,
-    matrix_stride_row,
-    matrix_stride_column,
-    factor,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
-    slots,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    rows, inner, other, matrices, vectors, scale, weight, limit, mixing,
+    mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
+    table, result,
+    matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """result_j = factor · rows_jᵀ matrix_i + m_ii Σ_{t ≥ j in i} (scale_t rows_j · inner_t + weight_t) other_t.
 
     The gradient of values for rows = keys, inner = queries, other = output gradients; that of keys for rows = values,
@@ -359,32 +311,13 @@ def key_gradient(
 
 @triton.jit(do_not_specialize=COUNTS)
 def plain_gradient_kernel(
-    rows,
-    other,
-    vectors,
-    weight,
-    limit,
-    mixing,
-    mixing_stride_batch,
-    mixing_stride_head,
-    mixing_stride_diagonal,
-    table,
-    result,
-    share,
-    share_stride_part,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
-    slots,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    VECTOR_REPEATS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    OF_QUERY: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    rows, other, vectors, weight, limit, mixing,
+    mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
+    table, result, share,
+    share_stride_part, num_tokens, num_blocks, table_stride_batch, slots,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, VECTOR_REPEATS: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr, OF_QUERY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Gradients of one side of a normaliser's pair other than query and key.
 
     OF_QUERY: result_t = weight_t (vector_i + m_ii Σ_{j ≤ t in i} other_j), with queries in `rows` and keys in `other`,

@@ -1,19 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The custom operator that decodes one token of every batch entry from the recurrent state, in one launch.
+"""Decoding: one token of every batch entry from the recurrent state, in one launch.
+
+At position t in block i, with S the summary of the current block, P_i = Σ_{b<i} m_ib S_b the prefix of that block
+and P_{i+1} as much of the next one's as is summed up (matrices have z in the last column):
+
+    S ← S + φ(k_t) [v_t, 1]ᵀ          o_t = φ(q_t)ᵀ (P_i + m_ii S)          divided by its last column + eps
+    P_{i+1} ← P_{i+1} + Σ_b m_{i+1,b} S_b        over the finished blocks b with b mod N = t mod N
+
+A token that starts a block files the current summary and takes over the next prefix first. The state is read as a
+whole before it is written, but for the summary that is filed, which only the program that files it reads.
+
+Of the programs of a key head, the first STEP_TILES take some columns of its matrices each: they add the token to the
+current summary, file it and take over the next prefix where the token starts a block, and compute the output. The
+others sum up the token's share of the next block's prefix; they read summaries of many blocks and are as many as the
+longest context needs.
 
 Shape letters: B batch, H query heads, G key heads (H or a divisor), S heads of the prefix (H, or G where all heads
-share the mixing weights), K and V widths, P width of the normaliser's pair (K), n blocks that there is room for.
+share the mixing weights), K and V widths, P width of the normaliser's pair (K), N tokens of a block, n blocks that
+there is room for.
 """
 
-# No postponed annotations here: torch.library reads schemas from them.
+# No postponed annotations here: torch.library and Triton read them from the functions themselves.
+
+from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .decode_kernels import decode_kernel
-from .launching import dense_rows, on_device
+from .device_functions import COUNTS
+from .launching import as_rows, dense_like
 
 
 # Elements of a summary that a program mixes for the next block, and blocks that it reads at a time.
@@ -21,6 +39,154 @@ SHARE_ELEMENTS = 256
 SHARE_BLOCKS = 16
 # Elements of a summary that a program adds the token to and computes the output from.
 STEP_ELEMENTS = 4096
+
+
+class MixingWeights(NamedTuple):
+    """Mixing weights as kernels take them.
+
+    Attributes:
+        data: float32 `[S, M, M]`.
+        stride_head: Its strides.
+        stride_row: The same.
+        stride_column: The same.
+        last: M - 1.
+    """
+
+    data: Tensor
+    stride_head: int
+    stride_row: int
+    stride_column: int
+    last: int
+
+
+class StateMatrices(NamedTuple):
+    """Matrices `[K, V + 1]` of the recurrent state as kernels take them, dense.
+
+    Attributes:
+        current: Summary of the current block, float32 `[B, G, K, V + 1]`.
+        prefix: Mixed prefix of the current block, float32 `[B, S, K, V + 1]`.
+        upcoming: As much of the next block's prefix as is summed up.
+    """
+
+    current: Tensor
+    prefix: Tensor
+    upcoming: Tensor
+
+
+def mixing_weights(mixing: Tensor, heads: int) -> MixingWeights:
+    """The weights of so many heads, from `[M, M]`, `[1, M, M]` or `[heads, M, M]`."""
+    mixing = mixing.expand(heads, -1, -1)
+    return MixingWeights(mixing, *mixing.stride(), mixing.shape[-1] - 1)
+
+
+def is_per_head(mixing: Tensor) -> bool:
+    """Whether every query head has mixing weights."""
+    return mixing.dim() > 2 and mixing.shape[0] != 1
+
+
+@triton.jit
+def weight_at(weights, head, row, column, mask=None):
+    """m at (row, column ≤ row); past the last row, the last row's weight at the same distance or its farthest one."""
+    far = tl.maximum(weights.last - (row - column), 0)
+    row, column = tl.minimum(row, weights.last), tl.where(row <= weights.last, column, far)
+    place = head * weights.stride_head + row * weights.stride_row + column * weights.stride_column
+    return tl.load(weights.data + place, mask=mask, other=None if mask is None else 0.0)
+
+
+@triton.jit
+def _token_row(rows, batch, head, column, WIDTH: tl.constexpr):
+    start = rows.data + batch * rows.stride_batch + head * rows.stride_head
+    return tl.load(start + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def decode_kernel(
+    query, key, value, plain_query, plain_key, valid,
+    valid_stride_batch,
+    weights, summaries, state, position, output, new_state, new_position,
+    num_blocks, eps,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, REPEATS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, STEP_TILES: tl.constexpr,
+    SHARE_BLOCKS: tl.constexpr, SHARE_ELEMENTS: tl.constexpr, DIVIDES: tl.constexpr,
+):  # fmt: skip
+    """One token; HEADS key heads, each shared by REPEATS query heads, which have prefixes of their own if PER_HEAD."""
+    PREFIXES: tl.constexpr = REPEATS if PER_HEAD else 1
+    COLUMNS: tl.constexpr = VALUE + 1
+    TILES: tl.constexpr = STEP_TILES + (WIDTH * COLUMNS + SHARE_ELEMENTS - 1) // SHARE_ELEMENTS
+    tile, state_row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    batch, head = state_row // HEADS, state_row % HEADS
+    place = tl.load(position + batch)
+    counted = place >= 0
+    if valid is not None:
+        counted = tl.load(valid + batch * valid_stride_batch) != 0
+    block, offset = place // BLOCK_SIZE, place % BLOCK_SIZE
+    starting = (offset == 0) & (block > 0) & counted
+    before = tl.maximum(block - 1, 0)
+    if tile < STEP_TILES:
+        row = tl.arange(0, BLOCK_WIDTH)
+        column = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        inside = (row < WIDTH)[:, None] & (column < COLUMNS)[None, :]
+        element = row[:, None] * COLUMNS + column[None, :]
+        in_row = row < WIDTH
+        sums = row * COLUMNS + VALUE
+        keys = _token_row(key, batch, head, row, WIDTH)
+        plain = _token_row(plain_key, batch, head, row, WIDTH)
+        values = _token_row(value, batch, head, column, VALUE)
+        old = tl.load(state.current + state_row * WIDTH * COLUMNS + element, mask=inside, other=0.0)
+        old_sums = tl.load(state.current + state_row * WIDTH * COLUMNS + sums, mask=in_row, other=0.0)
+        if starting:
+            filed = summaries + (state_row * num_blocks + tl.minimum(before, num_blocks - 1)) * WIDTH * COLUMNS
+            tl.store(filed + element, old.to(summaries.dtype.element_ty), mask=inside)
+        added = tl.where((column == VALUE)[None, :], plain[:, None], keys[:, None] * values[None, :])
+        new = tl.where(starting, 0.0, old) + tl.where(counted, added, 0.0)
+        new_sums = tl.where(starting, 0.0, old_sums) + tl.where(counted, plain, 0.0)
+        tl.store(new_state.current + state_row * WIDTH * COLUMNS + element, new, mask=inside)
+        for repeat in range(REPEATS):
+            query_head = head * REPEATS + repeat
+            weight_head = query_head if PER_HEAD else 0
+            own = weight_at(weights, weight_head, block, block)
+            prefix_row = (state_row * PREFIXES + (repeat if PER_HEAD else 0)) * WIDTH * COLUMNS
+            if starting:
+                taken = weight_at(weights, weight_head, block, before)
+                mixed = tl.load(state.upcoming + prefix_row + element, mask=inside, other=0.0) + taken * old
+                mixed_sums = tl.load(state.upcoming + prefix_row + sums, mask=in_row, other=0.0) + taken * old_sums
+            else:
+                mixed = tl.load(state.prefix + prefix_row + element, mask=inside, other=0.0)
+                mixed_sums = tl.load(state.prefix + prefix_row + sums, mask=in_row, other=0.0)
+            if PER_HEAD or repeat == 0:
+                tl.store(new_state.prefix + prefix_row + element, mixed, mask=inside)
+            queries = _token_row(query, batch, query_head, row, WIDTH)
+            result = tl.sum(queries[:, None] * (mixed + own * new), axis=0)
+            if DIVIDES:
+                queries = _token_row(plain_query, batch, query_head, row, WIDTH)
+                result = result / (tl.sum(queries * (mixed_sums + own * new_sums), axis=0) + eps)
+            result = tl.where(counted, result, 0.0).to(output.dtype.element_ty)
+            start = output + (batch * HEADS * REPEATS + query_head) * VALUE
+            tl.store(start + column, result, mask=column < VALUE)
+        if (tile == 0) & (head == 0):
+            tl.store(new_position + batch, place + counted.to(tl.int64))
+    else:
+        flat = (tile - STEP_TILES) * SHARE_ELEMENTS + tl.arange(0, SHARE_ELEMENTS)
+        within = flat < WIDTH * COLUMNS
+        finished = tl.load(state.current + state_row * WIDTH * COLUMNS + flat, mask=within, other=0.0)
+        finished = finished.to(summaries.dtype.element_ty).to(tl.float32)
+        # The block that this very token files may not be there yet.
+        fresh = tl.where(starting, before, -1)
+        for repeat in range(PREFIXES):
+            weight_head = head * REPEATS + repeat if PER_HEAD else 0
+            share = tl.zeros((SHARE_ELEMENTS,), tl.float32)
+            for first in range(0, (num_blocks + BLOCK_SIZE - 1) // BLOCK_SIZE, SHARE_BLOCKS):
+                index = offset + BLOCK_SIZE * (first + tl.arange(0, SHARE_BLOCKS)).to(tl.int64)
+                used = (index < block) & (index < num_blocks)
+                pointers = summaries + (state_row * num_blocks + index)[:, None] * (WIDTH * COLUMNS) + flat[None, :]
+                read = (used & (index != fresh))[:, None] & within[None, :]
+                chosen = tl.load(pointers, mask=read, other=0.0).to(tl.float32)
+                chosen = tl.where((index == fresh)[:, None], finished[None, :], chosen)
+                share += tl.sum(weight_at(weights, weight_head, block + 1, index, used)[:, None] * chosen, axis=0)
+            upcoming_row = (state_row * PREFIXES + repeat) * WIDTH * COLUMNS
+            summed = tl.load(state.upcoming + upcoming_row + flat, mask=within, other=0.0)
+            summed = tl.where(starting, 0.0, summed) + tl.where(counted, share, 0.0)
+            tl.store(new_state.upcoming + upcoming_row + flat, summed, mask=within)
 
 
 @torch.library.custom_op("mhla_hf::decode_token", mutates_args=("summaries",))
@@ -64,51 +230,38 @@ def decode_token(
         `[B, 1, H, V]` in the dtype of `value`, and the new current summary, prefix, upcoming prefix and position.
     """
     plain_query, plain_key = query if plain_query is None else plain_query, key if plain_key is None else plain_key
-    query, key, value, plain_query, plain_key = map(dense_rows, (query, key, value, plain_query, plain_key))
-    per_head = mixing.dim() > 2 and mixing.shape[0] != 1
-    mixing, position = mixing.expand(query.shape[2], -1, -1), position.contiguous()
-    current, prefix, upcoming = current.contiguous(), prefix.contiguous(), upcoming.contiguous()
-    batch, heads, width, columns = current.shape
-    new_current, new_prefix, new_upcoming = (torch.empty_like(tensor) for tensor in (current, prefix, upcoming))
+    state = StateMatrices(current.contiguous(), prefix.contiguous(), upcoming.contiguous())
+    new_state = StateMatrices(*map(torch.empty_like, state))
+    position = position.contiguous()
     new_position = torch.empty_like(position)
+    batch, heads, width, columns = current.shape
     output = value.new_empty(batch, 1, query.shape[2], columns - 1)
     rows = triton.next_power_of_2(width)
     tile = max(8, min(32, STEP_ELEMENTS // rows))
     step_tiles = triton.cdiv(columns, tile)
     grid = (batch * heads * (step_tiles + triton.cdiv(width * columns, SHARE_ELEMENTS)),)
-    with on_device(query):
+    with torch.cuda.device_of(query):
         decode_kernel[grid](
-            query,
-            key,
-            value,
-            plain_query,
-            plain_key,
-            position if valid is None else valid,
-            mixing,
+            as_rows(query),
+            as_rows(key),
+            as_rows(value),
+            as_rows(plain_query),
+            as_rows(plain_key),
+            valid,
+            0 if valid is None else valid.stride(0),
+            mixing_weights(mixing, query.shape[2]),
             summaries,
-            current,
-            prefix,
-            upcoming,
+            state,
             position,
             output,
-            new_current,
-            new_prefix,
-            new_upcoming,
+            new_state,
             new_position,
             summaries.shape[2],
-            mixing.shape[-1] - 1,
-            *_entry_strides(query),
-            *_entry_strides(key),
-            *_entry_strides(value),
-            *_entry_strides(plain_query),
-            *_entry_strides(plain_key),
-            0 if valid is None else valid.stride(0),
-            *mixing.stride(),
             eps,
             BLOCK_SIZE=block_size,
             HEADS=heads,
             REPEATS=query.shape[2] // heads,
-            PER_HEAD=per_head,
+            PER_HEAD=is_per_head(mixing),
             WIDTH=width,
             VALUE=columns - 1,
             BLOCK_WIDTH=rows,
@@ -116,16 +269,10 @@ def decode_token(
             STEP_TILES=step_tiles,
             SHARE_BLOCKS=SHARE_BLOCKS,
             SHARE_ELEMENTS=SHARE_ELEMENTS,
-            HAS_VALID=valid is not None,
             DIVIDES=divides,
-            INTERPRETED=not query.is_cuda,
             num_warps=4,
         )
-    return output, new_current, new_prefix, new_upcoming, new_position
-
-
-def _entry_strides(tokens: Tensor) -> tuple[int, int]:
-    return tokens.stride(0), tokens.stride(2)
+    return output, *new_state, new_position
 
 
 @decode_token.register_fake
@@ -133,7 +280,7 @@ def _(
     query, key, value, plain_query, plain_key, valid, mixing, summaries,
     current, prefix, upcoming, position, block_size, divides, eps,
 ):  # fmt: skip
-    state = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (current, prefix, upcoming))
+    state = map(dense_like, (current, prefix, upcoming))
     return value.new_empty(*query.shape[:-1], value.shape[-1]), *state, torch.empty_like(position)
 
 

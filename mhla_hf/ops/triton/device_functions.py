@@ -35,13 +35,9 @@ def place_of_program(parts, num_blocks, HEADS: tl.constexpr):
 
 @triton.jit
 def tile_of_program(
-    num_blocks,
-    slots,
-    HEADS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
+    num_blocks, slots,
+    HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Batch entry, head, block, row tile and column tile of this program, whose parts are tiles of a block."""
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     parts = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
@@ -142,6 +138,27 @@ def token_product(left, right, PRECISION: tl.constexpr):
     else:
         result = raw_product(left, right, "tf32x3" if PRECISION == "tf32x3" else "tf32")
     return result
+
+
+@triton.jit
+def denominators(queries, key_sum, eps):
+    """Divisors of rows for the normaliser with `kernel` 1 in `mhla_hf.ops.NORMALIZERS`: φ(q)·z̃ + eps."""
+    return tl.sum(queries.to(tl.float32) * key_sum[None, :], axis=1) + eps
+
+
+@triton.jit
+def denominator_gradient(rows, gradient, inverse):
+    """Gradients of [`denominators`], of which `inverse` is one over: -(row · gradient) / denominator.
+
+    For outputs and their gradients, or for queries and the part of their gradients that comes from numerators.
+    """
+    return -inverse * tl.sum(rows.to(tl.float32) * gradient.to(tl.float32), axis=1)
+
+
+@triton.jit
+def divide(rows, divisors, present):
+    """The rows over their divisors; absent tokens have none."""
+    return rows / tl.where(present, divisors, 1.0)[:, None]
 
 
 @triton.jit

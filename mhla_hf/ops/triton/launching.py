@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from ..backends import tf32_is_allowed
 
@@ -101,18 +99,6 @@ def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
     return triton.cdiv(tiles, share), share * tile
 
 
-def product_options(tokens: torch.dtype, summaries: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Type and precision of matrix products between token rows and summaries.
-
-    bfloat16 where both are. Otherwise float32, see [`multiplies_exactly`].
-    """
-    interpreted = device.type != "cuda"
-    if tokens == summaries == torch.bfloat16:
-        return {"DOT_TYPE": tl.bfloat16, "PRECISION": "tf32", "INTERPRETED": interpreted}
-    precision = "tf32x3" if multiplies_exactly(tokens) else "tf32"
-    return {"DOT_TYPE": tl.float32, "PRECISION": precision, "INTERPRETED": interpreted}
-
-
 def multiplies_exactly(tokens: torch.dtype) -> bool:
     """Whether float32 factors beside tokens of this type keep their 24 bits, by three products through TF32.
 
@@ -152,37 +138,12 @@ def is_padded(width: int) -> bool:
     return 64 < width != padded(width)
 
 
-def row_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Strides of batch, token and head of each of some `[B, T, H, D]`, whose last axis must be dense."""
-    return tuple(tensor.stride(axis) for tensor in tensors for axis in range(3))
-
-
-def table_arguments(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, int]:
-    """What a kernel is told of a table of slots, `[B, M, N]` or `[M, N]` for all batch entries, of `[B, T, H, D]`."""
-    return {
-        "num_tokens": tokens.shape[1],
-        "num_blocks": table.shape[-2],
-        "table_stride_batch": table.stride(0) if table.dim() == 3 else 0,
-        "slots": table.shape[-1],
-    }
-
-
 def token_tensor(
     tokens: torch.Tensor, table: torch.Tensor, width: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """A tensor `[B, T, H, width]` to write; zeros where the layout may leave tokens out (padding)."""
     shape = (*tokens.shape[:-1], width)
     return tokens.new_zeros(shape, dtype=dtype) if table.dim() == 3 else tokens.new_empty(shape, dtype=dtype)
-
-
-def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied only where its last axis is not dense."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager:
-    """Makes the tensor's GPU the current one, which Triton launches on."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def dense_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,24 +39,11 @@ def _split_product(weights, summaries, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def mix_kernel(
-    mixing,
-    summaries,
-    mixed,
-    mixing_stride_batch,
-    mixing_stride_head,
-    mixing_stride_row,
-    mixing_stride_column,
-    columns,
-    blocks,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    SUM_REPEATS: tl.constexpr,
-    LOWER: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_INNER: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    mixing, summaries, mixed,
+    mixing_stride_batch, mixing_stride_head, mixing_stride_row, mixing_stride_column, columns, blocks,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, SUM_REPEATS: tl.constexpr, LOWER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """mixed_i = Σ_b m_ib summary_b, `[B, HEADS, blocks, columns]` from `[B, G, blocks, columns]`.
 
     HEADS are those of `mixed`. Without SUM_REPEATS, G = HEADS / REPEATS and REPEATS heads in a row share one of
@@ -104,22 +91,12 @@ def mix_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def mixing_gradient_kernel(
-    gradients,
-    summaries,
-    result,
-    columns,
-    count,
-    share,
-    column_share,
-    blocks,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    gradients, summaries, result,
+    columns, count, share, column_share, blocks,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr,
     column_shares,
-    LOWER: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    LOWER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """result_ib = Σ gradient_i · summary_b over a share of the batch entries and heads and a share of the columns.
 
     `gradients` is `[B, HEADS, M, columns]`, `summaries` `[B, HEADS / REPEATS, M, columns]` and `result` float32

@@ -47,36 +47,12 @@ from .launching import (
 
 @triton.jit(do_not_specialize=COUNTS)
 def outer_kernel(
-    left,
-    right,
-    plain,
-    scale,
-    weight,
-    limit,
-    table,
-    products,
-    sums,
-    first_bad,
-    factor,
-    num_tokens,
-    num_blocks,
-    table_stride_batch,
-    slots,
-    splits,
-    split_slots,
-    lines,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    PLAIN: tl.constexpr,
-    BLOCK_LEFT: tl.constexpr,
-    BLOCK_RIGHT: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    LIMIT_REPEATS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    left, right, plain, scale, weight, limit, table, products, sums, first_bad,
+    factor, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots, lines,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    LIMIT_REPEATS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """The sums above over one share of a block's slots.
 
     HEADS is the number of heads of `products` `[splits, B, HEADS, M, LEFT, RIGHT]`; each sums REPEATS heads of the

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The custom operator that runs many tokens through causal attention and moves the recurrent state past them.
+"""Prompts: many tokens run through causal attention, and the recurrent state moves past them.
+
+Outputs are those of `causal`, with the prefix that the state adds. Filed are, for the blocks b that are finished,
+
+    S_b = Σ_{j in b} φ(k_j) [v_j, 1]ᵀ          P_i = Σ_b m_ib S_b,  P_{i+1} = Σ_b m_{i+1,b} S_b
+
+for the current block i; of P_{i+1}, as much as decoding token by token would have summed up. Matrices of the state are
+`[K, V + 1]`, with the normaliser z in the last column; those of new tokens come apart.
 
 Shape letters: B batch, T tokens, H query heads, G key heads (H or a divisor), S heads of the prefix (H, or G where all
 heads share the mixing weights), K and V widths, N tokens of a block, I blocks that the tokens may reach, the state's
 current block first, n blocks that the state has room for.
 """
 
-# No postponed annotations here: torch.library reads schemas from them.
+# No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -19,9 +27,9 @@ from ...layouts.sequences import SequenceLayout
 from ..recurrent import MHLAState, current_block
 from .causal import causal_stages
 from .causal_gradient import causal_flops
-from .launching import on_device
+from .decode import is_per_head, mixing_weights, weight_at
+from .device_functions import COUNTS
 from .outer import outer
-from .prompt_kernels import file_kernel
 
 
 # Elements of a summary that a program files, and blocks that it reads at a time.
@@ -45,7 +53,7 @@ def attend_prompt(
     divides: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What [`mhla_hf.ops.mhla_extend`] computes, by kernels.
+    """[`mhla_hf.ops.mhla_extend`] by kernels.
 
     Args:
         query: `[B, T, H, K]`.
@@ -54,9 +62,9 @@ def attend_prompt(
         pair: Queries and keys of the normaliser where they differ.
         mixing: float32 `[M, M]` or `[1 or H, M, M]`.
         own: The weights of the layout's own blocks, float32.
-        past: What the state adds to the prefix of these blocks, float32 `[B, S, I, K, V + 1]`; `None` for nothing.
+        past: The state's part of the prefix of these blocks, float32 `[B, S, I, K, V + 1]`; `None` for nothing.
         layout: Blocks of `lead` slots for tokens that are past, and the new tokens.
-        lead: That number.
+        lead: Number of those slots.
         state: The state before these tokens.
         position: The state's position after them.
         divides: Whether to divide by the normaliser.
@@ -115,7 +123,7 @@ def extend_state(
         before: Tokens seen before these, LongTensor `[B]`.
         after: Tokens seen after these, LongTensor `[B]`.
         room: n.
-        dtype: What finished blocks are kept in.
+        dtype: Dtype of finished blocks.
         divides: Whether to divide by the normaliser.
         eps: Added to the denominator.
 
@@ -147,6 +155,73 @@ def extend_state(
     return output, filed[0], current, *filed[1:]
 
 
+@triton.jit(do_not_specialize=(*COUNTS, "room", "old_room"))
+def file_kernel(
+    summary, key_sum, first_bad, old_summaries, old_current, weights, before, after, summaries, prefix, upcoming,
+    num_blocks, room, old_room,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, REPEATS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK_INDICES: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Writes all finished blocks to `summaries`, and Σ_b m_ib S_b over them for the current block i and for i + 1.
+
+    A program takes some elements of the matrices of one key head, of which there are HEADS; REPEATS query heads share
+    each, and have prefixes of their own if PER_HEAD. `summary` is S / BLOCK_SIZE of the `num_blocks` blocks that the
+    new tokens may reach, from the one on that was the current one at position `before`; blocks earlier than that come
+    from `old_summaries`, which have `old_room`, and `old_current` belongs to it too, unless both are None. `summaries`
+    have `room` and end in zeros.
+    """
+    PREFIXES: tl.constexpr = REPEATS if PER_HEAD else 1
+    COLUMNS: tl.constexpr = VALUE + 1
+    TILES: tl.constexpr = (WIDTH * COLUMNS + BLOCK_ELEMENTS - 1) // BLOCK_ELEMENTS
+    tile, state_row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    batch, head = state_row // HEADS, state_row % HEADS
+    first = tl.maximum(tl.load(before + batch) - 1, 0) // BLOCK_SIZE
+    place = tl.load(after + batch)
+    block = tl.maximum(place - 1, 0) // BLOCK_SIZE
+    offset = place - block * BLOCK_SIZE
+    element = tile * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
+    within = element < WIDTH * COLUMNS
+    row, column = element // COLUMNS, element % COLUMNS
+    in_products, in_sums = within & (column < VALUE), within & (column == VALUE)
+    if old_summaries is not None:
+        begun = tl.load(old_current + state_row * (WIDTH * COLUMNS) + element, mask=within, other=0.0)
+    for repeat in range(PREFIXES):
+        weight_head = head * REPEATS + repeat if PER_HEAD else 0
+        mixed = tl.zeros((BLOCK_ELEMENTS,), tl.float32)
+        ahead = tl.zeros((BLOCK_ELEMENTS,), tl.float32)
+        for start in range(0, room, BLOCK_INDICES):
+            index = (start + tl.arange(0, BLOCK_INDICES)).to(tl.int64)
+            finished = (index < block) & (index < room)
+            local = index - first
+            new = finished & (local >= 0)
+            matrix = state_row * num_blocks + local
+            bad = tl.load(first_bad + matrix, mask=new, other=BLOCK_SIZE) < BLOCK_SIZE
+            products = summary + matrix[:, None] * (WIDTH * VALUE) + (row * VALUE + column)[None, :]
+            chosen = tl.load(products, mask=new[:, None] & in_products[None, :], other=0.0).to(tl.float32) * BLOCK_SIZE
+            sums = key_sum + matrix[:, None] * WIDTH + row[None, :]
+            chosen += tl.load(sums, mask=new[:, None] & in_sums[None, :], other=0.0)
+            if old_summaries is not None:
+                old = old_summaries + (state_row * old_room + index)[:, None] * (WIDTH * COLUMNS) + element[None, :]
+                is_old = (finished & (local < 0))[:, None] & within[None, :]
+                chosen += tl.load(old, mask=is_old, other=0.0).to(tl.float32)
+                chosen += tl.where((new & (local == 0))[:, None], begun[None, :], 0.0)
+            chosen = tl.where(bad[:, None], float("nan"), chosen)
+            if repeat == 0:
+                filed = summaries + (state_row * room + index)[:, None] * (WIDTH * COLUMNS) + element[None, :]
+                kept = chosen.to(summaries.dtype.element_ty)
+                tl.store(filed, kept, mask=(index < room)[:, None] & within[None, :])
+            known = tl.where(finished, index, 0)
+            weight = weight_at(weights, weight_head, block, known)
+            mixed += tl.sum(tl.where(finished, weight, 0.0)[:, None] * chosen, axis=0)
+            # Of the block after this one, as far as decoding token by token would have summed it up.
+            weight = weight_at(weights, weight_head, block + 1, known)
+            summed = finished & (index % BLOCK_SIZE < offset)
+            ahead += tl.sum(tl.where(summed, weight, 0.0)[:, None] * chosen, axis=0)
+        start_of_prefix = (state_row * PREFIXES + repeat) * (WIDTH * COLUMNS)
+        tl.store(prefix + start_of_prefix + element, mixed, mask=within)
+        tl.store(upcoming + start_of_prefix + element, ahead, mask=within)
+
+
 def _file(
     summary: Tensor,
     key_sum: Tensor,
@@ -164,19 +239,17 @@ def _file(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Finished blocks `[B, G, room, K, V + 1]` of this dtype, and float32 prefixes `[B, prefixes, K, V + 1]`."""
     batch, heads, num_blocks, width, columns = summary.shape
-    per_head = mixing.dim() > 2 and mixing.shape[0] != 1
-    mixing = mixing.expand(prefixes, -1, -1)
     summaries = summary.new_empty(batch, heads, room, width, columns + 1, dtype=dtype)
     prefix = summary.new_empty(batch, prefixes, width, columns + 1, dtype=torch.float32)
     upcoming = torch.empty_like(prefix)
-    with on_device(summary):
+    with torch.cuda.device_of(summary):
         file_kernel[(batch * heads * triton.cdiv(width * (columns + 1), FILED_ELEMENTS),)](
             summary,
             key_sum,
             first_bad,
-            summary if old_summaries is None else old_summaries.contiguous(),
-            summary if old_current is None else old_current.contiguous(),
-            mixing,
+            None if old_summaries is None else old_summaries.contiguous(),
+            None if old_current is None else old_current.contiguous(),
+            mixing_weights(mixing, prefixes),
             before.contiguous(),
             after.contiguous(),
             summaries,
@@ -185,18 +258,14 @@ def _file(
             num_blocks,
             room,
             0 if old_summaries is None else old_summaries.shape[2],
-            mixing.shape[-1] - 1,
-            *mixing.stride(),
             BLOCK_SIZE=block_size,
             HEADS=heads,
             REPEATS=prefixes // heads,
-            PER_HEAD=per_head,
+            PER_HEAD=is_per_head(mixing),
             WIDTH=width,
             VALUE=columns,
             BLOCK_INDICES=FILED_BLOCKS,
             BLOCK_ELEMENTS=FILED_ELEMENTS,
-            HAS_PAST=old_summaries is not None,
-            INTERPRETED=not summary.is_cuda,
             num_warps=4,
         )
     return summaries, prefix, upcoming
@@ -208,8 +277,7 @@ def _(
     room, dtype, divides, eps,
 ):  # fmt: skip
     batch, groups = key.shape[0], key.shape[2]
-    per_head = mixing.dim() > 2 and mixing.shape[0] != 1
-    prefixes = query.shape[2] if per_head else groups
+    prefixes = query.shape[2] if is_per_head(mixing) else groups
     matrix = key.shape[-1], value.shape[-1] + 1
     prefix = query.new_empty(batch, prefixes, *matrix, dtype=torch.float32)
     return (
