@@ -76,7 +76,8 @@ class StateMatrices(NamedTuple):
 def mixing_weights(mixing: Tensor, heads: int) -> MixingWeights:
     """The weights of so many heads, from `[M, M]`, `[1, M, M]` or `[heads, M, M]`."""
     mixing = mixing.expand(heads, -1, -1)
-    return MixingWeights(mixing, *mixing.stride(), mixing.shape[-1] - 1)
+    head, row, column = mixing.stride()
+    return MixingWeights(mixing, head, row, column, mixing.shape[-1] - 1)
 
 
 def is_per_head(mixing: Tensor) -> bool:
