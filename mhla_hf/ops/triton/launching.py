@@ -109,7 +109,7 @@ def multiplies_exactly(tokens: torch.dtype) -> bool:
 
 
 def as_matrices(sums: torch.Tensor, tokens: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    """float32 sums over rows of some type, as the kernels themselves would write them: see `device_functions.to_matrix`."""
+    """float32 sums over rows of some type, as the kernels themselves would write them, see `to_matrix`."""
     if dtype != torch.float32 or multiplies_exactly(tokens):
         return sums.to(dtype)
     bits = (sums.view(torch.int32) + 0x1000) & -0x2000
