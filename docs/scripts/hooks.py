@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hook of mkdocs: links out of `docs/` lead to the repository's pages, and must name files that exist.
-
-In the repository such links are relative (`../benchmarks/README.md`), so that they work there as well. Without a
-`repo_url` they become plain text.
-"""
+"""Hooks of mkdocs for links."""
 
 from __future__ import annotations
 
@@ -14,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 
-LOG = logging.getLogger("mkdocs.hooks.repository_links")
+LOG = logging.getLogger("mkdocs.hooks.links")
+DOCSTRING_REFERENCE = re.compile(r"\[(<code>[^<]*</code>)\]")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Leads links out of `docs/` to the repository, and warns of those that lead nowhere.
+
+    They are relative (`../benchmarks/README.md`), so that they work in the repository as well. Without a `repo_url`
+    they become plain text.
+    """
     docs, repository = Path(config.docs_dir), Path(config.docs_dir).parent
 
     def resolve(match: re.Match[str]) -> str:
@@ -36,3 +38,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{place}{'#' + anchor if anchor else ''})"
 
     return LINK.sub(resolve, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Drops the brackets of references in docstrings that name no target, such as [`MHLAConfig.replace`]."""
+    return DOCSTRING_REFERENCE.sub(r"\1", html)
