@@ -155,7 +155,8 @@ def _training_command(destination: Path, name: str, part: ComponentReport) -> st
     # A model alone has no folder of its own.
     folder = destination / name if (destination / name).is_dir() else destination
     config = read_json(folder / "config.json", "the model's configuration")
-    outputs = config.get("out_channels")
+    # The default of Wan alone is not the number of its inputs.
+    outputs = config.get("out_channels", 16 if family.name == "wan" else None)
     inputs = config.get("in_channels", outputs)
     # Image-to-video models take the channels of an image besides; DiT may predict variances.
     same = outputs in (None, inputs) or (family.name == "dit" and outputs == 2 * (inputs or 0))

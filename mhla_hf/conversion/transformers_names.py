@@ -32,7 +32,7 @@ class StoredNames:
     Attributes:
         expected: Shapes of what a complete source has, by the name in the files written. Tied tensors occur once.
         loaded: Names of the source's tensors in the model; what the model does not know is left out.
-        renamed: What each tensor of the source would be called in the model.
+        renamed: Name in the model for each tensor of the source, known to the model or not.
         written: Names of the same tensors in the files written.
         tied_copies: Tensors of the source that the model ties to another one of the source, with that one.
         fresh: Names of the MHLA parameters in the model, with those in the files written.

@@ -123,8 +123,8 @@ def check_apart(destination: Destination, *sources: Path | None) -> None:
     """Refuses to write where something is read, or to replace a directory that holds more than a model.
 
     Args:
-        destination: What is to be written.
-        *sources: What is read meanwhile.
+        destination: Directory to write.
+        *sources: Directories and files that are read.
 
     Raises:
         ValueError: If the destination overlaps a source, or is to be replaced although the home or working directory

@@ -77,7 +77,7 @@ def read_lora(location: str | Path, *, component: str, family: str | None) -> Lo
 
     Args:
         location: A directory of peft or diffusers, or a .safetensors file.
-        component: What the model is called in its pipeline; weights for other components are left out.
+        component: Name of the model in its pipeline; weights for other components are left out.
         family: Name of the model's family in diffusers; `None` for models of transformers.
 
     Raises:

@@ -41,7 +41,7 @@ def diffusion_probes(
         family: Name of its family.
         config: Its configuration.
         grid: Number of tokens along each axis.
-        samples: How many inputs.
+        samples: Number of inputs.
         seed: Seed of all of it.
 
     Returns:
@@ -87,7 +87,7 @@ def transformers_probes(model: Any, samples: int, seed: int, limit: int) -> list
 
     Args:
         model: The model.
-        samples: How many inputs.
+        samples: Number of inputs.
         seed: Seed of all of it.
         limit: Most tokens of a text.
 
@@ -140,7 +140,7 @@ def changed(model: nn.Module, changes: Mapping[str, torch.Tensor]) -> Iterator[N
 
     Args:
         model: The model.
-        changes: What to add, by name.
+        changes: Additions by name.
     """
     parameters = dict(model.named_parameters())
     before = {name: parameters[name].detach().clone() for name in changes}

@@ -101,6 +101,14 @@ class CalibrationReport:
         """Mean over the layers."""
         return sum(layer.error_after for layer in self.layers) / max(1, len(self.layers))
 
+    def add(self, other: CalibrationReport, prefix: str) -> None:
+        """Adds the report of another model, the names of its layers behind a prefix."""
+        for layer in other.layers:
+            layer.name = f"{prefix}{layer.name}"
+        self.layers += other.layers
+        self.batches += other.batches
+        self.seconds += other.seconds
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON types."""
         return {**asdict(self), "seconds": round(self.seconds, 2)}
@@ -118,10 +126,10 @@ def calibrate(
 
     The projections of a freshly converted model are those of its original, so the model itself provides the outputs of
     its softmax attention. For each layer, from sums over a small probe: the temperature of a hedgehog feature map,
-    the convolution of the values (`lepe_kernel`) and the gains of a window where there are such, and the output
-    projection, by ridge regression towards what it is. A quarter of the batches (of the samples, where
-    there are fewer than four) is held out; strengths are chosen by
-    the error on them, and a layer whose error on them does not fall is left as it is.
+    the convolution of the values (`lepe_kernel`), the gains of a window, and the output projection, by ridge
+    regression towards its present value. A quarter of the batches (of the samples, if there are fewer than four
+    batches) is held out; strengths are chosen by the error on them, and a layer whose error does not fall is left
+    alone.
 
     Args:
         model_or_pipeline: A converted model of transformers or diffusers, or a pipeline with one. It must not have
@@ -180,12 +188,7 @@ def _calibrate_pipeline(
         raise ValueError(f"batches names {', '.join(map(str, unknown))}; the pipeline has {', '.join(models)}.")
     total = CalibrationReport()
     for name, own in batches.items():
-        report = calibrate_model(models[name], own, **options)
-        for layer in report.layers:
-            layer.name = f"{name}.{layer.name}"
-        total.layers += report.layers
-        total.batches += report.batches
-        total.seconds += report.seconds
+        total.add(calibrate_model(models[name], own, **options), f"{name}.")
     return total
 
 

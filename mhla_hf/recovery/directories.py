@@ -80,13 +80,10 @@ def calibrate_directory(
         )
         report, changed = CalibrationReport(), {}
         for name, model in models.items():
-            before = {key: (value, value.clone()) for key, value in model.named_parameters() if key in _touched(model)}
+            touched = _touched(model)
+            before = {key: (value, value.clone()) for key, value in model.named_parameters() if key in touched}
             own = calibrate(model, batches[name], memory_limit=memory_limit, progress=progress)
-            for layer in own.layers:
-                layer.name = f"{name}.{layer.name}" if len(models) > 1 else layer.name
-            report.layers += own.layers
-            report.batches += own.batches
-            report.seconds += own.seconds
+            report.add(own, f"{name}." if len(models) > 1 else "")
             changed[name] = {key: value for key, (value, old) in before.items() if not torch.equal(value, old)}
         report.probe = {"data": data or "samples of the pipeline", "samples": samples, "seed": seed}
         with claimed.staging() as staging:

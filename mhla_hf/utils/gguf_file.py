@@ -52,7 +52,7 @@ class GGUFFile:
         path: The file.
         shapes: Shape of every tensor by name.
         dtypes: Type to keep every tensor in, by name: its own for plain floats, bfloat16 for quantised ones.
-        kinds: How many tensors are stored in each of GGUF's types, such as `Q4_K`.
+        kinds: Number of tensors stored in each of GGUF's types, such as `Q4_K`.
 
     Raises:
         ValueError: If the file is missing, damaged or truncated, has tensors of a type that cannot be dequantised, or

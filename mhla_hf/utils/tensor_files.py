@@ -68,7 +68,7 @@ def read_tensors(path: Path, remedy: str, names: tuple[str, ...] = ()) -> dict[s
 
     Args:
         path: The file.
-        remedy: What to do if it cannot be read, for the error.
+        remedy: Advice for the error if it cannot be read.
         names: Tensors that it must hold.
 
     Raises:
@@ -191,7 +191,7 @@ def write_safetensors(
 
     Args:
         path: The file to write; its folder exists.
-        entries: What to write. Tensors of wide types go first, as the format's own writer does, to keep all aligned.
+        entries: The tensors. Tensors of wide types go first, as the format's own writer does, to keep all aligned.
         on_bytes: Told the number of bytes after each tensor.
 
     Raises:
