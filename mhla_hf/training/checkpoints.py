@@ -134,14 +134,27 @@ def _newest_whole(available: Sequence[Path]) -> Path | None:
 
 
 def collect_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str]
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], keep: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights by parameter name, and optimizer tensors by `<parameter>::<kind>`. Every process must call it."""
+    """Collects what a checkpoint holds of a model and its optimizer. Every process must call it.
+
+    Args:
+        model: The model.
+        optimizer: AdamW over its parameters.
+        names: Parameters that train.
+        keep: Whether this process keeps the tensors; the others help to gather them, one parameter at a time.
+
+    Returns:
+        Weights by parameter name, and optimizer tensors by `<parameter>::<kind>`, whole and on the CPU.
+    """
     parameters = dict(model.named_parameters())
-    weights = {name: full_tensor(parameters[name]) for name in names}
-    moments = {
-        f"{name}::{kind}": value for name in names for kind, value in full_moments(optimizer, parameters[name]).items()
-    }
+    weights: dict[str, torch.Tensor] = {}
+    moments: dict[str, torch.Tensor] = {}
+    for name in names:
+        weight, state = full_tensor(parameters[name]), full_moments(optimizer, parameters[name])
+        if keep:
+            weights[name] = weight
+            moments.update({f"{name}::{kind}": value for kind, value in state.items()})
     return weights, moments
 
 

@@ -140,9 +140,10 @@ class StageLoop:
         if directory is None or self._saved == self.step:
             return
         optimizer = self._plain_optimizer()
-        weights, moments = checkpoints.collect_state(self.model, optimizer, self.names)
-        averages = self.average.collect() if self.average is not None else None
-        if self.accelerator.is_main_process:
+        main = self.accelerator.is_main_process
+        weights, moments = checkpoints.collect_state(self.model, optimizer, self.names, keep=main)
+        averages = self.average.collect(keep=main) if self.average is not None else None
+        if main:
             scaler = self.accelerator.scaler
             state = {
                 **self.shared.state(),

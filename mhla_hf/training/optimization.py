@@ -135,10 +135,18 @@ class WeightAverage:
         """Takes the parameters after an optimizer step into the average."""
         self.ema.step(self.parameters)
 
-    def collect(self) -> tuple[dict[str, torch.Tensor], int]:
-        """The averages by parameter name, whole, and the number of steps in them. Every process must call it."""
-        whole = [full_tensor(average) for average in self.ema.shadow_params]
-        return dict(zip(self.names, whole, strict=True)), self.ema.optimization_step
+    def collect(self, keep: bool = True) -> tuple[dict[str, torch.Tensor], int]:
+        """The averages by parameter name, whole, and the number of steps in them. Every process must call it.
+
+        Args:
+            keep: Whether this process keeps them; the others help to gather them.
+        """
+        averages = {}
+        for name, average in zip(self.names, self.ema.shadow_params, strict=True):
+            whole = full_tensor(average)
+            if keep:
+                averages[name] = whole
+        return averages, self.ema.optimization_step
 
     def load(self, checkpoint: Path) -> None:
         """Resumes the average of a checkpoint; without one there, it starts from the checkpoint's weights.

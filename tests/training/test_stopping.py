@@ -183,6 +183,24 @@ def test_two_processes_stop_together(launcher, number, whom, tmp_path):
     assert (output / "final.pt").exists()
 
 
+@pytest.mark.slow
+def test_processes_that_make_batches_leave_ctrl_c_to_the_run(tmp_path):
+    output, options = tmp_path / "run", '{"dataloader_num_workers": 2, "max_steps": 40}'
+    command = [sys.executable, "-m", "tests.training.training_process", str(output), "--options", options]
+    process = subprocess.Popen(
+        command, env={**ENVIRONMENT, "STEP_SECONDS": "1"}, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not (output / "reached-0-finetune-1").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert [line for line in errors.splitlines() if line.startswith("stopped after step")], errors
+
+
 MEETING = """
 import sys, torch
 from mhla_hf.cli.errors import run_script
