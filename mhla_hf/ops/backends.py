@@ -22,6 +22,9 @@ ENVIRONMENT_VARIABLE = "MHLA_HF_BACKEND"
 TRITON_INSTALLED = find_spec("triton") is not None
 # Triton makes up its mind when it is imported, too.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Triton's interpreter keeps bfloat16 as integers, and multiplies these.
+INTERPRETED_DTYPES = (torch.float32, torch.float16)
 # The widest head that the kernels take.
 MAX_WIDTH = 256
 # The compiler of 3.2 ends the process over some of the kernels.
@@ -88,8 +91,10 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
     if device.type == "cuda" and (failure := triton_failure()):
         return f"Triton does not work here: {failure}"
     for tensor in tokens:
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if tensor.dtype not in KERNEL_DTYPES:
             return f"the kernels take no {tensor.dtype}"
+        if device.type == "cpu" and tensor.dtype not in INTERPRETED_DTYPES:
+            return f"Triton's interpreter does not multiply {tensor.dtype}"
         if tensor.shape[-1] > MAX_WIDTH:
             return f"the kernels take heads of width {MAX_WIDTH} at most, not {tensor.shape[-1]}"
         if 0 in tensor.shape:

@@ -10,9 +10,15 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from mhla_hf.ops import backends
+
 
 def imitate_gpu() -> None:
-    """Replaces conversions from and to bfloat16, which would cut float32 off, and products, which lack bfloat16."""
+    """Replaces conversions from and to bfloat16, which would cut float32 off, and products, which lack bfloat16.
+
+    So tests may choose the kernels for bfloat16 tokens on a CPU, which others may not.
+    """
+    backends.INTERPRETED_DTYPES = backends.KERNEL_DTYPES
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def cast_impl(builder: InterpreterBuilder, source: TensorHandle, dtype: Any) -> TensorHandle:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the Triton kernels for a GPU that is not there, and prints what they use of it.
+"""Compiles the Triton kernels for a GPU that is not there, and prints the registers and memory that they use.
 
 Run as a program, `python -m tests.ops.kernel_compilation 90 64`, without TRITON_INTERPRET: compute capability times
 ten, and the width of heads. It runs the operators on small CPU tensors, compiles each launch in place of making it,
@@ -101,7 +101,7 @@ def run_operators(width: int) -> None:
 
 
 def run_recurrent(width: int, dtype: torch.dtype) -> None:
-    """Launches what decodes: one token, and prompts for a new state and for one that has seen tokens."""
+    """Launches the recurrent form: one token, and prompts for a new state and for one that has seen tokens."""
     from mhla_hf.ops.recurrent import empty_state
     from mhla_hf.ops.triton.decode import decode_token
     from mhla_hf.ops.triton.prompt import extend_state
@@ -172,7 +172,7 @@ def count_compilations(width: int, series: str, compilations: Compilations) -> l
 def main() -> None:
     capability, width = map(int, sys.argv[1:3])
     compilations = Compilations(capability)
-    # Before any module of kernels is imported, which are to have this function.
+    # Before the modules of kernels are imported, which copy this name.
     launching.multiplies_from_shared_memory = lambda device: capability >= 90
     JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)
     if len(sys.argv) > 3:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the recurrent form's kernels share: inputs, states, and their comparison."""
+"""Shared by the tests of the recurrent form's kernels: inputs, states, and their comparison."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from mhla_hf.ops import choose_backend
+from mhla_hf.ops import backends, choose_backend
 from mhla_hf.ops.backends import _log_once, tf32_is_allowed, triton_failure
 
 
@@ -59,6 +59,15 @@ def test_falling_back_is_said_once(caplog):
         for _ in range(2):
             assert choose_backend("triton", *tokens(1, 4, 2, 8, dtype=torch.float64)) == "torch"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_bfloat16_is_not_interpreted(monkeypatch):
+    """Triton's interpreter would multiply its bits, which the tests of kernels mend for themselves."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backends, "INTERPRETED", True)
+    monkeypatch.setattr(backends, "INTERPRETED_DTYPES", (torch.float32, torch.float16))
+    assert choose_backend("triton", *tokens(1, 4, 2, 8)) == "triton"
+    assert choose_backend("triton", *tokens(1, 4, 2, 8, dtype=torch.bfloat16)) == "torch"
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel compiles for GPUs of two generations, without one, and keeps what it works on in registers."""
+"""Every kernel compiles for GPUs of two generations, without one, and spills no registers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytest.importorskip("triton")
 
 # A frame of a few registers on the stack is no spilling to speak of.
 FRAME = 16
-# What a program may take of a multiprocessor's shared memory, in bytes (CUDA C++ Programming Guide, table "Technical
+# Shared memory of a multiprocessor that a program may take, in bytes (CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability"). What is compiled for 8.0 has to fit GPUs of 8.6, 8.9 and 12.0 too, which
 # multiply in the same way and have less.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 
 
 def compilations(*arguments: object) -> Any:
-    """What `kernel_compilation` prints, run without the interpreter."""
+    """Output of `kernel_compilation`, run without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops.kernel_compilation", *map(str, arguments)]
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)

@@ -161,7 +161,7 @@ def test_operator_is_what_torch_expects(device):
     torch.library.opcheck(torch.ops.mhla_hf.decode_token, (*inputs.values(), None, mixing, *tensors, 2, True, 1e-6))
 
 
-def test_what_the_kernel_does_not_do_is_done_in_torch():
+def test_unsupported_cases_run_in_torch():
     """Gradients, float64 and a state without room for a finished block."""
     inputs, mixing = make_inputs("cpu", 1)
     wide = {name: tensor.double() for name, tensor in inputs.items()}

@@ -44,7 +44,7 @@ def assert_same_prompt(
     state: MHLAState | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, MHLAState]:
-    """Compares both backends in float32 and returns what the kernels gave."""
+    """Compares both backends in float32 and returns the kernels' results."""
     state = start(inputs, mixing, BLOCK_SIZE) if state is None else state
     expected = extend(inputs, mixing, state, "torch", *ends, **options)
     with buffers_full_of_nan():
@@ -193,7 +193,7 @@ def test_operator_is_what_torch_expects(has_past, device):
     )
 
 
-def test_what_the_kernels_do_not_do_is_done_in_torch():
+def test_unsupported_cases_run_in_torch():
     """Gradients and float64."""
     inputs, mixing = make_inputs("cpu", 5)
     wide = {name: tensor.double() for name, tensor in inputs.items()}

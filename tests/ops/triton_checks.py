@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of all kernels share: the devices they run on, and errors of half precision against float64."""
+"""Shared by the tests of all kernels: the devices they run on, and errors of half precision against float64."""
 
 from __future__ import annotations
 

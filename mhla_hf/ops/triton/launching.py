@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every launch of a kernel needs: tile sizes, strides, the type of products, and the GPU to launch on."""
+"""Launches of kernels: tile sizes, arguments that several kernels share, and the precision of products."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
 
 
 def padded(width: int) -> int:
-    """The width that a kernel works with: the next power of two, 16 at least (the smallest matrix product)."""
+    """Width inside of a kernel: the next power of two, 16 at least (the smallest matrix product)."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -117,7 +117,7 @@ def as_matrices(sums: torch.Tensor, tokens: torch.dtype, dtype: torch.dtype) -> 
 
 
 def summary_dtype(tokens: torch.dtype, half: bool) -> torch.dtype:
-    """The type that summaries of tokens are kept in: float32, or bfloat16 for bfloat16 tokens if `half`.
+    """Dtype of summaries: float32, or bfloat16 for bfloat16 tokens if `half`.
 
     Sums of float16 would leave its range. Summaries in bfloat16 take half the memory traffic; outputs keep the error
     of their own rounding, but gradients, where terms cancel, would have up to three times theirs.
