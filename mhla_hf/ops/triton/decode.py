@@ -7,8 +7,8 @@ and P_{i+1} as much of the next one's as is summed up (matrices have z in the la
     S ← S + φ(k_t) [v_t, 1]ᵀ          o_t = φ(q_t)ᵀ (P_i + m_ii S)          divided by its last column + eps
     P_{i+1} ← P_{i+1} + Σ_b m_{i+1,b} S_b        over the finished blocks b with b mod N = t mod N
 
-A token that starts a block files the current summary and takes over the next prefix first. The state is read as a
-whole before it is written, but for the summary that is filed, which only the program that files it reads.
+A token that starts a block files the current summary and takes over the next prefix first. All programs read the old
+state and write the new one to other memory, but for the summary that is filed, which no other program reads.
 
 Of the programs of a key head, the first STEP_TILES take some columns of its matrices each: they add the token to the
 current summary, file it and take over the next prefix where the token starts a block, and compute the output. The
@@ -46,9 +46,9 @@ class MixingWeights(NamedTuple):
 
     Attributes:
         data: float32 `[S, M, M]`.
-        stride_head: Its strides.
-        stride_row: The same.
-        stride_column: The same.
+        stride_head: Stride of a head; 0 where all share the weights.
+        stride_row: Stride of a row.
+        stride_column: Stride of a column.
         last: M - 1.
     """
 
