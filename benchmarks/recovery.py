@@ -6,8 +6,8 @@
 
 MHLA, MHLA with a softmax window beside it, and linear attention (MHLA with one block) go through the default recipe
 of their family, alike in everything else, with several seeds. Figures and a plot go to `benchmarks/results/`. Each
-job runs on one thread; CPU seconds are those of all its stages. What was measured before is kept, so an interrupted
-run goes on. The language model is left out unless its directory is given; `python_language_model.py` makes one.
+job runs on one thread; CPU seconds are those of all its stages. Earlier results are kept, so an interrupted
+run resumes. The language model is left out unless its directory is given; `python_language_model.py` makes one.
 """
 
 from __future__ import annotations
@@ -162,12 +162,10 @@ def summary(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
     """Quality against CPU seconds: a panel for each model, a line for each seed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from mhla_hf.utils.figures import new_figure, save_figure
 
     shown = [model for model in MODELS if any(name.startswith(f"{model}/") for name in results)]
-    figure = Figure(figsize=(5.2 * len(shown), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.2 * len(shown), 4.2)
     for axis, model in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
         for variant, title in TITLES.items():
             runs = [points(value) for name, value in results.items() if name.startswith(f"{model}/{variant}/")]
@@ -181,7 +179,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         axis.set(title=MODELS[model], xlabel="CPU seconds", ylabel=quality_name, yscale="log")
         axis.grid(alpha=0.3, which="both")
         axis.legend(frameon=False)
-    figure.savefig(path, dpi=110, facecolor="white")
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -232,13 +230,14 @@ def write(path: Path, results: Mapping[str, Any]) -> None:
     """Writes the figures with the machine that they were measured on."""
     import torch
     import transformers
-    from minilm_transfer import processor
 
     import mhla_hf
+    from mhla_hf.utils.files import write_json
+    from mhla_hf.utils.machine import processor_name
 
     facts = {
         "date": date.today().isoformat(),
-        "machine": f"{processor()}, 1 CPU thread a recovery",
+        "machine": f"{processor_name()}, 1 CPU thread a recovery",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -248,10 +247,7 @@ def write(path: Path, results: Mapping[str, Any]) -> None:
         "summary": summary(results),
         "results": dict(sorted(results.items())),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(facts, indent=1) + "\n")
-    temporary.replace(path)
+    write_json(path, facts)
 
 
 def show(results: Mapping[str, Any]) -> None:

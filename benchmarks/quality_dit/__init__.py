@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MHLA costs or gains in quality: small DiTs trained from scratch on handwritten digits, alike but for attention.
-
-Names are loaded when first used, so that the options can be read without torch.
-"""
+"""Quality of MHLA: small DiTs trained from scratch on handwritten digits, which differ in their attention alone."""
 
 from .options import SETTINGS, VARIANTS, QualityOptions
 

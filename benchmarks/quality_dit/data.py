@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handwritten digits, and which of them each step sees with which noise: a pure function of the seed and the step.
+"""Handwritten digits, and the batch of each step: a pure function of the seed and the step.
 
-Shapes: B pictures of a batch, S their side in pixels.
+Shapes: B images of a batch, S their side in pixels.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .options import QualityOptions
 NUM_CLASSES = 10
 """The digits; as a label it stands for no class."""
 
-# Held-out pictures that the model sees at once.
+# Held-out images that the model sees at once.
 EVALUATION_BATCH = 64
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Digits:
     """Digits `[N, 1, S, S]` in [-1, 1], black to white, and their classes `[N]`."""
 
     images: torch.Tensor
@@ -38,7 +38,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """Noisy pictures and their noise `[B, 1, S, S]`, timesteps and labels `[B]`."""
+    """Noisy images and their noise `[B, 1, S, S]`, timesteps and labels `[B]`."""
 
     noisy: torch.Tensor
     noise: torch.Tensor
@@ -50,7 +50,7 @@ class NoisyBatch:
         return NoisyBatch(*(value.to(device) for value in (self.noisy, self.noise, self.timesteps, self.labels)))
 
 
-def load_pictures(split: str, size: int) -> Pictures:
+def load_digits(split: str, size: int) -> Digits:
     """Loads a split of scikit-learn's digits; every sixth scan is held out.
 
     Args:
@@ -58,17 +58,17 @@ def load_pictures(split: str, size: int) -> Pictures:
         size: S, that the scans of 8x8 pixels are enlarged to.
     """
     scans, labels = load_scans(split, size)
-    return Pictures(torch.from_numpy(scans)[:, None] * 2 - 1, torch.from_numpy(labels).long())
+    return Digits(torch.from_numpy(scans)[:, None] * 2 - 1, torch.from_numpy(labels).long())
 
 
 def training_batch(
-    pictures: Pictures, options: QualityOptions, schedule: NoiseSchedule, seed: int, step: int
+    digits: Digits, options: QualityOptions, schedule: NoiseSchedule, seed: int, step: int
 ) -> NoisyBatch:
-    """The batch of a step: a fresh order of the pictures every epoch, uniform timesteps, some classes left out."""
-    order = DataOrder(dataset_size=len(pictures), batch_size=options.batch_size, seed=seed, stage="quality")
+    """The batch of a step: a fresh order of the images every epoch, uniform timesteps, some classes left out."""
+    order = DataOrder(dataset_size=len(digits), batch_size=options.batch_size, seed=seed, stage="quality")
     indices = torch.tensor([order.dataset_index(number) for number in order.sample_numbers(step)])
     generator = torch.Generator().manual_seed(stable_seed(seed, "quality", "draws", step))
-    clean, labels = pictures.images[indices], pictures.labels[indices]
+    clean, labels = digits.images[indices], digits.labels[indices]
     noise = torch.randn(clean.shape, generator=generator)
     uniform = torch.rand(2, len(clean), generator=generator, dtype=torch.float64)
     timesteps = timesteps_from_uniform(uniform[0], schedule)
@@ -76,13 +76,13 @@ def training_batch(
     return NoisyBatch(add_noise(clean, noise, timesteps, schedule), noise, timesteps, labels)
 
 
-def held_out_batches(pictures: Pictures, options: QualityOptions, schedule: NoiseSchedule) -> Iterator[NoisyBatch]:
-    """Noisy held-out pictures, the same for every model: timesteps lie evenly over all, in random order."""
+def held_out_batches(digits: Digits, options: QualityOptions, schedule: NoiseSchedule) -> Iterator[NoisyBatch]:
+    """Noisy held-out images, the same for every model: timesteps lie evenly over all, in random order."""
     generator = torch.Generator().manual_seed(stable_seed("quality", "held-out"))
-    count = len(pictures) * options.held_out_draws
+    count = len(digits) * options.held_out_draws
     uniform = (torch.randperm(count, generator=generator).double() + 0.5) / count
     timesteps = timesteps_from_uniform(uniform, schedule)
     for chosen in torch.arange(count).split(EVALUATION_BATCH):
-        clean, labels = pictures.images[chosen % len(pictures)], pictures.labels[chosen % len(pictures)]
+        clean, labels = digits.images[chosen % len(digits)], digits.labels[chosen % len(digits)]
         noise = torch.randn(clean.shape, generator=generator)
         yield NoisyBatch(add_noise(clean, noise, timesteps[chosen], schedule), noise, timesteps[chosen], labels)

@@ -11,7 +11,7 @@ from torch import nn
 
 from mhla_hf.training.data.batches import DataOrder, stable_seed
 
-from .data import NUM_CLASSES, Pictures
+from .data import NUM_CLASSES, Digits
 
 
 FEATURES = 32
@@ -20,7 +20,7 @@ FEATURES = 32
 EPOCHS = 20
 BATCH_SIZE = 32
 LEARNING_RATE = 3e-3
-# Side in pixels that the classifier sees, whatever the pictures' own: the scans have 8.
+# Side in pixels that the classifier sees, whatever the images' own: the scans have 8.
 INPUT_SIZE = 32
 
 
@@ -39,7 +39,7 @@ class DigitClassifier(nn.Module):
         self.head = nn.Linear(FEATURES, NUM_CLASSES)
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
-        """`[N, FEATURES]` of pictures `[N, 1, S, S]` in [-1, 1]."""
+        """`[N, FEATURES]` of images `[N, 1, S, S]` in [-1, 1]."""
         return self.body(F.interpolate(images, size=(INPUT_SIZE, INPUT_SIZE), mode="area"))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -47,22 +47,22 @@ class DigitClassifier(nn.Module):
         return self.head(self.features(images).relu())
 
 
-def train_classifier(pictures: Pictures, seed: int = 0) -> DigitClassifier:
+def train_classifier(digits: Digits, seed: int = 0) -> DigitClassifier:
     """Trains the classifier on the CPU.
 
     Args:
-        pictures: Training split.
+        digits: Training split.
         seed: Chooses weights and order.
     """
     torch.manual_seed(stable_seed(seed, "quality", "classifier"))
     classifier = DigitClassifier()
-    order = DataOrder(dataset_size=len(pictures), batch_size=BATCH_SIZE, seed=seed, stage="classifier")
-    steps = EPOCHS * len(pictures) // BATCH_SIZE
+    order = DataOrder(dataset_size=len(digits), batch_size=BATCH_SIZE, seed=seed, stage="classifier")
+    steps = EPOCHS * len(digits) // BATCH_SIZE
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=LEARNING_RATE)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         chosen = [order.dataset_index(number) for number in order.sample_numbers(step)]
-        loss = F.cross_entropy(classifier(pictures.images[chosen]), pictures.labels[chosen])
+        loss = F.cross_entropy(classifier(digits.images[chosen]), digits.labels[chosen])
         loss.backward()
         optimizer.step()
         decay.step()
@@ -72,7 +72,7 @@ def train_classifier(pictures: Pictures, seed: int = 0) -> DigitClassifier:
 
 @torch.no_grad()
 def accuracy(classifier: DigitClassifier, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of pictures `[N, 1, S, S]` whose class `[N]` the classifier sees."""
+    """Share of images `[N, 1, S, S]` whose class `[N]` the classifier sees."""
     return (classifier(images).argmax(1) == labels).float().mean().item()
 
 
@@ -85,7 +85,7 @@ class FeatureStatistics(NamedTuple):
 
 @torch.no_grad()
 def feature_statistics(classifier: DigitClassifier, images: torch.Tensor) -> FeatureStatistics:
-    """Statistics of the features of pictures `[N, 1, S, S]`."""
+    """Statistics of the features of images `[N, 1, S, S]`."""
     features = classifier.features(images).double()
     return FeatureStatistics(features.mean(0), features.T.cov())
 
@@ -99,7 +99,7 @@ def frechet_distance(statistics: FeatureStatistics, reference: FeatureStatistics
 
     Args:
         statistics: Of the samples.
-        reference: Of the pictures that they should be like.
+        reference: Of the images that they should be like.
     """
     values, vectors = torch.linalg.eigh(reference.covariance)
     root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained, for how long, and what is measured."""
+"""Options of the comparison, and its settings."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 
 VARIANTS = ("softmax", "linear", "mhla", "mhla_cpe_gate")
-"""Kinds of attention that are compared; `linear` is MHLA with a single block."""
+"""Kinds of attention to compare; `linear` is MHLA with a single block."""
 
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:
-    """Everything that the figures depend on, besides the machine.
+    """Options that decide the figures, besides the machine.
 
-    Every variant of a seed starts from the same weights and sees the same pictures, classes, timesteps and noise in
+    Every variant of a seed starts from the same weights and sees the same images, classes, timesteps and noise in
     the same order. Nothing is chosen for one variant.
 
     Args:
@@ -30,16 +30,16 @@ class QualityOptions:
         blocks: Number of MHLA blocks along each axis of the token grid.
         lepe_kernel: Width of the convolution on the values of `mhla_cpe_gate`.
         steps: Training steps.
-        batch_size: Pictures per step.
+        batch_size: Images per step.
         matrix_learning_rate: Peak learning rate of Muon, which trains the matrices of the transformer blocks.
         learning_rate: Peak learning rate of AdamW, which trains everything else.
         warmup_steps: Steps in which both rise to the peak; then they fall to zero along a cosine.
         beta_schedule: Noise schedule of 1,000 steps, as diffusers names it.
         class_dropout: Share of classes replaced by none in training, for guidance.
         seeds: One training of each variant for each of them.
-        held_out_draws: Timesteps and noises that each held-out picture is judged at.
+        held_out_draws: Timesteps and noises for each held-out image.
         sampling_steps: Steps of DDIM.
-        guidance_scale: Guidance of the pictures of the grid; the Fréchet distance is of samples without guidance.
+        guidance_scale: Guidance of the images of the grid; the Fréchet distance is of samples without guidance.
         dtype: `"float32"`, or `"bfloat16"` for autocasting; weights are float32.
 
     Raises:

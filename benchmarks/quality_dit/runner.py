@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole comparison. Finished trainings are kept in a work directory, and a stopped run goes on from there."""
+"""The whole comparison. A stopped run resumes from the finished trainings in its work directory."""
 
 from __future__ import annotations
 
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.torch import save_file
 
-from mhla_hf.demo.progress import DemoProgress
 from mhla_hf.utils.files import atomic_directory, atomic_file, remove_leftovers, write_json
 from mhla_hf.utils.json_files import read_json
 from mhla_hf.utils.locks import lock_output
 from mhla_hf.utils.machine import choose_device, machine_facts, synchronize
 from mhla_hf.utils.tensor_files import read_tensors
 
-from .data import NUM_CLASSES, Pictures, load_pictures
+from .data import NUM_CLASSES, Digits, load_digits
 from .fidelity import (
     DigitClassifier,
     FeatureStatistics,
@@ -29,22 +30,21 @@ from .fidelity import (
     frechet_distance,
     train_classifier,
 )
-from .figures import plot_report, plot_samples
 from .models import make_model
 from .options import VARIANTS, QualityOptions
-from .report import curve, summarize
+from .report import curve, plot_report, plot_samples, summarize
 from .training import held_out_losses, sample, train
 
 
 GRID_ROWS = 2
-"""Pictures of each class that the grid of samples shows."""
+"""Images of each class that the grid of samples shows."""
 
-_RESULT, _PICTURES, _CLASSIFIER, _OPTIONS = "result.json", "grid.safetensors", "classifier.safetensors", "options.json"
+_RESULT, _GRID, _CLASSIFIER, _OPTIONS = "result.json", "grid.safetensors", "classifier.safetensors", "options.json"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The report, ready for JSON, and pictures `[N, 1, S, S]` by variant, with real digits under `digits`."""
+    """The report, ready for JSON, and images `[N, 1, S, S]` by variant, with real digits under `digits`."""
 
     report: dict[str, Any]
     samples: dict[str, torch.Tensor]
@@ -52,10 +52,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class _Reference:
-    """What every run is judged with."""
+    """Data, classifier and statistics that every run is evaluated with."""
 
-    train: Pictures
-    held_out: Pictures
+    train: Digits
+    held_out: Digits
     classifier: DigitClassifier
     statistics: FeatureStatistics
 
@@ -68,13 +68,13 @@ def measure_quality(
     device: str | None = None,
     show_progress: bool = False,
 ) -> Measurement:
-    """Trains every variant with every seed and judges it.
+    """Trains and evaluates every variant with every seed.
 
     Args:
-        options: What to do.
-        work_directory: Where finished trainings are kept; those that are there already are not done again.
-        setting: How the report calls the options.
-        device: Where to run; None for a GPU if there is one.
+        options: Options of the comparison.
+        work_directory: Directory of finished trainings; those that exist are not repeated.
+        setting: Name of the options in the report.
+        device: Device to run on; None for a GPU if there is one.
         show_progress: Show bars on standard error.
 
     Returns:
@@ -88,15 +88,17 @@ def measure_quality(
     """
     target = choose_device(device)
     with _claim(work_directory, options) or nullcontext():
-        with DemoProgress(show_progress) as progress:
-            with progress.stage("classifier", 1):
-                reference = _make_reference(options, work_directory)
+        with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
+            task = progress.add_task("classifier", total=1)
+            reference = _make_reference(options, work_directory)
+            progress.advance(task)
             for seed in options.seeds:
                 for variant in VARIANTS:
                     directory = _directory(work_directory, variant, seed)
-                    with progress.stage(f"{variant}, seed {seed}", options.steps) as stage:
-                        if not directory.is_dir():
-                            _run(directory, options, variant, seed, reference, target, stage.advance)
+                    task = progress.add_task(f"{variant}, seed {seed}", total=options.steps)
+                    if not directory.is_dir():
+                        _run(directory, options, variant, seed, reference, target, partial(progress.advance, task))
+                    progress.update(task, completed=options.steps)
         directories = [_directory(work_directory, variant, seed) for seed in options.seeds for variant in VARIANTS]
         what = "the result of a training (remove its directory to repeat it):"
         runs = [read_json(directory / _RESULT, what) for directory in directories]
@@ -105,7 +107,7 @@ def measure_quality(
         report = {
             "benchmark": "quality_dit",
             "setting": setting,
-            "machine": _machine(target),
+            "machine": machine_facts(target),
             "options": asdict(options),
             "data": {"train": len(reference.train), "held_out": len(held_out)},
             "classifier": {
@@ -117,7 +119,7 @@ def measure_quality(
         }
         samples = {"digits": held_out.images[_grid_indices(held_out.labels)]}
         for variant in VARIANTS:
-            file = _directory(work_directory, variant, options.seeds[0]) / _PICTURES
+            file = _directory(work_directory, variant, options.seeds[0]) / _GRID
             stored = read_tensors(file, "remove its directory to repeat the training", ("pictures",))
             samples[variant] = stored["pictures"].float() / 127.5 - 1
         return Measurement(report, samples)
@@ -160,17 +162,17 @@ def _run(
         "class_accuracy": accuracy(reference.classifier, images, labels),
         "training_seconds": seconds,
         "curve": curve(losses),
-        "machine": _machine(device),
+        "machine": machine_facts(device),
     }
     classes = torch.arange(NUM_CLASSES).repeat(GRID_ROWS)
     grid = sample(model, classes, options, guidance_scale=options.guidance_scale, name="grid")
     with atomic_directory(directory) as temporary:
-        save_file({"pictures": ((grid + 1) * 127.5).round().to(torch.uint8)}, temporary / _PICTURES)
+        save_file({"pictures": ((grid + 1) * 127.5).round().to(torch.uint8)}, temporary / _GRID)
         write_json(temporary / _RESULT, result)
 
 
 def _make_reference(options: QualityOptions, work_directory: Path) -> _Reference:
-    pictures = load_pictures("train", options.image_size)
+    digits = load_digits("train", options.image_size)
     file = work_directory / _CLASSIFIER
     if file.is_file():
         classifier = DigitClassifier().eval().requires_grad_(False)
@@ -181,11 +183,11 @@ def _make_reference(options: QualityOptions, work_directory: Path) -> _Reference
         except RuntimeError as error:
             raise ValueError(f"{file} holds another classifier; {remedy}") from error
     else:
-        classifier = train_classifier(pictures)
+        classifier = train_classifier(digits)
         with atomic_file(file) as temporary:
             save_file(classifier.state_dict(), temporary)
-    statistics = feature_statistics(classifier, pictures.images)
-    return _Reference(pictures, load_pictures("held_out", options.image_size), classifier, statistics)
+    statistics = feature_statistics(classifier, digits.images)
+    return _Reference(digits, load_digits("held_out", options.image_size), classifier, statistics)
 
 
 def _claim(work_directory: Path, options: QualityOptions) -> IO[str] | None:
@@ -212,11 +214,7 @@ def _directory(work_directory: Path, variant: str, seed: int) -> Path:
     return work_directory / f"{variant}-{seed}"
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
-    return {**machine_facts(device), "mhla-hf": version("mhla-hf")}
-
-
 def _grid_indices(labels: torch.Tensor) -> list[int]:
-    """Of each class the first pictures, ordered like the grid of samples."""
+    """Of each class the first images, ordered like the grid of samples."""
     places = [(labels == digit).nonzero()[:GRID_ROWS, 0].tolist() for digit in range(NUM_CLASSES)]
     return [place[row] for row in range(GRID_ROWS) for place in places]

@@ -15,7 +15,7 @@ from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
 from mhla_hf.training.stages.noise_prediction import NoiseSchedule, own_class_dropping_off, squared_errors
 
-from .data import EVALUATION_BATCH, NUM_CLASSES, NoisyBatch, Pictures, held_out_batches, training_batch
+from .data import EVALUATION_BATCH, NUM_CLASSES, Digits, NoisyBatch, held_out_batches, training_batch
 from .options import QualityOptions
 
 
@@ -25,20 +25,20 @@ QUARTERS = 4
 
 
 def make_scheduler(options: QualityOptions) -> DDIMScheduler:
-    """The sampler, whose schedule is trained with; pictures lie in [-1, 1], so predictions are clipped to that."""
+    """The sampler, whose noise schedule is that of training; it clips predictions to [-1, 1], the range of images."""
     return DDIMScheduler(beta_schedule=options.beta_schedule, clip_sample=True, timestep_spacing="trailing")
 
 
 def train(
-    model: Any, pictures: Pictures, options: QualityOptions, seed: int, advance: Callable[[int], None]
+    model: Any, digits: Digits, options: QualityOptions, seed: int, advance: Callable[[int], None]
 ) -> list[float]:
     """Trains a model in place.
 
     Args:
         model: A DiT, on the device to train on.
-        pictures: Training split.
+        digits: Training split.
         options: Steps, batches and learning rate.
-        seed: Chooses the order of the pictures and the noise.
+        seed: Seed of the order of the images and of the noise.
         advance: Called with 1 after each step.
 
     Returns:
@@ -58,7 +58,7 @@ def train(
             )
             for optimizer in optimizers:
                 set_learning_rate(optimizer, factor)
-            batch = training_batch(pictures, options, schedule, seed, step).to(model.device)
+            batch = training_batch(digits, options, schedule, seed, step).to(model.device)
             loss = batch_losses(model, batch, options).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
@@ -70,7 +70,7 @@ def train(
     model.eval()
     values = torch.stack(losses).tolist()
     if not torch.tensor(values).isfinite().all():
-        raise FloatingPointError(f"The loss of {type(model).__name__} with seed {seed} is not finite any more.")
+        raise FloatingPointError(f"The loss of {type(model).__name__} with seed {seed} is no longer finite.")
     return values
 
 
@@ -92,22 +92,22 @@ def make_optimizers(model: Any, options: QualityOptions) -> list[torch.optim.Opt
 
 
 def batch_losses(model: Any, batch: NoisyBatch, options: QualityOptions) -> torch.Tensor:
-    """Mean squared error of the predicted noise of each picture, `[B]`, fp32."""
+    """Mean squared error of the predicted noise of each image, `[B]`, fp32."""
     with _precision(model, options):
         prediction = model(batch.noisy, timestep=batch.timesteps, class_labels=batch.labels, return_dict=False)[0]
     return squared_errors(prediction, batch.noise)
 
 
 @torch.no_grad()
-def held_out_losses(model: Any, pictures: Pictures, options: QualityOptions) -> dict[str, Any]:
-    """The loss on held-out pictures, over all timesteps and over each quarter of them, small noise first.
+def held_out_losses(model: Any, digits: Digits, options: QualityOptions) -> dict[str, Any]:
+    """Loss on held-out images, over all timesteps and over each quarter of them, small noise first.
 
     Returns:
         `held_out_loss`, a number, and `held_out_loss_by_quarter`, a list of four.
     """
     schedule = NoiseSchedule.from_config(make_scheduler(options).config)
     losses, timesteps = [], []
-    for batch in held_out_batches(pictures, options, schedule):
+    for batch in held_out_batches(digits, options, schedule):
         losses.append(batch_losses(model, batch.to(model.device), options).cpu())
         timesteps.append(batch.timesteps)
     loss, quarter = torch.cat(losses), torch.cat(timesteps) * QUARTERS // schedule.num_timesteps
@@ -121,7 +121,7 @@ def held_out_losses(model: Any, pictures: Pictures, options: QualityOptions) -> 
 def sample(
     model: Any, labels: torch.Tensor, options: QualityOptions, *, guidance_scale: float = 1.0, name: str = "samples"
 ) -> torch.Tensor:
-    """Samples pictures with DDIM; the initial noise is the same for every model.
+    """Samples images with DDIM; the initial noise is the same for every model.
 
     Args:
         model: A trained model.
@@ -135,12 +135,10 @@ def sample(
     """
     generator = torch.Generator().manual_seed(stable_seed("quality", name))
     noise = torch.randn(len(labels), 1, options.image_size, options.image_size, generator=generator)
-    pictures = []
+    batches = []
     for start, classes in zip(noise.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH)):
-        pictures.append(
-            _sample_batch(model, start.to(model.device), classes.to(model.device), options, guidance_scale)
-        )
-    return torch.cat(pictures).cpu().clamp(-1, 1)
+        batches.append(_sample_batch(model, start.to(model.device), classes.to(model.device), options, guidance_scale))
+    return torch.cat(batches).cpu().clamp(-1, 1)
 
 
 def _sample_batch(

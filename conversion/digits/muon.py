@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon, the optimiser that pretraining uses for the transformer's matrices.
+"""Muon, the optimiser of the transformer's matrices.
 
 Momentum whose matrices are orthogonalised by a Newton-Schulz iteration (Keller Jordan and others, 2024), scaled so
 that an update has the size of AdamW's (Liu and others, "Muon is Scalable for LLM Training", 2025). `torch.optim.Muon`
-iterates in bfloat16, which most CPUs emulate; this one keeps the parameters' dtype and handles equal shapes together.
+iterates in bfloat16, which most CPUs emulate; this one keeps the parameters' dtype and batches equal shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Bring the singular values of matrices close to 1.
+    """Brings the singular values of matrices close to 1.
 
     Args:
         matrices: `[N, rows, columns]`.
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: Decoupled.
 
     Raises:
-        ValueError: If a parameter is no matrix.
+        ValueError: If a parameter is not a matrix.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update every parameter that has a gradient. `closure` is not supported and must be None."""
+        """Updates every parameter that has a gradient. `closure` is not supported and must be None."""
         if closure is not None:
             raise ValueError("closure must be None.")
         for group in self.param_groups:

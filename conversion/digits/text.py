@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text conditioning for pretraining: what the Wan pipeline feeds, at a fraction of its cost.
+"""Text conditioning for pretraining: equal to the Wan pipeline's, at a fraction of its cost.
 
 A Wan pipeline pads the embeddings of a prompt with zeros to `max_sequence_length` (512 by default) and lets the cross
 attention attend to the padding, unmasked. All padding keys of one layer are equal, so a softmax over `n` words and
-`p` paddings is the same as one over `n` words and one padding whose score is raised by `log(p)`. Pretraining uses that
-to see any padded length at the cost of a short one.
+`p` paddings is the same as one over `n` words and one padding whose score is raised by `log(p)`. So any padded length
+costs pretraining no more than a short one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mhla_hf.demo.data import TEXT_LENGTH
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, captions: list[str], length: int = TEXT_LENGTH
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokenize captions.
+    """Tokenizes captions.
 
     Returns:
         Token ids `[N, length]` int64, and the number of tokens of each caption `[N]` int64.
@@ -32,12 +32,12 @@ def tokenize(
 
 
 def encode_text(encoder: UMT5EncoderModel, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Encode tokens as the Wan pipeline does, with zeros in place of the padding.
+    """Encodes tokens as the Wan pipeline does, with zeros in place of the padding.
 
     Args:
         encoder: The text encoder; gradients flow through it.
         token_ids: `[B, L]` int64.
-        lengths: `[B]` int64, tokens that are no padding.
+        lengths: `[B]` int64, tokens other than padding.
 
     Returns:
         `[B, L, text_dim]`.
@@ -48,15 +48,15 @@ def encode_text(encoder: UMT5EncoderModel, token_ids: torch.Tensor, lengths: tor
 
 
 def padding_bias(lengths: torch.Tensor, length: int, padded_length: int) -> torch.Tensor:
-    """Compute scores to add to the keys of a short text so that it acts like a longer one.
+    """Computes scores to add to the keys of a short text so that it acts like a longer one.
 
     Args:
-        lengths: `[B]` int64, tokens that are no padding; all below `length`.
-        length: Positions that the keys have.
-        padded_length: Positions that they stand for.
+        lengths: `[B]` int64, tokens other than padding; all below `length`.
+        length: Positions of the keys.
+        padded_length: Positions that they represent.
 
     Returns:
-        `[B, 1, 1, length]` float32: zero on words, `log` of how many paddings each padding stands for on the others.
+        `[B, 1, 1, length]` float32: zero on words, elsewhere `log` of the number of paddings that each represents.
     """
     positions = torch.arange(length, device=lengths.device)[None]
     weight = (padded_length - lengths).clamp(min=1) / (length - lengths).clamp(min=1)
@@ -75,7 +75,7 @@ class PaddedTextProcessor(WanAttnProcessor):
 
 
 def install_padded_text(transformer: WanTransformer3DModel) -> PaddedTextProcessor:
-    """Give all cross-attention layers one `PaddedTextProcessor`, and return it. It holds no weights."""
+    """Sets one `PaddedTextProcessor`, which holds no weights, in all cross-attention layers, and returns it."""
     processor = PaddedTextProcessor()
     for block in transformer.blocks:
         block.attn2.set_processor(processor)
@@ -83,14 +83,14 @@ def install_padded_text(transformer: WanTransformer3DModel) -> PaddedTextProcess
 
 
 def draw_padded_length(generator: torch.Generator) -> int:
-    """Draw the padded text length of one batch: short as in the demo's training, or 512 as in the pipeline."""
+    """Draws the padded text length of one batch: short as in the demo's training, or 512 as in the pipeline."""
     choices = (TEXT_LENGTH, 64, 226, 512)
     weights = torch.tensor([0.45, 0.05, 0.05, 0.45])
     return choices[int(torch.multinomial(weights, 1, generator=generator))]
 
 
 def normal_quantiles(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `count` standard normal numbers, one from each of `count` equally likely intervals.
+    """Draws `count` standard normal numbers, one from each of `count` equally likely intervals.
 
     Stratified noise levels make the loss of a small batch much less noisy than independent ones.
     """

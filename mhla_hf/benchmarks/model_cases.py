@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-
-from .shapes import choose_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +148,3 @@ MODEL_CASES: dict[str, ModelCase] = {
     )
 }
 """All models by name."""
-
-
-def choose_models(names: Sequence[str] | None, device: torch.device, quick: bool) -> list[ModelCase]:
-    """The models with some names, or those that suit a device.
-
-    Args:
-        names: Names of `MODEL_CASES`; None for all on a GPU, and the small ones on a CPU.
-        device: Device that they run on.
-        quick: The few quick ones only, without names.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
-    return choose_named("models", MODEL_CASES, names, device, quick)

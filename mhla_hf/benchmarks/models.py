@@ -16,8 +16,8 @@ from ..models.registry import mhla_class_for
 from ..utils.compat.diffusers import fp32_parts
 from .contestants import CONTESTANTS
 from .measuring import SpeedOptions, check_environment, failure_reason, fill_rows, free_memory
-from .model_cases import ModelCase, choose_models
-from .shapes import OperatorShape
+from .model_cases import MODEL_CASES, ModelCase
+from .shapes import OperatorShape, choose_cases
 
 
 ORDINARY = "ordinary"
@@ -62,7 +62,11 @@ class ModelOptions(SpeedOptions):
         for name in self.contestants:
             if name not in VARIANTS:
                 raise ValueError(f"contestants={name!r} must be one of {', '.join(VARIANTS)}.")
-        choose_models(self.models, self.place()[0], self.quick)
+        self.cases()
+
+    def cases(self) -> list[ModelCase]:
+        """The models to measure."""
+        return choose_cases("models", MODEL_CASES, self.models, self.place()[0], self.quick)
 
 
 def measure_models(
@@ -86,7 +90,7 @@ def measure_models(
     """
     check_environment()
     device, dtype = options.place()
-    chosen = choose_models(options.models, device, options.quick) if cases is None else list(cases)
+    chosen = options.cases() if cases is None else list(cases)
     rows: list[dict[str, Any]] = []
     for case in chosen:
         progress(f"{case.name}, {options.step}")

@@ -27,7 +27,7 @@ from .measuring import (
     fill_rows,
     free_memory,
 )
-from .shapes import OperatorShape, choose_shapes
+from .shapes import SHAPES, OperatorShape, choose_cases
 
 
 DIRECTIONS = ("forward", "forward+backward")
@@ -55,8 +55,12 @@ class OperatorOptions(SpeedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose_shapes(self.shapes, self.place()[0], self.quick)
+        self.cases()
         choose_contestants(self.contestants)
+
+    def cases(self) -> list[OperatorShape]:
+        """The shapes to measure."""
+        return choose_cases("shapes", SHAPES, self.shapes, self.place()[0], self.quick)
 
 
 def measure_operator(
@@ -81,7 +85,7 @@ def measure_operator(
     """
     check_environment()
     device, dtype = options.place()
-    chosen = choose_shapes(options.shapes, device, options.quick) if shapes is None else list(shapes)
+    chosen = options.cases() if shapes is None else list(shapes)
     progress("copy bandwidth")
     bandwidth = copy_bandwidth(device, COPY_BYTES[device.type] // (4 if options.quick else 1))
     rows: list[dict[str, Any]] = []

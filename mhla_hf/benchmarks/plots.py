@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the reports: time and memory against the number of tokens, and of whole models side by side."""
+"""Plots of the reports: time and memory against the number of tokens, and of whole models side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from .contestants import CONTESTANTS
 from .models import VARIANTS
 
 
-# A family has a colour, its members shades of it and markers; dashed and hollow is what has no normaliser.
+Row = Mapping[str, Any]
+
+# One colour for a family, shades and markers for its members; dashed and hollow without a normaliser.
 _STYLES = {
     "mhla-torch": ("#1f77b4", "o"),
     "mhla-triton": ("#0b3d91", "s"),
@@ -32,15 +34,15 @@ _STYLES = {
     "ordinary": ("#444444", "o"),
 }
 _FLOOR = {"color": "#2ca02c", "linestyle": ":", "linewidth": 1.5, "label": "floor (copy)"}
-# Below a tenth of a kilobyte for each head, memory is nothing; a logarithmic axis cannot show zero.
+# A logarithmic axis cannot show zero; less memory than this for each head is negligible.
 _LEAST_BYTES = 100.0
 
 
 def plot_report(report: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture of a report of any of the benchmarks.
+    """Plots the report of any of the benchmarks.
 
     Args:
-        report: What a benchmark returned.
+        report: Report of a benchmark.
         path: PNG file to write, complete or not at all.
 
     Raises:
@@ -55,7 +57,7 @@ def plot_report(report: Mapping[str, Any], path: Path) -> None:
 def _operator(report: Mapping[str, Any]) -> Any:
     """A column for each group of shapes; rows are time and memory, forward and with backward, for one head.
 
-    Whole paths, which do more, are left out unless there is nothing else.
+    Whole paths, which compute more, are left out unless nothing else was measured.
     """
     shapes = report["shapes"]
     groups = list(dict.fromkeys(shape["group"] for shape in shapes.values()))
@@ -69,7 +71,8 @@ def _operator(report: Mapping[str, Any]) -> Any:
         for index, direction in enumerate(directions):
             rows = [row for row in inside if row["direction"] == direction]
             _curves(panels[index][column], rows, shapes, lambda row: row["milliseconds"])
-            _floor(panels[index][column], rows, shapes)
+            floor = {row["tokens"]: row["floor_milliseconds"] / _heads(shapes[row["shape"]]) for row in rows}
+            panels[index][column].plot(*zip(*sorted(floor.items())), marker="_", markersize=12, **_FLOOR)
             _label(panels[index][column], rows, f"{group}, {direction}", "ms for one head")
             memory = panels[len(directions) + index][column]
             rows = [row for row in rows if row.get("peak_memory_bytes") is not None]
@@ -85,15 +88,10 @@ def _operator(report: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _curves(
-    panel: Any,
-    rows: Sequence[Mapping[str, Any]],
-    shapes: Mapping[str, Any],
-    value: Callable[[Mapping[str, Any]], float],
-) -> None:
+def _curves(panel: Any, rows: Sequence[Row], shapes: Mapping[str, Any], value: Callable[[Row], float]) -> None:
     for name in CONTESTANTS:
         for normalizer in dict.fromkeys(row["normalizer"] for row in rows if row["contestant"] == name):
-            # Shapes of as many tokens and other numbers of heads are one point.
+            # Shapes that differ in the number of heads alone are one point.
             points: dict[int, list[float]] = {}
             for row in rows:
                 if (row["contestant"], row["normalizer"]) == (name, normalizer):
@@ -113,17 +111,11 @@ def _curves(
             )
 
 
-def _floor(panel: Any, rows: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any]) -> None:
-    points = {row["tokens"]: row["floor_milliseconds"] / _heads(shapes[row["shape"]]) for row in rows}
-    if points:
-        panel.plot(*zip(*sorted(points.items()), strict=True), marker="_", markersize=12, **_FLOOR)
-
-
 def _heads(shape: Mapping[str, Any]) -> int:
     return shape["batch"] * shape["heads"]
 
 
-def _label(panel: Any, rows: Sequence[Mapping[str, Any]], title: str, unit: str, key: str = "tokens") -> None:
+def _label(panel: Any, rows: Sequence[Row], title: str, unit: str, key: str = "tokens") -> None:
     from matplotlib.ticker import LogLocator
 
     panel.set_xscale("log", base=2)

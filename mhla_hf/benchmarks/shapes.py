@@ -150,27 +150,20 @@ SHAPES: dict[str, OperatorShape] = {
 """All shapes by name."""
 
 
-def choose_shapes(names: Sequence[str] | None, device: torch.device, quick: bool) -> list[OperatorShape]:
-    """The shapes with some names, or those that suit a device.
+def choose_cases(
+    argument: str, cases: Mapping[str, Case], names: Sequence[str] | None, device: torch.device, quick: bool
+) -> list[Case]:
+    """The cases with some names, or those that suit a device.
 
     Args:
-        names: Names of `SHAPES`; None for all on a GPU, and the small ones on a CPU.
+        argument: Name of the argument that holds the names, for the error.
+        cases: `SHAPES` or `MODEL_CASES`.
+        names: Names of cases; None for all on a GPU, and the small ones on a CPU.
         device: Device that they run on.
         quick: The few quick ones only, without names.
 
     Raises:
         ValueError: If a name is unknown.
-    """
-    return choose_named("shapes", SHAPES, names, device, quick)
-
-
-def choose_named(
-    argument: str, cases: Mapping[str, Case], names: Sequence[str] | None, device: torch.device, quick: bool
-) -> list[Case]:
-    """Picks from a table of cases by name, or those that suit a device; see [`choose_shapes`].
-
-    Raises:
-        ValueError: If a name is unknown; the message calls the names `argument`.
     """
     if names is None:
         suited = [case for name, case in cases.items() if name.endswith(SMALL) == (device.type == "cpu")]

@@ -11,9 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mhla_hf.benchmarks.model_cases import MODEL_CASES, ModelCase, choose_models
+from mhla_hf.benchmarks.model_cases import MODEL_CASES, ModelCase
 from mhla_hf.benchmarks.models import VARIANTS, ModelOptions, measure_models
 from mhla_hf.benchmarks.plots import plot_report
+from mhla_hf.benchmarks.shapes import choose_cases
 from mhla_hf.cli.main import app
 
 
@@ -106,10 +107,10 @@ def test_token_counts_and_classes(name):
 
 
 def test_devices_have_models_of_their_own():
-    small = {case.name for case in choose_models(None, CPU, quick=False)}
-    large = {case.name for case in choose_models(None, torch.device("cuda"), quick=False)}
+    small = {case.name for case in choose_cases("models", MODEL_CASES, None, CPU, quick=False)}
+    large = {case.name for case in choose_cases("models", MODEL_CASES, None, torch.device("cuda"), quick=False)}
     assert small | large == set(MODEL_CASES) and not small & large
-    quick = choose_models(None, CPU, quick=True)
+    quick = choose_cases("models", MODEL_CASES, None, CPU, quick=True)
     assert 0 < len(quick) <= len(small) and all(case.quick for case in quick)
 
 

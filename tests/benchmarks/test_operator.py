@@ -23,7 +23,7 @@ from mhla_hf.benchmarks.contestants import CONTESTANTS, REQUIREMENTS, Contestant
 from mhla_hf.benchmarks.measuring import copy_bandwidth, fill_rows, held_bytes, peak_memory, time_in_rounds
 from mhla_hf.benchmarks.operator import OperatorOptions, _input_sets, _run, measure_operator
 from mhla_hf.benchmarks.plots import plot_report
-from mhla_hf.benchmarks.shapes import SHAPES, OperatorShape, choose_shapes
+from mhla_hf.benchmarks.shapes import SHAPES, OperatorShape, choose_cases
 from mhla_hf.cli.main import app
 from mhla_hf.ops import naive_mhla_attention
 from mhla_hf.utils.machine import choose_device, last_cache_bytes, machine_facts
@@ -70,12 +70,12 @@ def test_sizes_are_those_of_the_models():
 
 
 def test_devices_have_shapes_of_their_own():
-    small = choose_shapes(None, CPU, quick=False)
-    large = choose_shapes(None, torch.device("cuda"), quick=False)
+    small = choose_cases("shapes", SHAPES, None, CPU, quick=False)
+    large = choose_cases("shapes", SHAPES, None, torch.device("cuda"), quick=False)
     assert all(shape.name.endswith("-small") for shape in small)
     assert sorted([*(shape.name for shape in small), *(shape.name for shape in large)]) == sorted(SHAPES)
     for shapes, device in ((small, "cpu"), (large, "cuda")):
-        quick = choose_shapes(None, torch.device(device), quick=True)
+        quick = choose_cases("shapes", SHAPES, None, torch.device(device), quick=True)
         assert 0 < len(quick) < len(shapes)
 
 

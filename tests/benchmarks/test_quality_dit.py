@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from benchmarks.quality_dit import SETTINGS, VARIANTS, QualityOptions
-from benchmarks.quality_dit.data import NUM_CLASSES, held_out_batches, load_pictures, training_batch
+from benchmarks.quality_dit.data import NUM_CLASSES, held_out_batches, load_digits, training_batch
 from benchmarks.quality_dit.fidelity import (
     FeatureStatistics,
     accuracy,
@@ -33,7 +33,7 @@ SCHEDULE = NoiseSchedule.from_config(make_scheduler(SMOKE).config)
 
 @pytest.fixture(scope="module")
 def digits():
-    return load_pictures("train", SMOKE.image_size)
+    return load_digits("train", SMOKE.image_size)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_models_have_at_most_ten_million_parameters_and_grids_of_sixteen_tokens(
 
 
 def test_splits_are_disjoint_and_lie_between_black_and_white(digits):
-    held_out = load_pictures("held_out", SMOKE.image_size)
+    held_out = load_digits("held_out", SMOKE.image_size)
     assert (len(digits), len(held_out)) == (1498, 299)
     assert digits.images.min() == -1
     assert digits.images.max() == 1
@@ -121,7 +121,7 @@ def test_a_diverged_training_is_an_error(digits):
     model = make_model(SMOKE, "softmax", 0)
     with torch.no_grad():
         model.proj_out_2.bias.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="seed 5 is not finite"):
+    with pytest.raises(FloatingPointError, match="seed 5 is no longer finite"):
         train(model, digits, SMOKE, 5, lambda _: None)
 
 
@@ -158,7 +158,7 @@ def test_the_frechet_distance_is_that_of_two_normal_distributions():
 
 def test_the_classifier_knows_digits_and_its_features_tell_them_from_noise(digits):
     classifier = train_classifier(digits)
-    held_out = load_pictures("held_out", SMOKE.image_size)
+    held_out = load_digits("held_out", SMOKE.image_size)
     assert accuracy(classifier, held_out.images, held_out.labels) > 0.93
     real = feature_statistics(classifier, digits.images)
     generator = torch.Generator().manual_seed(0)
@@ -204,8 +204,8 @@ def test_the_report_has_every_run_and_can_be_written(work, tmp_path):
     assert [path.name for path in paths] == ["quality.json", "quality.png", "quality_samples.png"]
     assert json.loads(paths[0].read_text()) == json.loads(json.dumps(report))
     for path in paths[1:]:
-        with Image.open(path) as picture:
-            assert min(picture.size) > 200
+        with Image.open(path) as image:
+            assert min(image.size) > 200
     assert set(measurement.samples) == {"digits", *VARIANTS}
     assert all(images.shape == (2 * NUM_CLASSES, 1, 16, 16) for images in measurement.samples.values())
 

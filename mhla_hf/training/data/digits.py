@@ -28,7 +28,7 @@ SPLITS = ("train", "held_out")
 """The two disjoint parts: every sixth scan is only ever seen in `held_out`."""
 
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
-"""Caption word to unit step `(rows, columns)`."""
+"""Unit step `(rows, columns)` by caption word."""
 
 _HELD_OUT_EVERY = 6
 _SCAN_SIZE = 8
@@ -70,16 +70,16 @@ def enlarge(scans: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def digit_pictures(count: int, size: int, *, captions: bool, split: str = "train") -> list[DataSample]:
-    """Pictures of one digit each, white on black.
+    """Images of one digit each, white on black.
 
     Args:
-        count: How many; there are 1,498 in `train` and 299 in `held_out`, and no more.
+        count: Number of images; at most 1,498 in `train` and 299 in `held_out`.
         size: Height and width in pixels.
-        captions: Whether to say what they show in words ("the digit seven") rather than as a class, 0 to 9.
+        captions: Condition on words ("the digit seven") instead of a class, 0 to 9.
         split: One of `SPLITS`.
 
     Raises:
-        ValueError: See `load_scans`.
+        ValueError: If the split does not exist, or scikit-learn is missing.
     """
     # Enlarged one at a time, when read: all of them take gigabytes in the sizes of large models.
     scans, digits = load_scans(split, _SCAN_SIZE)
@@ -88,8 +88,8 @@ def digit_pictures(count: int, size: int, *, captions: bool, split: str = "train
         digit = int(digits[index])
 
         def load() -> torch.Tensor:
-            picture = enlarge(torch.from_numpy(scans[index : index + 1]), size) * 2 - 1
-            return picture.expand(3, size, size).contiguous()
+            image = enlarge(torch.from_numpy(scans[index : index + 1]), size) * 2 - 1
+            return image.expand(3, size, size).contiguous()
 
         key = f"digits:{split}:{index}"
         if captions:
@@ -100,7 +100,7 @@ def digit_pictures(count: int, size: int, *, captions: bool, split: str = "train
 
 
 def caption_for(digits: Sequence[int], directions: Sequence[str]) -> str:
-    """Write the caption of a video, such as `"a three moves left and a seven moves up"`.
+    """Writes the caption of a video, such as `"a three moves left and a seven moves up"`.
 
     Args:
         digits: One to four digits, 0 to 9.
@@ -110,7 +110,7 @@ def caption_for(digits: Sequence[int], directions: Sequence[str]) -> str:
         The caption, in lower case.
 
     Raises:
-        ValueError: If the two differ in length, or hold anything else than digits and directions.
+        ValueError: If the two differ in length, or hold anything but digits and directions.
     """
     if len(digits) != len(directions) or not digits:
         raise ValueError(f"digits and directions must be as many, and at least one; got {digits} and {directions}.")
@@ -127,7 +127,7 @@ def caption_for(digits: Sequence[int], directions: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MovingDigitsConfig:
-    """What the videos look like.
+    """Appearance of the videos.
 
     Args:
         num_frames: Frames per video.
@@ -158,7 +158,7 @@ class DigitVideo:
 
     Attributes:
         frames: `[num_frames, size, size]` uint8, white on black.
-        caption: What it shows.
+        caption: Its caption.
         digits: The digits in the order of the caption.
         directions: Their first directions.
     """
@@ -169,12 +169,12 @@ class DigitVideo:
     directions: tuple[str, ...] = field(default=())
 
     def tensor(self) -> torch.Tensor:
-        """Return the video as the VAE wants it: `[3, num_frames, size, size]` float32 in -1..1."""
+        """The video as the VAE takes it: `[3, num_frames, size, size]` float32 in -1..1."""
         return frames_to_tensor(self.frames)
 
 
 def frames_to_tensor(frames: np.ndarray) -> torch.Tensor:
-    """Turn grey uint8 frames `[..., F, H, W]` into `[..., 3, F, H, W]` float32 in -1..1."""
+    """Converts grey uint8 frames `[..., F, H, W]` into `[..., 3, F, H, W]` float32 in -1..1."""
     video = torch.from_numpy(np.ascontiguousarray(frames)).float() / 127.5 - 1.0
     return video.unsqueeze(-4).expand(*video.shape[:-3], 3, *video.shape[-3:]).contiguous()
 
@@ -216,13 +216,13 @@ class MovingDigits(Dataset):
         return DigitVideo(frames, caption_for(digits, directions), digits, directions)
 
     def _paths(self, directions: Sequence[str], random: np.random.Generator) -> np.ndarray:
-        """Draw positions `[count, num_frames, 2]`; of a few candidates the one in which digits overlap least."""
+        """Draws positions `[count, num_frames, 2]`; of a few candidates the one in which digits overlap least."""
         candidates = _PLACEMENT_CANDIDATES if len(directions) > 1 else 1
         placements = [np.stack([self._path(direction, random) for direction in directions]) for _ in range(candidates)]
         return min(placements, key=self._overlap)
 
     def _overlap(self, paths: np.ndarray) -> float:
-        """How far the digits of paths `[count, num_frames, 2]` overlap, added up over pairs and frames."""
+        """Overlap of the digits on paths `[count, num_frames, 2]`, summed over pairs and frames."""
         distance = np.abs(paths[:, None] - paths[None]).max(axis=-1)
         closeness = np.clip(self.config.digit_size - distance, 0, None)
         return float(closeness.sum() - np.trace(closeness.sum(axis=-1)))
@@ -254,7 +254,7 @@ class MovingDigits(Dataset):
 
 
 def stack_videos(dataset: MovingDigits, start: int, stop: int) -> tuple[torch.Tensor, list[str]]:
-    """Collect videos `start` to `stop` (exclusive).
+    """Collects videos `start` to `stop` (exclusive).
 
     Returns:
         `[stop - start, 3, F, H, W]` float32 in -1..1, and the captions.
