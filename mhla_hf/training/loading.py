@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -22,7 +23,6 @@ from ..utils.json_files import Types, read_json
 from ..utils.locations import PIPELINE_INDEX, download_pipeline, download_repository, find_directory, find_pipeline
 from ..utils.source_files import list_files
 from .config import COMPONENTS, UNCONVERTED, TrainingConfig
-from .export import export_pipeline
 from .families import Family, Objective, check_options, family_of, family_of_class
 from .families.sizes import PipelineSizes
 from .parameters import check_takes_adapters
@@ -104,15 +104,32 @@ class TrainingSource(ABC):
             ValueError: If the directory has none that can be trained here.
         """
 
-    @abstractmethod
-    def export(self, destination: Path, model: torch.nn.Module, record: dict[str, Any]) -> None:
+    def export(self, destination: Path, model: Any, record: dict[str, Any]) -> None:
         """Writes a copy of the directory with the trained model in it.
 
         Args:
             destination: Directory to make; written under a temporary name, then moved.
             model: The trained model, whole and without LoRA.
             record: Contents of `training.json`.
+
+        Raises:
+            ValueError: If links in the directory lead out of it, see `list_files`.
         """
+        with atomic_directory(destination) as temporary:
+            for path in list_files(self.directory):
+                # Version-control and download bookkeeping of the source does not belong to the copy.
+                if self._is_replaced(path) or path.parts[0] == TRAINING_RECORD or path.parts[0].startswith("."):
+                    continue
+                (temporary / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.directory / path, temporary / path)
+            self._write(temporary, model)
+            write_json(temporary / TRAINING_RECORD, record)
+
+    @abstractmethod
+    def _is_replaced(self, path: Path) -> bool: ...
+
+    @abstractmethod
+    def _write(self, directory: Path, model: Any) -> None: ...
 
     def load_model(self, mhla: dict | str | None = None) -> torch.nn.Module:
         """Loads the model to train, with fp32 weights.
@@ -186,18 +203,12 @@ class TransformersSource(TrainingSource):
             raise ValueError(f"model: {self.directory} is not a model of transformers")
         return found
 
-    def export(self, destination: Path, model: Any, record: dict[str, Any]) -> None:
-        source = self.model
-        with atomic_directory(destination) as temporary:
-            for path in list_files(self.directory):
-                own = (self.directory / path).parent == source.folder
-                replaced = own and (path.name == "config.json" or source.names.match(path))
-                if replaced or path.name == TRAINING_RECORD or path.parts[0].startswith("."):
-                    continue
-                (temporary / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.directory / path, temporary / path)
-            model.save_pretrained(temporary / source.folder.relative_to(self.directory))
-            write_json(temporary / TRAINING_RECORD, record)
+    def _is_replaced(self, path: Path) -> bool:
+        own = (self.directory / path).parent == self.model.folder
+        return own and (path.name == "config.json" or self.model.names.match(path))
+
+    def _write(self, directory: Path, model: Any) -> None:
+        model.save_pretrained(directory / self.model.folder.relative_to(self.directory))
 
 
 class PipelineSource(TrainingSource):
@@ -331,8 +342,13 @@ class PipelineSource(TrainingSource):
                 component.requires_grad_(False).eval()
         return pipeline
 
-    def export(self, destination: Path, model: torch.nn.Module, record: dict[str, Any]) -> None:
-        export_pipeline(self.directory, destination, self.component, model, record)
+    def _is_replaced(self, path: Path) -> bool:
+        return path.parts[0] in (self.component, PIPELINE_INDEX)
+
+    def _write(self, directory: Path, model: Any) -> None:
+        model.save_pretrained(directory / self.component)
+        index = {**self.index, self.component: ["diffusers", type(model).__name__]}
+        (directory / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def objective_for(

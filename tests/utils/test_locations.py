@@ -16,7 +16,6 @@ from mhla_hf import load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
 from mhla_hf.training.config import TrainingConfig
 from mhla_hf.training.data.cache import FORMAT_VERSION, LatentDataset
-from mhla_hf.training.export import export_pipeline
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.trainer import DiffusionTrainer
 from mhla_hf.utils.source_files import check_entry, list_files
@@ -116,7 +115,7 @@ def test_links_out_of_the_source(where, pipeline, tmp_path):
     path.symlink_to(secret)
     refused(pipeline, rf"{where} leads by a link to .*victim.*, outside .*source; put a copy there or remove the link")
     with pytest.raises(ValueError, match="leads by a link"):
-        export_pipeline(pipeline, tmp_path / "out", "transformer", torch.nn.Linear(1, 1), {})
+        PipelineSource(pipeline).export(tmp_path / "out", torch.nn.Linear(1, 1), {})
     assert not (tmp_path / "out").exists()
 
 

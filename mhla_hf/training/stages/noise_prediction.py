@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,10 +99,6 @@ class NoiseSchedule:
     def num_timesteps(self) -> int:
         """T."""
         return len(self.betas)
-
-    def to(self, device: torch.device | str) -> NoiseSchedule:
-        """The schedule on another device."""
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 def timesteps_from_uniform(uniform: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:

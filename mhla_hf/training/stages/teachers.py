@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which teacher a stage of distillation has, and what it costs in memory."""
+"""Teachers of a distillation: how they share weights with the model, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def share_weights(model: nn.Module, teacher: nn.Module) -> Teacher:
         A teacher in the model itself; the one handed in where another configuration or other shapes leave nothing to
         share.
     """
-    if _own_entries(teacher.config) != {name: _entry(model, name) for name in _own_entries(teacher.config)}:
-        return teacher
+    student, unrelated = _entries(model), ("architectures", "dtype", "torch_dtype", "transformers_version")
+    for name, value in _entries(teacher).items():
+        if not name.startswith("_") and name not in unrelated and student.get(name) != value:
+            return teacher
     try:
         shared = SharedTeacher(model, dict(teacher.named_parameters()))
     except ValueError:
@@ -68,13 +70,7 @@ def memory_of(teacher: Teacher) -> dict[str, int]:
     return memory
 
 
-def _own_entries(config: Any) -> dict[str, Any]:
-    """Entries of a configuration that tell how a model computes."""
-    entries: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-    unrelated = ("architectures", "dtype", "torch_dtype", "transformers_version")
-    return {name: value for name, value in entries.items() if not name.startswith("_") and name not in unrelated}
-
-
-def _entry(model: nn.Module, name: str) -> Any:
+def _entries(model: nn.Module) -> Mapping[str, Any]:
+    """The configuration of a model of either library."""
     config: Any = model.config
-    return (config if isinstance(config, Mapping) else config.to_dict()).get(name)
+    return config if isinstance(config, Mapping) else config.to_dict()

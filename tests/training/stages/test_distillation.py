@@ -15,7 +15,6 @@ from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
 from mhla_hf.training.config import TRAIN_MODES
 from mhla_hf.training.data.batches import DataOrder, make_batch
-from mhla_hf.training.export import export_pipeline
 from mhla_hf.training.families.dit import DEFAULT_SCHEDULER
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.matching.layers import run
@@ -308,7 +307,7 @@ class TestFiles:
                 if "attn1.to_out.0" in name or is_mhla_parameter(name):
                     parameter.add_(0.02)
         destination = softmax.parent / "changed"
-        export_pipeline(converted, destination, "transformer", model, {"source": {"location": str(converted)}})
+        PipelineSource(converted).export(destination, model, {"source": {"location": str(converted)}})
         return destination
 
     def data(self):
