@@ -30,12 +30,12 @@ TRACKERS = ("none", "tensorboard", "wandb")
 DEVICES = ("auto", "cpu")
 TRANSFER_CACHES = ("auto", "memory", "disk", "none")
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
-# What `mhla` is for a model that stays as it is.
+# Value of `mhla` for a model that is not converted.
 UNCONVERTED = "none"
 DISTILL_TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
-# What `data` is for the built-in set.
+# Value of `data` for the built-in set.
 DIGITS = "digits"
-# What `data` is for samples that the pipeline draws itself.
+# Value of `data` for samples that the pipeline draws itself.
 GENERATED = "generated"
 # Far beyond what models are made for; a typing error above asks for more memory than there is.
 LONGEST_SIDE = 16_384
@@ -145,7 +145,7 @@ class TrainingConfig(_Options):
     cache: str | None = _option(
         None, "Directory of cached latents and their captions or classes. Default: OUTPUT/cache."
     )
-    component: str = _option("transformer", "Which transformer of the pipeline to train.", choices=COMPONENTS)
+    component: str = _option("transformer", "Transformer of the pipeline to train.", choices=COMPONENTS)
     mhla: dict | str | None = _option(
         None,
         "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' trains it as it is.",
@@ -156,7 +156,7 @@ class TrainingConfig(_Options):
     )
 
     train: str = _option(
-        "full", "What to train: the MHLA parameters, LoRA and the MHLA parameters, or all.", choices=TRAIN_MODES
+        "full", "Parameters to train: those of MHLA, LoRA and those of MHLA, or all.", choices=TRAIN_MODES
     )
     lora_rank: int = _option(32, "Rank of the LoRA matrices.", minimum=1)
     lora_alpha: float | None = _option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
@@ -194,7 +194,7 @@ class TrainingConfig(_Options):
     )
     distill_target: str | None = _option(
         None,
-        "What of the teacher is matched. Default: logits of language models and classifiers, else the last hidden "
+        "Output of the teacher that is matched. Default: logits of language models and classifiers, else the last hidden "
         "state.",
         choices=DISTILL_TARGETS,
     )
@@ -245,7 +245,7 @@ class TrainingConfig(_Options):
     seed: int = _option(0, "Seed of data order, noise and new parameters.", minimum=0, maximum=2**32 - 1)
 
     resume: str | None = _option(
-        None, "'latest', 'previous' (the one before), or a checkpoint directory, to go on from."
+        None, "'latest', 'previous' (the one before), or a checkpoint directory to resume from."
     )
     checkpointing_steps: int = _option(500, "Save a checkpoint every so many steps; 0 switches it off.", minimum=0)
     checkpoints_total_limit: int | None = _option(None, "Keep at most so many checkpoints.", minimum=1)
@@ -290,9 +290,9 @@ class TrainingConfig(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(_Options):
-    """Options of the cache step, which encodes videos or pictures and their captions once.
+    """Options of the cache step, which encodes videos or images and their captions once.
 
-    Sizes that are not given depend on the model; see `sizes.PipelineSizes.complete`.
+    Sizes that are not given depend on the model; see `families.sizes.PipelineSizes.complete`.
 
     Raises:
         ValueError: If a value is not allowed; the message names the option and what it may be.
@@ -300,24 +300,24 @@ class CacheConfig(_Options):
 
     data: str | None = _option(
         None,
-        "Folder of videos or pictures with captions (metadata.jsonl, metadata.csv or one .txt per file); for DiT, of "
-        "one folder of pictures per class; 'digits'; or 'generated' for samples that the original pipeline draws.",
+        "Folder of videos or images with captions (metadata.jsonl, metadata.csv or one .txt per file); for DiT, of "
+        "one folder of images per class; 'digits'; or 'generated' for samples that the original pipeline draws.",
     )
     height: int | None = _option(
         None,
-        "Height in pixels. Default: 480 for videos, the model's own for pictures; less for 'digits'.",
+        "Height in pixels. Default: 480 for videos, the model's own for images; less for 'digits'.",
         minimum=8,
         maximum=LONGEST_SIDE,
     )
     width: int | None = _option(
         None,
-        "Width in pixels. Default: 832 for videos, the model's own for pictures; less for 'digits'.",
+        "Width in pixels. Default: 832 for videos, the model's own for images; less for 'digits'.",
         minimum=8,
         maximum=LONGEST_SIDE,
     )
     buckets: str | None = _option(
         None,
-        "Sizes to sort pictures or videos into, in place of height and width: 'height,width;height,width;...', of "
+        "Sizes to sort images or videos into, in place of height and width: 'height,width;height,width;...', of "
         "videos with frames: '480,832,81;832,480,81'. The first is that of validation samples.",
     )
     num_frames: int | None = _option(
@@ -341,7 +341,7 @@ class CacheConfig(_Options):
     cache_dtype: str = _option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES)
     num_samples: int | None = _option(
         None,
-        "Use at most so many videos or pictures; for 'digits' and 'generated' how many to make (256).",
+        "Use at most so many videos or images; for 'digits' and 'generated' how many to make (256).",
         minimum=1,
         maximum=MOST_SAMPLES,
     )

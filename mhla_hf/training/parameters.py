@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters train: the MHLA ones, LoRA and the MHLA ones, or all."""
+"""Parameters that train: those of MHLA, LoRA and those of MHLA, or all."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LORA = re.compile(r"\.lora_[AB]\.")
 
 
 def is_mhla_parameter(name: str) -> bool:
-    """Whether a parameter name belongs to an MHLA module, as in `blocks.3.attn1.mhla.mixing`."""
+    """True for the name of a parameter of an MHLA module, as in `blocks.3.attn1.mhla.mixing`."""
     return _MHLA.search(name) is not None
 
 
 def is_lora_parameter(name: str) -> bool:
-    """Whether a parameter name is that of a LoRA matrix."""
+    """True for the name of a LoRA matrix."""
     return _LORA.search(name) is not None
 
 

@@ -285,7 +285,7 @@ class Trainer(ABC):
         return teacher.to(self.accelerator.device)
 
     def _is_sharded(self) -> bool:
-        """Whether no process has the whole model."""
+        """True if no process has the whole model."""
         return self.accelerator.distributed_type == DistributedType.FSDP
 
     def _prepare(self, position: Position | None, signals: StopSignals) -> Run:
@@ -437,7 +437,7 @@ class DiffusionTrainer(Trainer):
             raise ValueError("teacher must be a model of its own for transfer_steps, not a SharedTeacher")
         teacher = self.teacher
         if not self.config.distill_steps:
-            # Fine-tuning does not need it, and the stage lets go of it.
+            # Fine-tuning does not need it, and the stage releases it.
             self.teacher = None
         return teacher.to(self.accelerator.device).requires_grad_(False).eval()
 

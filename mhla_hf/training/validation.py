@@ -77,7 +77,7 @@ class Validator:
 
     @torch.no_grad()
     def generate(self, transformer: torch.nn.Module) -> np.ndarray:
-        """One sample per prompt, uint8: `[P, F, H, W, 3]` of videos, `[P, H, W, 3]` of pictures."""
+        """One sample per prompt, uint8: `[P, F, H, W, 3]` of videos, `[P, H, W, 3]` of images."""
         pipeline = self.pipeline_class(
             **dict.fromkeys(self.family.prompt_encoders),
             vae=self.vae.to(self.device),

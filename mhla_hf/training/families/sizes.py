@@ -30,7 +30,7 @@ class PipelineSizes:
         temporal_factor: Frames per latent; the first frame is a latent of its own.
         patch_size: Height and width of a token, in latents.
         own_size: Height and width that an image model was made for, in pixels; 0 for video models.
-        num_classes: How many classes the model knows; 0 if it is conditioned on text.
+        num_classes: Number of classes of the model; 0 if it is conditioned on text.
     """
 
     family: Family
@@ -43,8 +43,8 @@ class PipelineSizes:
     def complete(self, config: CacheConfig) -> CacheConfig:
         """The options with every size given.
 
-        Videos are 480x832 with 81 frames, moving digits 64x64 with 17. Pictures have the size that the model was made
-        for; digits at most 64x64, except for DiT, whose pipeline makes pictures of one size only. Of square data,
+        Videos are 480x832 with 81 frames, moving digits 64x64 with 17. Images have the size that the model was made
+        for; digits at most 64x64, except for DiT, whose pipeline makes images of one size only. Of square data,
         one side is enough. With buckets the sizes are those of the first.
 
         Raises:

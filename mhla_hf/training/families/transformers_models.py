@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models of transformers learn from: the teacher's logits or hidden states, and their own task."""
+"""Objective of models of transformers: the teacher's logits or hidden states, and the model's own task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..stages.prediction_losses import Head
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersObjective:
-    """How a model of transformers is trained.
+    """Training objective of a model of transformers.
 
     Attributes:
         predicts_tokens: Whether it is a language model, whose logits are computed for some tokens at a time.
@@ -70,7 +70,7 @@ class TransformersObjective:
         return cls(predicts_tokens=predicts_tokens, target=target, temperature=temperature)
 
     def to_dict(self) -> dict[str, Any]:
-        """What tells this objective from others, as plain JSON values."""
+        """The fields as plain JSON values, which tell the objectives of two runs apart."""
         return {"distill_target": self.target, "distill_temperature": self.temperature}
 
 
@@ -127,7 +127,7 @@ def _returning(module: nn.Module, states: torch.Tensor) -> Iterator[list[bool]]:
 
 
 def matched_states(target: str, output: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """What of a model's output is matched: one tensor `[N, D]`, or one for each layer.
+    """The part of a model's output that is matched: one tensor `[N, D]`, or one for each layer.
 
     Tokens of padding are left out.
 
@@ -140,7 +140,7 @@ def matched_states(target: str, output: Any, inputs: Mapping[str, Any]) -> list[
     mask = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
     def rows(states: torch.Tensor) -> torch.Tensor:
-        # A logit for each sample, or feature maps of a picture.
+        # A logit for each sample, or feature maps of an image.
         if states.dim() < 3:
             return states
         if states.dim() == 4:

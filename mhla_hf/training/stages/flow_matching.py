@@ -116,7 +116,7 @@ def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) 
 
 
 def flow_matching_target(latents: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """What the model predicts: eps - x_0, the direction from data to noise."""
+    """Target of the model: eps - x_0, the direction from data to noise."""
     return noise - latents
 
 

@@ -24,14 +24,14 @@ from diffusers.models.embeddings import LabelEmbedding
 
 # The weight of the variational bound in L_hybrid is this times T, the number of terms that one drawn step stands for.
 VARIATIONAL_BOUND_WEIGHT = 1e-3
-# Half the distance of two grey levels of 8-bit pictures in [-1, 1].
+# Half the distance of two grey levels of 8-bit images in [-1, 1].
 _HALF_BIN = 1 / 255
 _SMALLEST_PROBABILITY = 1e-12
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """What training needs to know of T diffusion steps; each tensor is `[T]`, fp32.
+    """Noise of T diffusion steps; each tensor is `[T]`, fp32.
 
     Attributes:
         betas: Variance that a step adds.
@@ -191,7 +191,7 @@ def variational_bounds(
     """The term L_t of the variational bound of each sample, in bits per dimension, `[B]`, fp32.
 
     It is the divergence of the model's p(x_{t-1} | x_t) from q(x_{t-1} | x_t, x_0), and at t = 0 the negative
-    log-likelihood of x_0 as a picture of 8 bits (DiT takes the same for latents). The predicted value v stands for the
+    log-likelihood of x_0 as an image of 8 bits (DiT takes the same for latents). The predicted value v stands for the
     log-variance (v + 1) / 2 log beta_t + (1 - v) / 2 log of the posterior variance. The mean is not trained by it.
 
     Args:

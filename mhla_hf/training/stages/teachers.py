@@ -43,7 +43,7 @@ def share_weights(model: nn.Module, teacher: nn.Module) -> Teacher:
 
 
 def compute_with(teacher: Teacher, function: Callable[[Any], Any]) -> Any:
-    """What a function of the teacher's model returns, without gradients.
+    """Calls a function on the teacher's model, without gradients.
 
     Args:
         teacher: The teacher.

@@ -129,7 +129,7 @@ class TransformersStage(PredictionStage):
 
     @property
     def _by_tokens(self) -> bool:
-        """Whether losses are computed for some tokens at a time."""
+        """True if losses are computed for some tokens at a time."""
         return self.objective.predicts_tokens and (self.objective.target == "logits" or not self.teacher_share)
 
     @property
@@ -241,7 +241,7 @@ class TransformersStage(PredictionStage):
 
 
 def next_tokens(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a language model predicts a token, BoolTensor `[B, T - 1]`, and these tokens `[N]`.
+    """Positions where a language model predicts a token, BoolTensor `[B, T - 1]`, and these tokens `[N]`.
 
     Padding is left out, and so are tokens whose label is -100.
     """
