@@ -194,7 +194,7 @@ class TrainingConfig(_Options):
     )
     distill_target: str | None = _option(
         None,
-        "Output of the teacher that is matched. Default: logits of language models and classifiers, else the last hidden "
+        "Output of the teacher to match. Default: logits of language models and classifiers, else the last hidden "
         "state.",
         choices=DISTILL_TARGETS,
     )
