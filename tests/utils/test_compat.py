@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -19,6 +21,7 @@ from mhla_hf.utils import compat
 from mhla_hf.utils.compat import UnsupportedVersionError, unwrap, wrap
 from mhla_hf.utils.compat import diffusers as of_diffusers
 from mhla_hf.utils.compat import transformers as of_transformers
+from tests import ROOT
 
 
 NOTHING = SimpleNamespace(__name__="Nothing")
@@ -185,6 +188,31 @@ def test_the_modules_name_the_versions_and_the_error():
     for module, library in ((of_transformers, "transformers"), (of_diffusers, "diffusers")):
         told = ["UnsupportedVersionError", *compat.CHECKED[library].split(" and ")]
         assert all(part in (module.__doc__ or "") for part in told)
+
+
+def trees(folder):
+    for path in folder.rglob("*.py"):
+        yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_private_parts_are_touched_here_alone():
+    here = ROOT / "mhla_hf/utils/compat"
+    words = [node.value for _, tree in trees(here) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    private = {word for word in words if isinstance(word, str) and re.fullmatch("_[a-z]\\w+", word)}
+    assert {"_keep_in_fp32_modules", "_attn_implementation", "_initialize_weights", "_cp_plan"} <= private
+    found = []
+    for path, tree in trees(ROOT / "mhla_hf"):
+        for node in ast.walk(tree) if here not in path.parents else ():
+            if isinstance(node, ast.Attribute) and node.attr in private:
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                # MHLA classes override methods of the same name.
+                if not own and not (isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"):
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                library, *names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                if library in compat.SUPPORTED and any(name.startswith("_") for name in names):
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert [line for line in found if "__version__" not in line] == []
 
 
 class TestWrap:
