@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens, H feature heads, K query/key width, V value wi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
-from ..ops import FEATURE_MAPS, choose_backend, extend_mixing, mhla_attention
+from ..ops import FEATURE_MAPS, choose_backend, extend_mixing
+from ..ops.checks import check_layout, check_mixing, check_sequence_normalizer, check_tokens, check_valid
+from ..ops.dispatch import attend_on
 from ..ops.numerics import accumulation_dtype, records_gradients, repeat_heads
 from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
@@ -29,8 +32,9 @@ from .feature_maps import LearnedFeatureMap, rotate_features
 from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 from .precision import token_dtype
-from .sequence import TokenSequence, sequence_attention
+from .sequence import DecodingState, TokenSequence, attend_sequence, decode_sequence
 from .window import grid_window_attention, sequence_window_attention
+from .window_state import empty_window_state, extend_window
 
 
 # SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output as it is.
@@ -46,11 +50,13 @@ class AttentionParts:
         attended: MHLA after output norm and gate, `[B, T, H, V]`.
         window: The softmax window, `[B, T, H, V]`; `None` without one.
         positional: The convolution of the values, `[B, T, H, V]`; `None` without one.
+        state: State after these tokens, where the sequence had one to decode from.
     """
 
     attended: torch.Tensor
     window: torch.Tensor | None
     positional: torch.Tensor | None
+    state: DecodingState | None = None
 
 
 class MHLA(nn.Module):
@@ -203,7 +209,9 @@ class MHLA(nn.Module):
                 return extend_mixing(weights, layout.num_blocks, causal=False)
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, DecodingState]:
         """Attends: the sum of [`MHLA.attention_parts`], MHLA and window times their gains.
 
         Args:
@@ -213,7 +221,7 @@ class MHLA(nn.Module):
             **options: As there.
 
         Returns:
-            `[B, T, H, V]` in the dtype of `value`.
+            `[B, T, H, V]` in the dtype of `value`; for a `sequence` with a state also the state after its tokens.
 
         Raises:
             ValueError: As there.
@@ -226,7 +234,8 @@ class MHLA(nn.Module):
             output = gain[0] * output + gain[1] * parts.window
         if parts.positional is not None:
             output = output + parts.positional
-        return output.to(value.dtype)
+        output = output.to(value.dtype)
+        return output if parts.state is None else (output, parts.state)
 
     def attention_parts(
         self,
@@ -250,7 +259,7 @@ class MHLA(nn.Module):
             key: Keys, `[B, T, H_kv, K]`.
             value: Values, `[B, T, H_kv, V]`.
             grid: Number of tokens along each axis; T is their product plus `num_prefix_tokens`.
-            sequence: For models of sequences, in place of `grid`: padding, documents and cache.
+            sequence: For models of sequences, in place of `grid`: padding, documents and decoding state.
             hidden_states: The layer's input `[B, T, hidden]`; needed by the output gate only.
             rotary: Rotates `[B, T, H, K]`; `None` for models without rotary embeddings. A [`PairwiseRotary`] can be
                 computed in the kernels.
@@ -271,17 +280,22 @@ class MHLA(nn.Module):
             ValueError: If the grid does not have T tokens, an argument has a wrong type, shape or value, or the gate
                 misses its hidden states.
         """
-        for name, tokens in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(tokens, torch.Tensor) or tokens.dim() != 4:
-                found = f"shape {tuple(tokens.shape)}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-                raise ValueError(f"{name} must be a tensor [batch, tokens, heads, width], got {found}.")
+        check_tokens(query, key, value)
+        if sequence is not None:
+            check_valid(sequence.valid, key)
         if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
             raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
         if shard is not None and self.window_gain is not None:
             raise ValueError("shard is not for layers with a softmax window (the option window).")
         layout = None if sequence is not None else self._grid_layout(grid, query.shape[1], shard)
         gate = self._projected_gate(hidden_states)
-        backend = "torch" if shard is not None else choose_backend(self.config.backend, query, key, value)
+        state = None if sequence is None else sequence.state
+        backend = "torch"
+        if shard is None:
+            # Kernels for one token multiply no matrices.
+            products = state is None or query.shape[1] > 1
+            width = query.shape[3] * FEATURE_MAPS[self.config.feature_map].width_factor
+            backend = choose_backend(self.config.backend, query, key, value, products=products, width=width)
         if norms is not None and not identity and self.window_gain is not None:
             # The window needs them outside the kernels in any case.
             (query, key), norms = norms.apply(query, key), None
@@ -312,15 +326,15 @@ class MHLA(nn.Module):
         else:
             if norms is not None:
                 query, key = norms.apply(query, key)
-            output = self._attend(query, key, value, backend, layout, sequence, rotary, scaling, shard)
+            output, state = self._attend(query, key, value, backend, layout, sequence, rotary, scaling, shard)
             if gate is not None:
                 output = output * F.silu(gate)
         if self.window_gain is not None and not identity:
-            window = self._attend_window(query, key, value, layout, sequence, rotary, scaling)
+            window, state = self._attend_window(query, key, value, layout, sequence, state, rotary, scaling)
         positional = None
         if self.lepe is not None and layout is not None:
             positional = self._positional(self.lepe, value, layout, shard)
-        return AttentionParts(output, window, positional)
+        return AttentionParts(output, window, positional, state)
 
     def _attend_window(
         self,
@@ -329,10 +343,15 @@ class MHLA(nn.Module):
         value: torch.Tensor,
         layout: BlockLayout | None,
         sequence: TokenSequence | None,
+        state: DecodingState | None,
         rotary: Callable[[torch.Tensor], torch.Tensor] | None,
         scaling: float | None,
-    ) -> torch.Tensor:
-        """Softmax attention to the tokens of each token's window: `[B, T, H, V]` in the dtype of `value`."""
+    ) -> tuple[torch.Tensor, DecodingState | None]:
+        """Softmax attention to the tokens of each token's window, and the state with them in its window.
+
+        Returns:
+            `[B, T, H, V]` in the dtype of `value`, and the state.
+        """
         window, size = self.config.window, self.window_size
         assert window is not None and size is not None
         with torch.autocast(query.device.type, enabled=False):
@@ -342,13 +361,18 @@ class MHLA(nn.Module):
             if sequence is None:
                 assert layout is not None
                 prefix = layout.num_prefix_tokens
-                return grid_window_attention(
+                output = grid_window_attention(
                     *tokens, window, size, layout.grid, num_prefix_tokens=prefix, scale=scaling
                 )
-            if sequence.cache is not None:
-                where: dict[str, Any] = {"window": window, "window_size": size[0], "valid": sequence.valid}
-                return sequence.cache.attend_window(*tokens, **where, scale=scaling)
-            return sequence_window_attention(*tokens, window, size[0], sequence, scale=scaling)
+            elif state is None:
+                output = sequence_window_attention(*tokens, window, size[0], sequence, scale=scaling)
+            else:
+                past = state.window
+                if past is None:
+                    past = empty_window_state(*tokens[1:], window, size[0], state.rewindable)
+                output, past = extend_window(*tokens, past, window, size[0], valid=sequence.valid, scale=scaling)
+                state = dataclasses.replace(state, window=past)
+            return output, state
 
     def _projected_gate(self, hidden_states: torch.Tensor | None) -> torch.Tensor | None:
         if self.gate is None:
@@ -368,8 +392,12 @@ class MHLA(nn.Module):
         rotary: Callable[[torch.Tensor], torch.Tensor] | None,
         scaling: float | None,
         shard: TokenShard | None,
-    ) -> torch.Tensor:
-        """Feature map, rotary embedding, operator and output norm: `[B, T, H, V]` in the dtype of `value`."""
+    ) -> tuple[torch.Tensor, DecodingState | None]:
+        """Feature map, rotary embedding, operator and output norm.
+
+        Returns:
+            `[B, T, H, V]` in the dtype of `value`, and the state after these tokens where the sequence had one.
+        """
         config = self.config
         changed = rotary is not None or scaling is not None
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
@@ -390,10 +418,14 @@ class MHLA(nn.Module):
             options.update(normalizer=config.normalizer, eps=config.eps)
             tokens = query, key, value.to(dtype)
             mixing = self.mixing_matrix(layout).to(accumulation_dtype(dtype))
+            check_mixing(mixing, query.shape[2], query.device)
+            state = None
             if sequence is not None:
-                # Which kernels pay depends on whether it is one token or a prompt.
-                options["backend"] = config.backend
-                output = sequence_attention(*tokens, mixing, self._sequence_block_size(), sequence, **options)
+                block_size = self._sequence_block_size()
+                if sequence.state is None:
+                    output = attend_sequence(*tokens, mixing, block_size, sequence, backend=backend, **options)
+                else:
+                    output, state = decode_sequence(*tokens, mixing, block_size, sequence, backend=backend, **options)
             elif shard is not None:
                 assert layout is not None
                 # As the fused kernels keep them.
@@ -402,14 +434,18 @@ class MHLA(nn.Module):
                 output = sharded_mhla_attention(*tokens, mixing, layout, shard, **options)
             else:
                 assert layout is not None
-                output = mhla_attention(*tokens, mixing, layout, causal=config.causal, backend=backend, **options)
+                check_layout(layout, config.normalizer, config.causal)
+                if config.causal:
+                    mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
+                output = attend_on(backend, *tokens, mixing, layout, causal=config.causal, **options)
             if self.output_norm is not None:
                 output = self.output_norm(output)
-        return output.to(value.dtype)
+        return output.to(value.dtype), state
 
     def _sequence_block_size(self) -> int:
         if not self.config.is_sequence or self.config.block_size is None:
             raise ValueError("sequence is for causal=True or resize='extend'; this layer needs grid.")
+        check_sequence_normalizer(self.config.normalizer, " for sequences")
         return self.config.block_size[0]
 
     def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:

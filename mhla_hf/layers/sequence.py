@@ -1,69 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over sequences: padded, packed with several documents, or decoded with a cache."""
+"""Attention over sequences: padded, packed with several documents, or decoded from a state."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..layouts.blocks import BlockLayout, check_count
 from ..layouts.sequences import SequenceLayout
-from ..ops import attend_blocks, extend_mixing
+from ..ops import MHLAState, choose_backend, empty_state, extend_mixing
 from ..ops.checks import check_mixing, check_options, check_sequence_normalizer, check_tokens, check_valid
+from ..ops.dispatch import attend_on
+from ..ops.numerics import accumulation_dtype
+from ..ops.recurrent_extend import extend
+from ..ops.recurrent_step import step
 
 
-class DecodingCache(Protocol):
-    """What keeps the decoding state of one layer between calls."""
+if TYPE_CHECKING:
+    from .window_state import WindowState
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mixing: torch.Tensor,
-        *,
-        block_size: int,
-        valid: torch.Tensor | None,
-        backend: str,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Attends to the tokens seen so far and to these, and remembers these; arguments as in [`mhla_step`]."""
-        ...
 
-    def attend_window(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        window: str,
-        window_size: int,
-        valid: torch.Tensor | None,
-        scale: float | None,
-    ) -> torch.Tensor:
-        """Attends to the window of each of these tokens, after `attend` did; arguments as in [`extend_window`]."""
-        ...
+@dataclass(frozen=True)
+class LastTokens:
+    """The tokens of one call as [`mhla_hf.ops.rewind_state`] needs them to take them back.
+
+    Attributes:
+        mixing: The mixing weights.
+        key: Feature-mapped keys `[B, T, H_kv, K]`.
+        normalizer_key: The same, unrotated.
+    """
+
+    mixing: torch.Tensor
+    key: torch.Tensor
+    normalizer_key: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DecodingState:
+    """The state that one layer decodes from, and the one that it returns for the caller to store.
+
+    Attributes:
+        blocks: Block summaries; `None` before the first token.
+        window: Keys and values of the softmax window; `None` before the first token, or without a window.
+        num_blocks: Finished blocks that `blocks` has room for when it is made.
+        summary_dtype: Dtype that finished blocks are kept in; `None` for the accumulation dtype.
+        rewindable: Tokens that a window can take back.
+        last: The tokens of the call that returned this state.
+    """
+
+    blocks: MHLAState | None = None
+    window: WindowState | None = None
+    num_blocks: int = 2
+    summary_dtype: torch.dtype | None = None
+    rewindable: int = 0
+    last: LastTokens | None = None
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """What one call of a layer has to know about its tokens.
+    """The tokens of one call of a layer.
 
     Attributes:
         causal: Token t sees j ≤ t only.
         valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
         documents: Document of each token, LongTensor `[B, T]`, see [`SequenceLayout`]; `None` for one a row.
         num_documents: An upper bound of their number in a row.
-        cache: Where decoding goes on from; `None` to attend to these tokens only.
+        state: State that decoding resumes from, with room for these tokens; `None` to attend to these tokens only.
+
+    Raises:
+        ValueError: If there is a state together with documents, or without causal attention.
     """
 
     causal: bool
     valid: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     num_documents: int = 1
-    cache: DecodingCache | None = None
+    state: DecodingState | None = None
+
+    def __post_init__(self) -> None:
+        if self.state is not None and self.documents is not None:
+            raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
+        if self.state is not None and not self.causal:
+            raise ValueError("Only causal attention can be decoded with a cache.")
 
 
 def sequence_attention(
@@ -85,25 +106,16 @@ def sequence_attention(
         value: Values `[B, T, H_kv, V]`.
         mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
         block_size: Tokens of a block.
-        sequence: Padding, documents and cache.
-        backend: See [`mhla_hf.ops.choose_backend`]; with a cache too.
+        sequence: Padding and documents; its state is not looked at.
+        backend: See [`mhla_hf.ops.choose_backend`].
         **options: `normalizer`, `normalizer_query`, `normalizer_key` and `eps` of [`mhla_hf.ops.mhla_attention`].
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
 
     Raises:
-        ValueError: If there are documents together with a cache, or a cache without causal attention, or an argument
-            has a wrong type, shape, dtype, device or value; the message names the argument.
+        ValueError: If an argument has a wrong type, shape, dtype, device or value; the message names the argument.
     """
-    if sequence.cache is not None:
-        if sequence.documents is not None:
-            raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
-        if not sequence.causal:
-            raise ValueError("Only causal attention can be decoded with a cache.")
-        return sequence.cache.attend(
-            query, key, value, mixing, block_size=block_size, valid=sequence.valid, backend=backend, **options
-        )
     check_count("block_size", block_size)
     check_options("query", sequence.causal, options.get("eps", 0.0), backend)
     check_sequence_normalizer(options.get("normalizer", "query"), " for sequences")
@@ -111,14 +123,78 @@ def sequence_attention(
     check_tokens(query, key, value, *pair)
     check_mixing(mixing, query.shape[2], query.device)
     check_valid(sequence.valid, key)
-    options.update(causal=sequence.causal, backend=backend)
+    backend = choose_backend(backend, query, key, value, *pair)
+    return attend_sequence(query, key, value, mixing, block_size, sequence, backend=backend, **options)
+
+
+def attend_sequence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    block_size: int,
+    sequence: TokenSequence,
+    *,
+    backend: str,
+    **options: Any,
+) -> torch.Tensor:
+    """[`sequence_attention`] without its checks, on a chosen backend."""
+    options["causal"] = sequence.causal
     if sequence.valid is None and sequence.documents is None:
         dense = BlockLayout(grid=(query.shape[1],), block_size=(block_size,))
         weights = extend_mixing(mixing, dense.num_blocks, causal=sequence.causal)
-        return attend_blocks(query, key, value, weights, dense, **options)
+        return attend_on(backend, query, key, value, weights, dense, **options)
     valid = sequence.valid
     if valid is None:
         valid = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
     layout = SequenceLayout(valid, block_size, sequence.documents, sequence.num_documents)
     weights = layout.mixing_matrix(mixing, causal=sequence.causal)
-    return attend_blocks(query, key, value, weights, layout, **options)
+    return attend_on(backend, query, key, value, weights, layout, **options)
+
+
+def decode_sequence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    block_size: int,
+    sequence: TokenSequence,
+    *,
+    backend: str,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, DecodingState]:
+    """MHLA of a sequence's tokens to those that its state has seen and to themselves, without checks.
+
+    Args:
+        query: As in [`sequence_attention`].
+        key: As there.
+        value: As there.
+        mixing: As there.
+        block_size: As there.
+        sequence: Padding and the state.
+        backend: As [`mhla_hf.ops.choose_backend`] chose, `"torch"` or `"triton"`.
+        normalizer_query: As in [`mhla_hf.ops.mhla_attention`].
+        normalizer_key: As there.
+        **options: `normalizer` and `eps`.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`, zero for padding; and the state after these tokens.
+    """
+    state = sequence.state
+    assert state is not None
+    blocks = state.blocks
+    if blocks is None:
+        blocks = empty_state(
+            key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size,
+            num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0], num_blocks=state.num_blocks,
+            dtype=accumulation_dtype(value.dtype), summary_dtype=state.summary_dtype, device=key.device,
+        )  # fmt: skip
+    attend = step if query.shape[1] == 1 else extend
+    output, blocks = attend(
+        query, key, value, mixing, blocks, valid=sequence.valid, normalizer_query=normalizer_query,
+        normalizer_key=normalizer_key, backend=backend, **options,
+    )  # fmt: skip
+    last = LastTokens(mixing, key, key if normalizer_key is None else normalizer_key)
+    return output, dataclasses.replace(state, blocks=blocks, last=last)

@@ -28,6 +28,7 @@ class FeatureMap:
             Together with `forward` the definition that the kernels are tested against.
         kernel: The constant by which the fused kernels know the map; `None` where they do not.
         is_learned: Whether it has a weight for each feature head, which starts as the identity.
+        width_factor: Features for each of the K channels.
         is_exact: Whether it rounds nothing: every result is an input or zero.
     """
 
@@ -37,6 +38,7 @@ class FeatureMap:
     gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     kernel: str | None = None
     is_learned: bool = False
+    width_factor: int = 1
     is_exact: bool = False
 
 
@@ -81,6 +83,7 @@ _ENTRIES: tuple[FeatureMap, ...] = (
         formula="softmax([Wx, -Wx]) with a learned W a head, twice as many features",
         forward=_hedgehog,
         is_learned=True,
+        width_factor=2,
     ),
     FeatureMap(
         name="identity",

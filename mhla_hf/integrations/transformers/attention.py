@@ -107,8 +107,12 @@ def mhla_attention_forward(
         sequence = _token_sequence(module, given.model, given.cache, query.shape[:2], causal)
         where: dict[str, Any] = {"sequence": sequence}
     else:
-        where = {"grid": given.model.grid}
+        sequence, where = None, {"grid": given.model.grid}
     output = mhla(query, key, value, hidden_states=given.hidden_states, rotary=rotary, scaling=scaling, **where)
+    if sequence is not None and sequence.state is not None:
+        assert given.cache is not None
+        output, state = output
+        given.cache.store(state, sequence.valid)
     return output.contiguous(), None
 
 
@@ -219,7 +223,8 @@ def _token_sequence(
             )
     if cache is not None and not causal:
         raise ValueError(f"{type(module).__name__} attends in both directions and cannot decode with a cache.")
-    return TokenSequence(causal, valid, documents, inputs.num_documents, cache)
+    state = None if cache is None else cache.decoding_state(module.mhla.config.block_size[0], length)
+    return TokenSequence(causal, valid, documents, inputs.num_documents, state)
 
 
 AttentionInterface.register(NAME, mhla_attention_forward)

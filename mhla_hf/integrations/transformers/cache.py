@@ -2,8 +2,8 @@
 """The cache of MHLA layers: block summaries in place of keys and values.
 
 `generate` and users bring any `Cache`; the layers that belong to MHLA attention are exchanged for [`MHLACacheLayer`]s
-while they are still empty. `Cache.update` runs before attention and only counts tokens; attention itself extends the
-state through [`MHLACacheLayer.attend`].
+while they are still empty. `Cache.update` runs before attention and only counts tokens; attention takes the state from
+[`MHLACacheLayer.decoding_state`] and stores the one that the layer returns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ...layers.window_state import WindowState, empty_window_state, extend_window
-from ...ops import MHLAState, empty_state, mhla_extend, mhla_step, rewind_state
-from ...ops.numerics import accumulation_dtype
+from ...layers.sequence import DecodingState
+from ...layers.window_state import WindowState
+from ...ops import MHLAState, rewind_state
 
 
 # How many of the last tokens can be taken back (assisted decoding drafts fewer).
@@ -245,76 +245,46 @@ class MHLACacheLayer(CacheLayerMixin):
         """Makes further use an error; for calls whose tokens cannot be kept in this cache."""
         self._unusable = why
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mixing: torch.Tensor,
-        *,
-        block_size: int,
-        valid: torch.Tensor | None,
-        normalizer_query: torch.Tensor | None = None,
-        normalizer_key: torch.Tensor | None = None,
-        normalizer: str = "query",
-        eps: float = 1e-6,
-        backend: str = "auto",
-    ) -> torch.Tensor:
-        """Attends to the tokens seen so far and to these, and remembers these; see [`mhla_hf.ops.mhla_extend`]."""
+    def decoding_state(self, block_size: int, new_tokens: int) -> DecodingState:
+        """The state before the tokens of this call, with room for them.
+
+        Args:
+            block_size: Tokens of a block.
+            new_tokens: Tokens that [`MHLACacheLayer.update`] just counted.
+
+        Raises:
+            ValueError: If the cache cannot be used any more, or a static cache is full.
+        """
         if self._unusable is not None:
             raise ValueError(self._unusable)
-        state = self._state_for(key, value, mixing, block_size)
-        attend = mhla_step if query.shape[1] == 1 else mhla_extend
-        output, state = attend(
-            query, key, value, mixing, state, valid=valid, normalizer_query=normalizer_query,
-            normalizer_key=normalizer_key, normalizer=normalizer, eps=eps, backend=backend,
-        )  # fmt: skip
-        if valid is None:
-            valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
-        self._record(1, key=key, normalizer_key=key if normalizer_key is None else normalizer_key, valid=valid)
-        self._mixing = mixing.detach()
-        self.state = state
-        if self.max_cache_len is None:
-            _allow_other_sizes(state.summaries, 2)
-        return output
-
-    def attend_window(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        window: str,
-        window_size: int,
-        valid: torch.Tensor | None,
-        scale: float | None,
-    ) -> torch.Tensor:
-        """Attends to the softmax window of these tokens, and remembers them; see [`extend_window`]."""
-        state = self.window_state
-        if state is None:
-            state = empty_window_state(key, value, window, window_size, REWINDABLE_TOKENS)
-        output, self.window_state = extend_window(
-            query, key, value, state, window, window_size, valid=valid, scale=scale
-        )
-        return output
-
-    def _state_for(self, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, block_size: int) -> MHLAState:
-        state = self.state
+        self._check_room(new_tokens)
         # The positions in `_before` and `_length` bound those of every batch entry.
         # Only static caches count in tensors.
         needed: Any = self.max_cache_len if self.max_cache_len is not None else self._length
-        room = -(-needed // block_size)
-        self._check_room(key.shape[1])
-        if state is None:
-            dtype = accumulation_dtype(value.dtype)
-            return empty_state(
-                key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size,
-                num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0],
-                num_blocks=max(room, 2), dtype=dtype, summary_dtype=_summary_dtype(self.dtype, dtype),
-                device=key.device,
-            )  # fmt: skip
-        # Grown by half as much again, so that growing costs little for each token.
-        return state if room <= state.num_blocks else state.with_room(max(room, state.num_blocks * 3 // 2))
+        room, blocks = -(-needed // block_size), self.state
+        if blocks is not None and room > blocks.num_blocks:
+            # Grown by half as much again, so that growing costs little for each token.
+            blocks = blocks.with_room(max(room, blocks.num_blocks * 3 // 2))
+        # Finished blocks are kept in bfloat16 for bfloat16 models; fp16 has too little range for sums.
+        summary_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None
+        return DecodingState(blocks, self.window_state, max(room, 2), summary_dtype, REWINDABLE_TOKENS)
+
+    def store(self, state: DecodingState, valid: torch.Tensor | None) -> None:
+        """Keeps the state after the tokens of this call, and what taking the last tokens back needs.
+
+        Args:
+            state: As a layer returned it.
+            valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
+        """
+        last = state.last
+        assert state.blocks is not None and last is not None
+        if valid is None:
+            valid = torch.ones(last.key.shape[:2], dtype=torch.bool, device=last.key.device)
+        self._record(1, key=last.key, normalizer_key=last.normalizer_key, valid=valid)
+        self._mixing = last.mixing.detach()
+        self.state, self.window_state = state.blocks, state.window
+        if self.max_cache_len is None:
+            _allow_other_sizes(state.blocks.summaries, 2)
 
     def _check_room(self, new_tokens: int) -> None:
         """Refuses tokens that a static cache was not made for."""
@@ -460,8 +430,3 @@ def _allow_other_sizes(tensor: torch.Tensor, dim: int) -> None:
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None and not torch.compiler.is_compiling():
         compiler.maybe_mark_dynamic(tensor, dim)
-
-
-def _summary_dtype(model_dtype: torch.dtype, accumulation: torch.dtype) -> torch.dtype:
-    """Finished blocks are kept in bfloat16 for bfloat16 models; fp16 has too little range for sums."""
-    return torch.bfloat16 if model_dtype == torch.bfloat16 else accumulation
