@@ -2,7 +2,7 @@
 """Modules with parameters: the MHLA layer, its feature maps and its mixing weights."""
 
 from .blocks import reference_blocks, resolve_blocks
-from .feature_maps import HedgehogFeatureMap, fixed_feature_map
+from .features import HedgehogFeatureMap, fixed_feature_map
 from .fused import HeadNorms, PairwiseRotary
 from .mhla import MHLA, AttentionParts
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value

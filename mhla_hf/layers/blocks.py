@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks a layer's mixing weights are made for, and which layout a token grid gets."""
+"""Number of blocks of a layer's mixing weights, layout of a token grid, and size of a window."""
 
 from __future__ import annotations
 

@@ -27,11 +27,10 @@ from ..ops.numerics import accumulation_dtype, records_gradients, repeat_heads
 from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
-from .context_parallel import sharded_convolution
-from .feature_maps import LearnedFeatureMap, rotate_features
+from .features import LearnedFeatureMap, features_and_plain, token_dtype
 from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
+from .lepe import convolved_values, depthwise_convolution
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
-from .precision import token_dtype
 from .sequence import DecodingState, TokenSequence, attend_sequence, decode_sequence
 from .window import grid_window_attention, sequence_window_attention
 from .window_state import empty_window_state, extend_window
@@ -39,12 +38,11 @@ from .window_state import empty_window_state, extend_window
 
 # SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output as it is.
 GATE_IDENTITY_BIAS = 1.2784645427610738
-_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What a layer's output is the sum of, before the gains of the window.
+    """The terms of a layer's output, before the gains of the window.
 
     Attributes:
         attended: MHLA after output norm and gate, `[B, T, H, V]`.
@@ -120,9 +118,7 @@ class MHLA(nn.Module):
         self.lepe = None
         if config.lepe_kernel is not None:
             channels = num_heads * value_head_dim
-            self.lepe = _CONVOLUTIONS[len(self.blocks)](
-                channels, channels, config.lepe_kernel, padding=config.lepe_kernel // 2, groups=channels
-            )
+            self.lepe = depthwise_convolution(len(self.blocks), channels, config.lepe_kernel)
         self.window_size = window_size_for(config, len(self.blocks))
         self.window_gain = None
         if config.window is not None:
@@ -252,7 +248,7 @@ class MHLA(nn.Module):
         identity: bool = False,
         shard: TokenShard | None = None,
     ) -> AttentionParts:
-        """Attends, and returns what the output is made of.
+        """Attends, and returns the terms of the output.
 
         Args:
             query: Projected queries before RoPE, `[B, T, H, K]`; normalised where the model does that, or see `norms`.
@@ -333,7 +329,7 @@ class MHLA(nn.Module):
             window, state = self._attend_window(query, key, value, layout, sequence, state, rotary, scaling)
         positional = None
         if self.lepe is not None and layout is not None:
-            positional = self._positional(self.lepe, value, layout, shard)
+            positional = convolved_values(self.lepe, value, layout, self.num_heads, shard)
         return AttentionParts(output, window, positional, state)
 
     def _attend_window(
@@ -358,21 +354,18 @@ class MHLA(nn.Module):
             if rotary is not None:
                 query, key = rotary(query), rotary(key)
             tokens = query.to(value.dtype), key.to(value.dtype), value
-            if sequence is None:
-                assert layout is not None
+            if layout is not None:
                 prefix = layout.num_prefix_tokens
                 output = grid_window_attention(
                     *tokens, window, size, layout.grid, num_prefix_tokens=prefix, scale=scaling
                 )
-            elif state is None:
-                output = sequence_window_attention(*tokens, window, size[0], sequence, scale=scaling)
-            else:
-                past = state.window
-                if past is None:
-                    past = empty_window_state(*tokens[1:], window, size[0], state.rewindable)
-                output, past = extend_window(*tokens, past, window, size[0], valid=sequence.valid, scale=scaling)
-                state = dataclasses.replace(state, window=past)
-            return output, state
+                return output, None
+            assert sequence is not None
+            if state is None:
+                return sequence_window_attention(*tokens, window, size[0], sequence, scale=scaling), None
+            past = state.window or empty_window_state(key, value, window, size[0], state.rewindable)
+            output, past = extend_window(*tokens, past, window, size[0], valid=sequence.valid, scale=scaling)
+            return output, dataclasses.replace(state, window=past)
 
     def _projected_gate(self, hidden_states: torch.Tensor | None) -> torch.Tensor | None:
         if self.gate is None:
@@ -403,17 +396,8 @@ class MHLA(nn.Module):
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
         with torch.autocast(query.device.type, enabled=False):
             query, key = query.to(dtype), key.to(dtype)
-            if scaling is not None:
-                query, key = query * math.sqrt(scaling), key * math.sqrt(scaling)
-            plain_query = plain_key = None
-            if rotary is not None and config.rope == "before_feature_map":
-                query, key = rotary(query), rotary(key)
-            query = self._features(query, self.feature_map_query)
-            key = self._features(key, self.feature_map_key)
-            if rotary is not None and config.rope == "after_feature_map":
-                plain_query, plain_key = query, key
-                query = rotate_features(query, rotary, self.head_dim)
-                key = rotate_features(key, rotary, self.head_dim)
+            query, plain_query = features_and_plain(config, query, self.feature_map_query, rotary, scaling)
+            key, plain_key = features_and_plain(config, key, self.feature_map_key, rotary, scaling)
             options: dict[str, Any] = {"normalizer_query": plain_query, "normalizer_key": plain_key}
             options.update(normalizer=config.normalizer, eps=config.eps)
             tokens = query, key, value.to(dtype)
@@ -461,21 +445,6 @@ class MHLA(nn.Module):
             prefix = f" after {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
             raise ValueError(f"grid={tuple(grid)} has {math.prod(grid)} tokens{prefix}, but query has {num_tokens}.")
         return self.layout_for(grid)
-
-    def _features(self, tokens: torch.Tensor, learned: nn.Module | None) -> torch.Tensor:
-        features = FEATURE_MAPS[self.config.feature_map].forward(tokens) if learned is None else learned(tokens)
-        return features + self.config.feature_map_eps if self.config.feature_map_eps else features
-
-    def _positional(
-        self, lepe: nn.Module, value: torch.Tensor, layout: BlockLayout, shard: TokenShard | None
-    ) -> torch.Tensor:
-        """Depthwise convolution of the values over the token grid, zero for tokens before it: `[B, T, H, V]`."""
-        value = repeat_heads(value, self.num_heads, 2)
-        if shard is not None:
-            return sharded_convolution(lepe, value.flatten(2), layout.grid, shard).unflatten(-1, value.shape[2:])
-        image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
-        tokens = lepe(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
-        return F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0))
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"

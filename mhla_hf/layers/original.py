@@ -39,9 +39,9 @@ def original_attention(
     shard: TokenShard | None = None,
     **unused: Any,
 ) -> torch.Tensor:
-    """What the host model's own attention gives for the arguments of [`MHLA.forward`].
+    """Output of the host model's own attention for the arguments of [`MHLA.forward`].
 
-    Neither the mixing weights nor any other parameter of `mhla` has a part in it.
+    It depends on no parameter of `mhla`.
 
     Args:
         mhla: The layer.

@@ -51,7 +51,7 @@ def grid_window_attention(
         window_size: Tokens of a block along each axis.
         grid: Tokens along each axis.
         num_prefix_tokens: Tokens before those of the grid.
-        scale: What q·k is multiplied with; `None` for K^-1/2.
+        scale: Scale of q·k; `None` for K^-1/2.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`.
@@ -74,7 +74,7 @@ def grid_window_attention(
 
 
 def _heads_at_once(key: torch.Tensor, window: str, axes: int) -> int:
-    """How many key/value heads are computed together, so that the keys copied for their windows take little memory."""
+    """Number of key/value heads computed together, so that the keys copied for their windows take little memory."""
     if torch.compiler.is_compiling():
         return key.shape[2]
     copies = {"block": 1, "cross": 9}.get(window, 3**axes)
@@ -130,7 +130,7 @@ def sequence_window_attention(
         window: `"block"` or `"adjacent"`.
         window_size: Tokens of a block.
         sequence: Padding and documents; its cache is not looked at.
-        scale: What q·k is multiplied with; `None` for K^-1/2.
+        scale: Scale of q·k; `None` for K^-1/2.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
@@ -200,7 +200,7 @@ def _attend(
 
 
 def _of_seen(blocks: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """What each block sees: `[B, H, M, S, N, ...]` from `[B, H, M, N, ...]`, zero where there is no such block."""
+    """The blocks that each block sees: `[B, H, M, S, N, ...]` from `[B, H, M, N, ...]`, zero for missing ones."""
     if seen.shape[1] == 1:
         return blocks.unsqueeze(3)
     padded = F.pad(blocks, [0, 0] * (blocks.dim() - 3) + [0, 1])
@@ -214,7 +214,7 @@ def _offsets_seen(window: str, causal: bool) -> list[int]:
 
 
 def _slots_filled(layout: BlockLayout, device: torch.device) -> torch.Tensor:
-    """Which slots of each block hold a token, BoolTensor `[M, N]`."""
+    """Mask of the slots of each block that hold a token, BoolTensor `[M, N]`."""
     return layout.token_table(device) < layout.num_tokens
 
 

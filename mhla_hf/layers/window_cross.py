@@ -39,7 +39,7 @@ def cross_attention(
         window_size: Tokens of a block along frames, height and width.
         grid: Tokens along each of them.
         prefix: Keys `[B, X, H_kv, K]` and values `[B, X, H_kv, V]` that every token sees as well.
-        scale: What q·k is multiplied with; `None` for K^-1/2.
+        scale: Scale of q·k; `None` for K^-1/2.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`.
@@ -104,7 +104,7 @@ def _around(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(grid: tuple[int, ...], size: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Which keys there are for a block: its own place in all frames, then the blocks around it."""
+    """Mask of the keys of a block: its own place in all frames, then the blocks around it."""
     tokens = 1
     for length in grid:
         tokens = tokens * length

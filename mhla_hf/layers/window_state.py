@@ -24,13 +24,13 @@ from .window import sequence_window_attention
 
 @dataclass(frozen=True)
 class WindowState:
-    """What a causal window remembers. [`extend_window`] may write into it: go on with what it returns.
+    """Last keys and values of a causal window. [`extend_window`] may write into it: go on with what it returns.
 
     Attributes:
         keys: `[B, H_kv, R + 1, K]`; the token at position p is in column p mod R. The last column is never read.
         values: The same of width V.
         position: Tokens seen so far, without padding, LongTensor `[B]`.
-        is_empty: That no entry has seen a token, where this is known without asking the device.
+        is_empty: Whether no entry has seen a token, where this is known without asking the device.
     """
 
     keys: torch.Tensor
@@ -87,7 +87,7 @@ def extend_window(
         window: `"block"` or `"adjacent"`.
         window_size: Tokens of a block.
         valid: BoolTensor `[B, T]`, False for padding, which is skipped and gets zeros; `None` for no padding.
-        scale: What q·k is multiplied with; `None` for K^-1/2.
+        scale: Scale of q·k; `None` for K^-1/2.
 
     Returns:
         The output `[B, T, H, V]`, and the state after these tokens.

@@ -351,7 +351,7 @@ def _full_tiles(length: int, size: int) -> tuple[int, ...]:
 
 
 def _edges(layout: BlockLayout, axis: int, device: torch.device) -> torch.Tensor:
-    """Where the tiles of an axis start, and its length, LongTensor `[tiles + 1]`."""
+    """First positions of the tiles of an axis, and its length, LongTensor `[tiles + 1]`."""
     index, length = torch.arange(layout.blocks[axis] + 1, device=device), layout.grid[axis]
     if layout._sizes is None:
         return index * length // layout.blocks[axis]

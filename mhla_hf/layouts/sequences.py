@@ -132,7 +132,7 @@ class SequenceLayout:
         return weights.tril() if causal else weights
 
     def earlier_blocks(self) -> torch.Tensor:
-        """Which blocks lie before which in the same document: BoolTensor `[M, M]` or `[B, 1, M, M]`."""
+        """Mask of earlier blocks in the same document: BoolTensor `[M, M]` or `[B, 1, M, M]`."""
         if self._document_of_block is None:
             return earlier_blocks(self.num_blocks, self._valid.device)
         return self._same_document()[:, None].tril(-1)

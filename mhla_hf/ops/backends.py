@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code computes the operator: plain torch, or Triton kernels where they run and pay."""
+"""Choice of the code that computes the operator: plain torch, or Triton kernels where they run and pay."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def choose_backend(
 
 
 def triton_obstacle(*tokens: torch.Tensor) -> str | None:
-    """Why the Triton kernels cannot run on some token tensors `[B, T, H, D]`; None if they can."""
+    """The reason why the Triton kernels cannot run on some token tensors `[B, T, H, D]`; None if they can."""
     device = tokens[0].device
     if not TRITON_INSTALLED:
         return "triton is not installed (pip install 'mhla-hf[triton]')"
@@ -123,7 +123,7 @@ def tf32_is_allowed() -> bool:
 
 @torch.compiler.assume_constant_result
 def triton_failure() -> str:
-    """Why Triton cannot compile and launch the kernels on this machine; empty if it can. Tried once in a process.
+    """The reason why Triton cannot compile and launch kernels here; empty if it can. Tried once in a process.
 
     Triton compiles its own launchers when they are first needed, for which it may want a C compiler and the headers of
     Python: images for running models have neither.

@@ -41,7 +41,7 @@ class MHLAState:
         upcoming: The same for block i + 1, as far as it is summed up, `[B, H_m, K, V + 1]`.
         position: Tokens seen so far, LongTensor `[B]`.
         block_size: Tokens of a block.
-        is_empty: That no entry has seen a token, where this is known without asking the device.
+        is_empty: Whether no entry has seen a token, where this is known without asking the device.
     """
 
     summaries: torch.Tensor
@@ -54,7 +54,7 @@ class MHLAState:
 
     @property
     def num_blocks(self) -> int:
-        """Finished blocks that there is room for, n."""
+        """Number n of finished blocks with room in the state."""
         return self.summaries.shape[2]
 
     def with_room(self, num_blocks: int) -> MHLAState:

@@ -248,7 +248,7 @@ def _token_table(layout: BlockLayout, start: int, stop: int, device: torch.devic
 
 
 def _token_slots(layout: BlockLayout, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Where each token stands in the flattened [`_token_table`], LongTensor `[L]`."""
+    """Place of each token in the flattened [`_token_table`], LongTensor `[L]`."""
     table = _token_table(layout, start, stop, device).flatten()
     slots = torch.empty(stop - start + 1, dtype=torch.long, device=device)
     slots[table] = torch.arange(len(table), device=device)

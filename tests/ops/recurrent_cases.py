@@ -62,5 +62,5 @@ def assert_same_state(actual: MHLAState, expected: MHLAState, rtol: float = 1e-4
 
 
 def kernels_counted(counter: FlopCounterMode) -> set[str]:
-    """Which of the recurrent form's operators ran; by name, since they may not even be imported."""
+    """Operators of the recurrent form that ran; by name, since they may not even be imported."""
     return {str(operator) for operator in counter.get_flop_counts()["Global"]} & ALL_KERNELS

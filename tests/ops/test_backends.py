@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend is chosen, and what is said about it."""
+"""Choice of the backend, and its log messages."""
 
 from __future__ import annotations
 

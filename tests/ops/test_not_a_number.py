@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a NaN reaches in causal attention: never to tokens before it, and from a query to its own token alone."""
+"""Reach of a NaN in causal attention: never to tokens before it, and from a query to its own token alone."""
 
 from __future__ import annotations
 

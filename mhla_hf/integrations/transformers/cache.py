@@ -53,7 +53,7 @@ class MHLACacheLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, max_cache_len: int | None = None, is_compileable: bool = False) -> None:
-        # What the last tokens were, each a ring of `REWINDABLE_TOKENS` columns.
+        # The last tokens, each tensor a ring of `REWINDABLE_TOKENS` columns.
         self._last: dict[str, torch.Tensor] = {}
         super().__init__()
         self.max_cache_len = max_cache_len
@@ -135,7 +135,7 @@ class MHLACacheLayer(CacheLayerMixin):
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: there is no maximum, unless room was made for a fixed number of tokens."""
+        """Maximum number of tokens: -1 for none, unless room was made for a fixed number."""
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     # Its name up to transformers 5.17.
@@ -223,7 +223,7 @@ class MHLACacheLayer(CacheLayerMixin):
 
     @property
     def _rewindable(self) -> int | torch.Tensor:
-        """How many tokens can be taken back just now."""
+        """Number of tokens that can be taken back now."""
         count = self._length - self._oldest
         return count.clamp(max=REWINDABLE_TOKENS) if isinstance(count, torch.Tensor) else min(count, REWINDABLE_TOKENS)
 

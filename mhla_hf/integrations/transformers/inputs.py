@@ -34,7 +34,7 @@ _MODEL_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Facts about a model's tokens; the same for all its layers.
+    """Padding, documents and grid of a model's tokens; the same for all its layers.
 
     Attributes:
         padding: BoolTensor `[B, all tokens so far]`, False for padding; `None` for none.

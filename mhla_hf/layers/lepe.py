@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer computes beside attention when its tokens are spread over several processes: LePE's convolution."""
+"""LePE: a depthwise convolution of the values over the token grid, with its tokens on one process or several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,40 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ..layouts.blocks import BlockLayout
+from ..ops.mixing import repeat_heads
 from ..ops.sharded import TokenShard, tokens_with_neighbors
+
+
+_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+def depthwise_convolution(axes: int, channels: int, kernel: int) -> nn.Module:
+    """A depthwise convolution over a grid of so many axes that keeps its size; `kernel` is odd."""
+    return _CONVOLUTIONS[axes](channels, channels, kernel, padding=kernel // 2, groups=channels)
+
+
+def convolved_values(
+    convolution: nn.Module, value: torch.Tensor, layout: BlockLayout, num_heads: int, shard: TokenShard | None
+) -> torch.Tensor:
+    """Convolution of the values over the token grid, zero for tokens before it.
+
+    Args:
+        convolution: As [`depthwise_convolution`] makes it, for `num_heads` heads of channels.
+        value: `[B, T, H_kv, V]`.
+        layout: Layout of the tokens of all processes.
+        num_heads: H.
+        shard: The tokens of this process under context parallelism; `None` for all tokens.
+
+    Returns:
+        `[B, T, H, V]`.
+    """
+    value = repeat_heads(value, num_heads, 2)
+    if shard is not None:
+        return sharded_convolution(convolution, value.flatten(2), layout.grid, shard).unflatten(-1, value.shape[2:])
+    image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
+    tokens = convolution(image).flatten(2).transpose(1, 2).unflatten(-1, (num_heads, -1))
+    return F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0))
 
 
 def sharded_convolution(
