@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,10 +16,10 @@ from ..ops.mixing import repeat_heads
 from ..ops.sharded import TokenShard, tokens_with_neighbors
 
 
-_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-def depthwise_convolution(axes: int, channels: int, kernel: int) -> nn.Module:
+def depthwise_convolution(axes: int, channels: int, kernel: int) -> nn.Conv1d | nn.Conv2d | nn.Conv3d:
     """A depthwise convolution over a grid of so many axes that keeps its size; `kernel` is odd."""
     return _CONVOLUTIONS[axes](channels, channels, kernel, padding=kernel // 2, groups=channels)
 

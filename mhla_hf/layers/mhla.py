@@ -205,9 +205,7 @@ class MHLA(nn.Module):
                 return extend_mixing(weights, layout.num_blocks, causal=False)
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, DecodingState]:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
         """Attends: the sum of [`MHLA.attention_parts`], MHLA and window times their gains.
 
         Args:

@@ -104,7 +104,7 @@ def mhla_attention_forward(
         query, key = query * module.scaling**-0.5, key * module.scaling**0.5
     if mhla.config.is_sequence:
         causal = _is_causal(module, is_causal)
-        sequence = _token_sequence(module, given.model, given.cache, query.shape[:2], causal)
+        sequence = _token_sequence(module, given.model, given.cache, query.shape[:2], causal, mhla.config.block_size)
         where: dict[str, Any] = {"sequence": sequence}
     else:
         sequence, where = None, {"grid": given.model.grid}
@@ -205,7 +205,12 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _token_sequence(
-    module: nn.Module, inputs: ModelInputs, cache: MHLACacheLayer | None, shape: torch.Size, causal: bool
+    module: nn.Module,
+    inputs: ModelInputs,
+    cache: MHLACacheLayer | None,
+    shape: torch.Size,
+    causal: bool,
+    block_size: tuple[int, ...],
 ) -> TokenSequence:
     length, valid, documents = shape[1], inputs.padding, inputs.documents
     if documents is not None:
@@ -223,7 +228,7 @@ def _token_sequence(
             )
     if cache is not None and not causal:
         raise ValueError(f"{type(module).__name__} attends in both directions and cannot decode with a cache.")
-    state = None if cache is None else cache.decoding_state(module.mhla.config.block_size[0], length)
+    state = None if cache is None else cache.decoding_state(block_size[0], length)
     return TokenSequence(causal, valid, documents, inputs.num_documents, state)
 
 
