@@ -23,7 +23,8 @@ from ..layouts.resampling import resample_mixing
 from ..ops import FEATURE_MAPS, choose_backend, extend_mixing
 from ..ops.checks import check_layout, check_mixing, check_sequence_normalizer, check_tokens, check_valid
 from ..ops.dispatch import attend_on
-from ..ops.numerics import accumulation_dtype, records_gradients, repeat_heads
+from ..ops.mixing import repeat_heads
+from ..ops.numerics import accumulation_dtype, records_gradients
 from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for

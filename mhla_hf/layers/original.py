@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from ..ops.numerics import repeat_heads
+from ..ops.mixing import repeat_heads
 from ..ops.sharded import TokenShard
 from .fused import HeadNorms
 from .sequence import TokenSequence

@@ -7,18 +7,6 @@ import torch
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
-from .mixing import mix_summaries, repeat_heads
-
-
-__all__ = [
-    "accumulation_dtype",
-    "from_head_blocks",
-    "head_blocks",
-    "mix_summaries",
-    "normalizer_pair",
-    "records_gradients",
-    "repeat_heads",
-]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

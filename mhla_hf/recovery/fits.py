@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.mhla import MHLA
-from ..ops.numerics import repeat_heads
+from ..ops.mixing import repeat_heads
 from ..training.matching.layers import AttentionLayer
 from .statistics import Moments, solve_ridge
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..numerics import mix_summaries
+from ..mixing import mix_summaries
 from .device_functions import COUNTS, product, to_matrix
 from .launching import dense_like, padded, product_precision, split_slots
 
