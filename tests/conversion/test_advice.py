@@ -8,7 +8,7 @@ import pytest
 
 from mhla_hf.conversion.report import ComponentReport, ConversionReport, advice
 from mhla_hf.models.registry import FAMILIES
-from mhla_hf.training.families import objective_class
+from mhla_hf.training.families import family_of_class
 
 
 OPTIONS = {"blocks": [4, 4], "mixing_init": "cos"}
@@ -31,7 +31,7 @@ def check(family, config, directory):
     part = ComponentReport(family.upstream, family.mhla_class, initialised={"mixing": {"shape": [1]}}, mhla=OPTIONS)
     text = advice(ConversionReport("convert", directory, {}, {"transformer": part}))
     try:
-        objective_class(family.mhla_class).check_config(config)
+        family_of_class(family.mhla_class).objective.check_config(config)
         is_trained = True
     except ValueError:
         is_trained = False
