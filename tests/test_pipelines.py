@@ -53,7 +53,7 @@ def generate(pipeline, height=16, width=32, num_frames=5, **options):
     return video
 
 
-def picture(height=16, width=32):
+def image(height=16, width=32):
     values = np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(values)
 
@@ -238,14 +238,14 @@ def test_image_to_video(with_image_encoder, tmp_path):
     assert type(pipeline) is WanImageToVideoPipeline
     assert (pipeline.image_encoder is not None) == with_image_encoder
     perturb_mhla(pipeline.transformer)
-    video = generate(pipeline, image=picture())
+    video = generate(pipeline, image=image())
     assert video.shape == (5, 16, 32, 3)
-    mirrored = generate(pipeline, image=picture().transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    mirrored = generate(pipeline, image=image().transpose(Image.Transpose.FLIP_LEFT_RIGHT))
     assert np.abs(video - mirrored).max() > 1e-5
     pipeline.save_pretrained(tmp_path / "mhla")
     again = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
     assert type(again) is WanImageToVideoPipeline and type(again.transformer) is MHLAWanTransformer3DModel
-    np.testing.assert_allclose(generate(again, image=picture()), video, atol=1e-5)
+    np.testing.assert_allclose(generate(again, image=image()), video, atol=1e-5)
 
 
 def test_two_transformers(tmp_path):

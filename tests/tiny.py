@@ -151,7 +151,7 @@ def text_encoder(vocabulary_size: int) -> UMT5EncoderModel:
 
 
 def wan_vae() -> AutoencoderKLWan:
-    """Wan's causal video autoencoder with three channels: 4 times fewer frames, 8 times smaller pictures."""
+    """Wan's causal video autoencoder with three channels: 4 times fewer frames, 8 times smaller images."""
     torch.manual_seed(0)
     return AutoencoderKLWan(
         base_dim=3,
@@ -170,7 +170,7 @@ def wan_scheduler() -> UniPCMultistepScheduler:
 
 
 def image_encoder() -> CLIPVisionModel:
-    """A one-layer CLIP vision tower whose hidden width is `IMAGE_DIM`: pictures of 8x8 make four patches."""
+    """A one-layer CLIP vision tower whose hidden width is `IMAGE_DIM`: images of 8x8 make four patches."""
     torch.manual_seed(0)
     config = CLIPVisionConfig(
         hidden_size=IMAGE_DIM,

@@ -76,7 +76,7 @@ def image_vae() -> AutoencoderKL:
 
 
 def dit_pipeline(transformer_cls: type | None = None, **transformer_overrides: Any) -> DiTPipeline:
-    """A complete DiT pipeline of 16x16 pictures; arguments as for `tiny.wan_pipeline`."""
+    """A complete DiT pipeline of 16x16 images; arguments as for `tiny.wan_pipeline`."""
     transformer = dit_transformer(transformer_cls, **transformer_overrides)
     pipeline = DiTPipeline(transformer=transformer, vae=image_vae(), scheduler=DDIMScheduler())
     pipeline.set_progress_bar_config(disable=True)
@@ -95,7 +95,7 @@ SANA: dict[str, Any] = {
     "cross_attention_head_dim": 12,
     "cross_attention_dim": 24,
     "caption_channels": CAPTION_DIM,
-    # The pipeline's bins of aspect ratios are for 16, 32, 64 or 128: pictures of 512 pixels and more.
+    # The pipeline's bins of aspect ratios are for 16, 32, 64 or 128: images of 512 pixels and more.
     "sample_size": 16,
 }
 """Constructor arguments of the text-to-image transformer."""
@@ -104,7 +104,7 @@ SANA_SPRINT: dict[str, Any] = {
     **SANA,
     "guidance_embeds": True,
     "qk_norm": "rms_norm_across_heads",
-    # Its bins are for pictures of 1024 pixels.
+    # Its bins are for images of 1024 pixels.
     "sample_size": 32,
 }
 """The same for SANA-Sprint, which is told the guidance scale."""
@@ -145,7 +145,7 @@ def sana_inputs(
 
 
 def sana_vae() -> AutoencoderDC:
-    """An autoencoder with four latent channels and pictures 32 times as wide."""
+    """An autoencoder with four latent channels and images 32 times as wide."""
     torch.manual_seed(0)
     stages = 6
     return AutoencoderDC(

@@ -120,8 +120,8 @@ def measure_quality(
         samples = {"digits": held_out.images[_grid_indices(held_out.labels)]}
         for variant in VARIANTS:
             file = _directory(work_directory, variant, options.seeds[0]) / _GRID
-            stored = read_tensors(file, "remove its directory to repeat the training", ("pictures",))
-            samples[variant] = stored["pictures"].float() / 127.5 - 1
+            stored = read_tensors(file, "remove its directory to repeat the training", ("images",))
+            samples[variant] = stored["images"].float() / 127.5 - 1
         return Measurement(report, samples)
 
 
@@ -167,7 +167,7 @@ def _run(
     classes = torch.arange(NUM_CLASSES).repeat(GRID_ROWS)
     grid = sample(model, classes, options, guidance_scale=options.guidance_scale, name="grid")
     with atomic_directory(directory) as temporary:
-        save_file({"pictures": ((grid + 1) * 127.5).round().to(torch.uint8)}, temporary / _GRID)
+        save_file({"images": ((grid + 1) * 127.5).round().to(torch.uint8)}, temporary / _GRID)
         write_json(temporary / _RESULT, result)
 
 

@@ -14,7 +14,7 @@ from ..models.source import Component
 from ..training.config import CacheConfig, TrainingConfig
 from ..training.data.batch_sources import BatchSource, Latents, PackedText, RecordedCalls
 from ..training.data.folders import DataSample
-from ..training.data.opening import ROW_LENGTH, picture_batches, text_batches
+from ..training.data.opening import ROW_LENGTH, image_batches, text_batches
 from ..training.matching.layers import Batch, mhla_layers
 from ..utils.locations import PIPELINE_INDEX
 from .probes import DEFAULT_SAMPLES, pipeline_batches
@@ -73,7 +73,7 @@ def open_data(
             model, root, data, length=options.max_length, text_field=options.text_field, cache=cache, **amounts
         )
     if recipe.family == "vision":
-        return picture_batches(model, root, data, **amounts)
+        return image_batches(model, root, data, **amounts)
 
     from ..training.data.cache_building import make_cache
     from ..training.processes import make_accelerator
@@ -128,7 +128,7 @@ def probe_batches(
         config = TrainingConfig(component=component, seed=seed)
         source = _latents(model, directory, Path(data).expanduser(), 1, config)
     elif any(len(layer.mhla.blocks) == 2 for layer in mhla_layers(model)):
-        source = picture_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
+        source = image_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
     else:
         source = text_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
     return source.batches("calibrate", max(1, min(samples, 16 * len(source)) // batch_size), batch_size)

@@ -14,7 +14,7 @@ from ..utils.files import atomic_file
 from .config import TrainingConfig
 from .data.batches import LatentSamples
 from .data.cache import LatentDataset
-from .data.images import picture_grid
+from .data.images import image_grid
 from .data.videos import write_video
 from .loading import PipelineSource
 
@@ -66,14 +66,14 @@ class Validator:
             return [write_video(path, video) for path, video in zip(files, samples)], samples
         path = folder / f"{name}.png"
         with atomic_file(path) as temporary:
-            Image.fromarray(picture_grid(samples)).save(temporary)
+            Image.fromarray(image_grid(samples)).save(temporary)
         return [path], samples
 
-    def pictures(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+    def images(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Images for trackers, by name, uint8 `[H, W, 3]`: a few frames of each video, or the grid."""
         if self.family.video_size:
             return {f"validation/{number}": frame_strip(video) for number, video in enumerate(samples)}
-        return {"validation": picture_grid(samples)}
+        return {"validation": image_grid(samples)}
 
     @torch.no_grad()
     def generate(self, transformer: torch.nn.Module) -> np.ndarray:
@@ -122,9 +122,9 @@ class Validator:
         with accelerator.autocast():
             _, samples = self.write(transformer, folder, step)
         for tracker in accelerator.trackers:
-            pictures = {name: picture[None] for name, picture in self.pictures(samples).items()}
+            images = {name: image[None] for name, image in self.images(samples).items()}
             options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-            tracker.log_images(pictures, step=run_step, **options)
+            tracker.log_images(images, step=run_step, **options)
 
 
 def make_validator(

@@ -117,14 +117,14 @@ def test_command(tmp_path):
     arguments = ["bench", "decode", "--hidden-size", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
     arguments += ["--contexts", "64,32", "--tokens", "2", "--warmup", "1", "--block-size", "16", "--device", "cpu"]
     file = tmp_path / "new" / "decode.json"
-    picture = tmp_path / "decode.png"
-    options = ["--json", str(file), "--plot", str(picture)]
+    image = tmp_path / "decode.png"
+    options = ["--json", str(file), "--plot", str(image)]
     result = CliRunner().invoke(app, [*arguments, *options], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "LlamaForCausalLM" in result.stdout
     assert "from 32 to 64 tokens a decoded token takes" in result.stdout
     assert "measuring float32" in result.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert image.read_bytes().startswith(b"\x89PNG")
     report = json.loads(file.read_text())
     assert report["options"]["contexts"] == [64, 32]
     assert [row["softmax"]["cache_bytes"] for row in report["results"]] == [kv_bytes(32, 4), kv_bytes(64, 4)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf bench model` and `bench train`: their rows, files and pictures, and the models that they make."""
+"""`mhla-hf bench model` and `bench train`: their rows, files and images, and the models that they make."""
 
 from __future__ import annotations
 
@@ -122,15 +122,15 @@ def test_plots(tmp_path):
 
 @pytest.mark.parametrize("command", ["model", "train"])
 def test_command(command, tmp_path):
-    file, picture = tmp_path / "report.json", tmp_path / "report.png"
+    file, image = tmp_path / "report.json", tmp_path / "report.png"
     arguments = ["bench", command, "--models", "sana-1024-small", "--quick", "--seconds", "0.01", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*arguments, "--json", str(file), "--plot", str(picture), "--quiet"])
+    result = CliRunner().invoke(app, [*arguments, "--json", str(file), "--plot", str(image), "--quiet"])
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     assert report["benchmark"] == command
     assert "ordinary (linear)" in result.stdout and "mhla-torch" in result.stdout
     assert "not measured: mhla-triton: " in result.stdout
-    assert picture.exists()
+    assert image.exists()
 
 
 @pytest.mark.parametrize(

@@ -347,9 +347,9 @@ def test_stored_results_can_be_plotted(name, tmp_path):
 
 
 def test_command(tmp_path):
-    file, picture = tmp_path / "new" / "op.json", tmp_path / "op.png"
+    file, image = tmp_path / "new" / "op.json", tmp_path / "op.png"
     arguments = ["bench", "op", "--quick", "--device", "cpu", "--seconds", "0.01", "--shapes", "dit-256-small"]
-    arguments += ["--contestants", "mhla-torch,softmax,fla-linear", "--json", str(file), "--plot", str(picture)]
+    arguments += ["--contestants", "mhla-torch,softmax,fla-linear", "--json", str(file), "--plot", str(image)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
@@ -358,7 +358,7 @@ def test_command(tmp_path):
     assert "dit-256-small, forward+backward: B 2, T 256, H 4, K 72, 16 blocks" in result.stdout
     assert "not measured: fla-linear: causal attention only" in result.stdout
     assert "measuring copy bandwidth" in result.stderr
-    assert picture.exists()
+    assert image.exists()
 
 
 @pytest.mark.parametrize(

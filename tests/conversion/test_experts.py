@@ -16,7 +16,7 @@ from mhla_hf.cli.main import app
 from tests import tiny
 from tests.models.adapter_checks import TARGETS, randomize_lora
 from tests.models.model_case import assert_same_parameters, perturb_mhla, relative_error
-from tests.test_pipelines import generate, picture
+from tests.test_pipelines import generate, image
 
 
 FIRST, SECOND = {"blocks": [2, 1, 2]}, {"blocks": [1, 2, 2], "output_gate": True}
@@ -240,7 +240,7 @@ def test_a_timestep_for_each_token(with_image, tmp_path):
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
     assert pipeline.config.expand_timesteps and type(pipeline.transformer) is MHLAWanTransformer3DModel
     assert pipeline.transformer_2 is None
-    generate(pipeline, **({"image": picture()} if with_image else {}))
+    generate(pipeline, **({"image": image()} if with_image else {}))
 
 
 def test_equal_timesteps_of_tokens_are_one_timestep():

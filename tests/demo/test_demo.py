@@ -100,7 +100,7 @@ def test_written_pipeline_generates_with_plain_diffusers(finished):
     assert "{" not in card.text.split("```")[0]
 
 
-def test_pictures_show_what_they_should(finished):
+def test_images_show_what_they_should(finished):
     output, _ = finished
     with Image.open(output / "side_by_side.gif") as gif:
         assert gif.n_frames == 17

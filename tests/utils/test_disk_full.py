@@ -217,7 +217,7 @@ def test_a_checkpoint_of_pretraining(disk, capsys):
         assert sorted(os.listdir(disk)) == ["filling", "state.pt"]
 
 
-def test_pictures_and_videos_of_the_demo(disk, capsys):
+def test_images_and_videos_of_the_demo(disk, capsys):
     from mhla_hf.demo.figures import write_gif
 
     fill(disk)

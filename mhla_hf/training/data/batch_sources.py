@@ -194,13 +194,13 @@ class Passages(BatchSource):
         return {"input_ids": padded, "attention_mask": nn.utils.rnn.pad_sequence(ones, batch_first=True)}
 
 
-class Pictures(BatchSource):
-    """Pictures for vision models, as their image processor makes them: `pixel_values` `[B, C, H, W]`.
+class Images(BatchSource):
+    """Images for vision models, as their image processor makes them: `pixel_values` `[B, C, H, W]`.
 
     Args:
-        pictures: uint8 `[H, W, 3]` each, by a function that reads one.
+        images: uint8 `[H, W, 3]` each, by a function that reads one.
         processor: The model's own.
-        held_out: Most pictures to hold out.
+        held_out: Most images to hold out.
         fingerprint: Hash that identifies the samples.
         seed: Seed of their order.
         left_out: Number of files that could not be read.
@@ -208,7 +208,7 @@ class Pictures(BatchSource):
 
     def __init__(
         self,
-        pictures: Sequence[Any],
+        images: Sequence[Any],
         processor: Any,
         held_out: int,
         fingerprint: str,
@@ -216,10 +216,10 @@ class Pictures(BatchSource):
         left_out: int = 0,
     ) -> None:
         super().__init__(seed, fingerprint)
-        self.pictures, self.processor, self.left_out = pictures, processor, left_out
+        self.images, self.processor, self.left_out = images, processor, left_out
         generator = torch.Generator().manual_seed(stable_seed("held out", fingerprint))
-        shuffled = torch.randperm(len(pictures), generator=generator).tolist()
-        count = _held_out(len(pictures), held_out)
+        shuffled = torch.randperm(len(images), generator=generator).tolist()
+        count = _held_out(len(images), held_out)
         self.held_out_indices, self.indices = shuffled[:count], shuffled[count:]
 
     def __len__(self) -> int:
@@ -234,14 +234,14 @@ class Pictures(BatchSource):
 
     def describe(self) -> dict[str, Any]:
         return {
-            "kind": "pictures",
+            "kind": "images",
             "samples": len(self),
             "held_out": len(self.held_out_indices),
             "left_out": self.left_out,
         }
 
     def _process(self, indices: Sequence[int]) -> Batch:
-        made = self.processor(images=[self.pictures[index]() for index in indices], return_tensors="pt")
+        made = self.processor(images=[self.images[index]() for index in indices], return_tensors="pt")
         return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
 
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from ...utils.messages import shorten_value
 
 
-# Buckets whose aspect ratios differ by less than this, relatively, crop about as much of a picture.
+# Buckets whose aspect ratios differ by less than this, relatively, crop about as much of an image.
 _SAME_RATIO = 0.05
 _MOST_BUCKETS = 100
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A size in pixels, and of videos the number of frames; 1 for pictures."""
+    """A size in pixels, and of videos the number of frames; 1 for images."""
 
     height: int
     width: int
@@ -57,14 +57,14 @@ def parse_buckets(text: str, num_frames: int = 1) -> tuple[Bucket, ...]:
 
 
 def nearest_bucket(buckets: Sequence[Bucket], height: int, width: int, num_frames: int = 1) -> Bucket | None:
-    """The bucket for a picture or video.
+    """The bucket for an image or video.
 
     The aspect ratio comes first. Of buckets with about the nearest one, it is one of those with most frames among
     those that have no more than the video; of these the largest that enlarges nothing, and else the smallest.
 
     Args:
         buckets: To choose from.
-        height: Height of the picture or video.
+        height: Height of the image or video.
         width: Its width.
         num_frames: Number of frames.
 

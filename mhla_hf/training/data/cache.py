@@ -2,7 +2,7 @@
 """Cache of latents and conditions as training reads it; videos, images and captions are encoded once.
 
 A cache is a directory with `cache.json` (what made it), `null_condition.safetensors` (the condition of a sample
-without caption or class) and one `samples/<number>.safetensors` per video or picture. Every file is written under a
+without caption or class) and one `samples/<number>.safetensors` per video or image. Every file is written under a
 temporary name and moved, and `cache.json` is marked complete last, so the step can be killed and run again.
 """
 
@@ -98,7 +98,7 @@ class LatentDataset:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """`[C, F, H, W]` of videos, `[C, H, W]` of pictures; with buckets that of the first sample."""
+        """`[C, F, H, W]` of videos, `[C, H, W]` of images; with buckets that of the first sample."""
         return tuple(self.manifest["latent_shape"])
 
     def lock(self) -> IO[str] | None:

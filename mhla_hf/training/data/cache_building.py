@@ -32,11 +32,11 @@ from .cache import (
     write_tensors,
 )
 from .class_labels import pipeline_labels
-from .digits import digit_pictures
+from .digits import digit_images
 from .encoding import Encoder
 from .fingerprints import folder_fingerprint
 from .folders import DataSample, UnusableSampleError
-from .images import captioned_pictures, class_pictures
+from .images import captioned_images, class_images
 from .videos import captioned_videos
 
 
@@ -247,7 +247,7 @@ def make_cache(
     cache_config = sizes.complete(cache_config)
     if sizes.num_classes and {cache_config.height, cache_config.width} != {sizes.own_size}:
         logger.warning(
-            "height and width: the pipeline of this model makes pictures of %dx%d only, whatever it is trained on",
+            "height and width: the pipeline of this model makes images of %dx%d only, whatever it is trained on",
             sizes.own_size,
             sizes.own_size,
         )
@@ -357,7 +357,7 @@ def _generator(
 def find_samples(
     source: PipelineSource, sizes: PipelineSizes, config: CacheConfig, digit_videos: DigitVideos | None = None
 ) -> Sequence[DataSample]:
-    """The videos or pictures that `data` names.
+    """The videos or images that `data` names.
 
     Args:
         source: The pipeline to train.
@@ -369,14 +369,14 @@ def find_samples(
         ValueError: If the data are not there, have no captions or classes, or do not fit the model.
     """
     if config.data is None:
-        raise ValueError("data must be given: a folder of videos or pictures, or 'digits'")
+        raise ValueError("data must be given: a folder of videos or images, or 'digits'")
     assert config.height is not None and config.width is not None
     folder = Path(config.data)
     size: dict[str, Any] = {"height": config.height, "width": config.width, "buckets": sizes.buckets(config)}
     if config.data == DIGITS:
         count = config.num_samples or _DIGIT_COUNT
         if not sizes.family.video_size:
-            return digit_pictures(count, config.height, captions=not sizes.num_classes)
+            return digit_images(count, config.height, captions=not sizes.num_classes)
         if digit_videos is None:
             raise ValueError("data='digits' needs digit_videos for this model")
         return digit_videos(config.replace(num_samples=count))
@@ -386,7 +386,7 @@ def find_samples(
         samples = captioned_videos(folder, num_frames=config.num_frames, fps=config.fps, **size)
     elif sizes.num_classes:
         labels = pipeline_labels(source)
-        samples = class_pictures(folder, known_labels=labels, num_classes=sizes.num_classes, **size)
+        samples = class_images(folder, known_labels=labels, num_classes=sizes.num_classes, **size)
     else:
-        samples = captioned_pictures(folder, **size)
+        samples = captioned_images(folder, **size)
     return samples[: config.num_samples]

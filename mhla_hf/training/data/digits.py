@@ -69,7 +69,7 @@ def enlarge(scans: torch.Tensor, size: int) -> torch.Tensor:
     return enlarged[:, 0].clamp(0.0, 1.0)
 
 
-def digit_pictures(count: int, size: int, *, captions: bool, split: str = "train") -> list[DataSample]:
+def digit_images(count: int, size: int, *, captions: bool, split: str = "train") -> list[DataSample]:
     """Images of one digit each, white on black.
 
     Args:

@@ -204,7 +204,7 @@ def captioned_files(folder: DataFolder, suffixes: tuple[str, ...], kind: str) ->
     Args:
         folder: The folder; files of subfolders count too when there is no metadata file.
         suffixes: File name suffixes in lower case.
-        kind: Kind of files named in errors, "videos" or "pictures".
+        kind: Kind of files named in errors, "videos" or "images".
 
     Raises:
         ValueError: If the metadata file is damaged, there is no file, or none can be used.

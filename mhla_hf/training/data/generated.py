@@ -163,7 +163,7 @@ def generate_text(
     if not callable(getattr(model, "generate", None)) or not getattr(model, "can_generate", lambda: False)():
         raise ValueError(
             f"data='generated' needs a model that generates, and {type(model).__name__} does not: give a folder of "
-            "texts or pictures"
+            "texts or images"
         )
     if rows < 2 or length < 2 or not temperature > 0:
         raise ValueError(

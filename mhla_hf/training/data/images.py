@@ -19,10 +19,10 @@ from .folders import DataFolder, DataSample, UnusableSampleError, captioned_file
 
 
 MAX_PIXELS = 2**30 // 12
-"""Most pixels of a picture or frame, 89 million: one in RGB and 32 bits fills a gibibyte. Pillow warns from here."""
+"""Most pixels of an image or frame, 89 million: one in RGB and 32 bits fills a gibibyte. Pillow warns from here."""
 
 MAX_ASPECT_RATIO = 20
-"""Of the longer to the shorter side; next to nothing would be left of a picture beyond it."""
+"""Of the longer to the shorter side; next to nothing would be left of an image beyond it."""
 
 # Errors of the machine and not of a file: a sample must not be missing because of them.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
@@ -30,7 +30,7 @@ _LONGEST_REASON = 200
 
 
 def check_size(path: Path, width: int, height: int) -> None:
-    """Checks the size of a picture or of the frames of a video, before they are decoded.
+    """Checks the size of an image or of the frames of a video, before they are decoded.
 
     Raises:
         UnusableSampleError: If there are too many pixels, or one side is far longer than the other.
@@ -47,7 +47,7 @@ def check_size(path: Path, width: int, height: int) -> None:
         )
 
 
-def open_picture(path: Path, formats: tuple[str, ...]) -> Image.Image:
+def open_image(path: Path, formats: tuple[str, ...]) -> Image.Image:
     """Opens a file of one of some formats, as Pillow names them, without decoding it.
 
     Raises:
@@ -56,27 +56,27 @@ def open_picture(path: Path, formats: tuple[str, ...]) -> Image.Image:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # Such a size is refused right below.
-        picture = Image.open(path, formats=formats)
+        image = Image.open(path, formats=formats)
     try:
-        check_size(path, *picture.size)
+        check_size(path, *image.size)
     except UnusableSampleError:
-        picture.close()
+        image.close()
         raise
-    return picture
+    return image
 
 
-def fit(picture: Image.Image, height: int, width: int) -> np.ndarray:
-    """Crops the centre of a picture to the wanted shape and scales it (bicubic).
+def fit(image: Image.Image, height: int, width: int) -> np.ndarray:
+    """Crops the centre of an image to the wanted shape and scales it (bicubic).
 
     Args:
-        picture: In RGB.
+        image: In RGB.
         height: Wanted height.
         width: Wanted width.
 
     Returns:
         uint8 `[height, width, 3]`.
     """
-    return np.asarray(ImageOps.fit(picture, (width, height), Image.Resampling.BICUBIC))
+    return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC))
 
 
 def to_tensor(frames: np.ndarray) -> torch.Tensor:
@@ -89,7 +89,7 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
 
     Args:
         path: The file.
-        kind: Expected kind of file, "picture" or "video".
+        kind: Expected kind of file, "image" or "video".
         error: Error of the decoder, of nearly any type.
 
     Returns:
@@ -107,14 +107,14 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".g
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 
-def captioned_pictures(folder: Path, *, height: int, width: int, buckets: Sequence[Bucket] = ()) -> list[DataSample]:
-    """The captioned pictures of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
+def captioned_images(folder: Path, *, height: int, width: int, buckets: Sequence[Bucket] = ()) -> list[DataSample]:
+    """The captioned images of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
 
     Args:
         folder: The folder.
         height: Height to scale and crop to.
         width: Width to scale and crop to.
-        buckets: Sizes to choose from for each picture, in place of height and width.
+        buckets: Sizes to choose from for each image, in place of height and width.
 
     Raises:
         ValueError: See `captions.captioned_files`.
@@ -122,11 +122,11 @@ def captioned_pictures(folder: Path, *, height: int, width: int, buckets: Sequen
     data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width),)
     return [
         _sample(file.path, file.problem, data, file.caption, sizes)
-        for file in captioned_files(data, IMAGE_SUFFIXES, "pictures")
+        for file in captioned_files(data, IMAGE_SUFFIXES, "images")
     ]
 
 
-def class_pictures(
+def class_images(
     folder: Path,
     *,
     height: int,
@@ -135,9 +135,9 @@ def class_pictures(
     num_classes: int,
     buckets: Sequence[Bucket] = (),
 ) -> list[DataSample]:
-    """The pictures of a folder with one subfolder per class.
+    """The images of a folder with one subfolder per class.
 
-    The first picture of every class comes first, then the second of every class, and so on: the first part of the
+    The first image of every class comes first, then the second of every class, and so on: the first part of the
     list has all classes in it.
 
     Args:
@@ -146,82 +146,82 @@ def class_pictures(
         width: Width to scale and crop to.
         known_labels: Names of classes that the pipeline knows.
         num_classes: Number of classes of the model.
-        buckets: See `captioned_pictures`.
+        buckets: See `captioned_images`.
 
     Raises:
-        ValueError: If the folder does not exist, has no subfolders, or one of them has no pictures; or the classes
+        ValueError: If the folder does not exist, has no subfolders, or one of them has no images; or the classes
             do not fit the model.
     """
     data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width),)
     classes = data.subfolders()
     if not classes:
-        raise ValueError(f"data: {folder} must have one folder of pictures per class, and has no folders")
+        raise ValueError(f"data: {folder} must have one folder of images per class, and has no folders")
     labels = folder_labels(folder, [path.name for path in classes], known_labels, num_classes)
     placed: list[tuple[int, int, DataSample]] = []
     for directory in classes:
         name = directory.name
         files = data.files(IMAGE_SUFFIXES, directory)
         if not files:
-            raise ValueError(f"data: {directory} has no pictures ({', '.join(IMAGE_SUFFIXES)})")
+            raise ValueError(f"data: {directory} has no images ({', '.join(IMAGE_SUFFIXES)})")
         for place, (path, problem) in enumerate(files):
             placed.append((place, labels[name], _sample(path, problem, data, labels[name], sizes, name)))
     return [sample for _, _, sample in sorted(placed, key=lambda entry: entry[:2])]
 
 
-def read_picture(path: Path) -> np.ndarray:
-    """Reads a picture the way up that its EXIF data say, uint8 `[H, W, 3]`.
+def read_image(path: Path) -> np.ndarray:
+    """Reads an image the way up that its EXIF data say, uint8 `[H, W, 3]`.
 
     Raises:
-        UnusableSampleError: If the file cannot be read as a picture, or its size is out of bounds.
+        UnusableSampleError: If the file cannot be read as an image, or its size is out of bounds.
     """
     return np.array(_read_rgb(path))
 
 
-def fit_picture(picture: np.ndarray, height: int, width: int) -> torch.Tensor:
-    """Crops the centre of a picture to the shape of height x width, and scales it.
+def fit_image(image: np.ndarray, height: int, width: int) -> torch.Tensor:
+    """Crops the centre of an image to the shape of height x width, and scales it.
 
     Args:
-        picture: uint8 `[H, W, 3]`.
+        image: uint8 `[H, W, 3]`.
         height: Wanted height.
         width: Wanted width.
 
     Returns:
         `[3, height, width]` in [-1, 1], fp32.
     """
-    return _fitted(Image.fromarray(picture), height, width)
+    return _fitted(Image.fromarray(image), height, width)
 
 
-def picture_grid(pictures: np.ndarray) -> np.ndarray:
-    """Pictures side by side, in rows of about as many as there are rows; places left over are black.
+def image_grid(images: np.ndarray) -> np.ndarray:
+    """Images side by side, in rows of about as many as there are rows; places left over are black.
 
     Args:
-        pictures: uint8 `[P, H, W, 3]`.
+        images: uint8 `[P, H, W, 3]`.
 
     Returns:
         uint8 `[rows H, columns W, 3]`.
     """
-    count, height, width, _ = pictures.shape
+    count, height, width, _ = images.shape
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
     grid = np.zeros((rows * columns, height, width, 3), np.uint8)
-    grid[:count] = pictures
+    grid[:count] = images
     return grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
 
 
 def _read_rgb(path: Path) -> Image.Image:
     try:
-        with open_picture(path, _FORMATS) as image:
+        with open_image(path, _FORMATS) as image:
             ImageOps.exif_transpose(image, in_place=True)
             if image.mode.startswith("I;16"):
                 # Pillow would cut these off at 255.
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             return image.convert("RGB")
     except Exception as error:
-        raise unreadable(path, "picture", error) from error
+        raise unreadable(path, "image", error) from error
 
 
-def _fitted(picture: Image.Image, height: int, width: int) -> torch.Tensor:
-    return to_tensor(fit(picture, height, width)[None])[:, 0]
+def _fitted(image: Image.Image, height: int, width: int) -> torch.Tensor:
+    return to_tensor(fit(image, height, width)[None])[:, 0]
 
 
 def _sample(
@@ -236,9 +236,9 @@ def _sample(
         return unusable_sample(problem, condition, class_name)
 
     def load() -> torch.Tensor:
-        picture = _read_rgb(path)
-        size = nearest_bucket(sizes, picture.height, picture.width)
+        image = _read_rgb(path)
+        size = nearest_bucket(sizes, image.height, image.width)
         assert size is not None
-        return _fitted(picture, size.height, size.width)
+        return _fitted(image, size.height, size.width)
 
     return DataSample(folder.key(path), condition, load, class_name)

@@ -13,10 +13,10 @@ from torch import nn
 from ...utils.messages import shorten_text
 from ..config import DIGITS
 from ..matching.layers import mhla_layers
-from .batch_sources import BatchSource, PackedText, Passages, Pictures
+from .batch_sources import BatchSource, Images, PackedText, Passages
 from .batches import stable_seed
 from .folders import DataFolder, UnusableSampleError
-from .images import IMAGE_SUFFIXES, read_picture
+from .images import IMAGE_SUFFIXES, read_image
 from .texts import TextCorpus
 from .tokens import TokenOptions, tokenize
 
@@ -86,17 +86,17 @@ def text_batches(
     return Passages(table, held_out, tokenizer.pad_token_id or 0, seed)
 
 
-def picture_batches(
+def image_batches(
     model: nn.Module, directory: Path, data: str, *, samples: int, held_out: int = 192, seed: int = 0
 ) -> BatchSource:
-    """Pictures for a vision model.
+    """Images for a vision model.
 
     Args:
         model: The model.
         directory: Where its image processor is.
-        data: A folder of pictures, with or without folders in it, or `digits`: the scans that scikit-learn has.
-        samples: Pictures to train on, if there are so many.
-        held_out: Pictures to hold out, a fifth of all at most.
+        data: A folder of images, with or without folders in it, or `digits`: the scans that scikit-learn has.
+        samples: Images to train on, if there are so many.
+        held_out: Images to hold out, a fifth of all at most.
         seed: Seed of their order.
 
     Raises:
@@ -110,21 +110,21 @@ def picture_batches(
         raise ValueError(
             f"{directory} has no image processor that can be loaded: {shorten_text(str(error), 200)}"
         ) from error
-    pictures, keys, problems = _find_pictures(data, samples + held_out, _picture_side(model))
+    images, keys, problems = _find_images(data, samples + held_out, _image_side(model))
     for problem in problems[:_NAMED]:
         logger.warning("data: left out: %s", problem)
-    if len(pictures) < 2:
-        raise ValueError(f"data: {data} has {len(pictures)} pictures that can be read; at least 2 are needed")
+    if len(images) < 2:
+        raise ValueError(f"data: {data} has {len(images)} images that can be read; at least 2 are needed")
     fingerprint = f"{stable_seed(*keys):016x}"
-    return Pictures(pictures, processor, held_out, fingerprint, seed, len(problems))
+    return Images(images, processor, held_out, fingerprint, seed, len(problems))
 
 
-def _find_pictures(data: str, count: int, side: int) -> tuple[list[Any], list[str], list[str]]:
+def _find_images(data: str, count: int, side: int) -> tuple[list[Any], list[str], list[str]]:
     """Functions that read images, the identity of each, and the problems of files left out."""
     if data == DIGITS:
-        from .digits import digit_pictures
+        from .digits import digit_images
 
-        samples = digit_pictures(count, side, captions=False)
+        samples = digit_images(count, side, captions=False)
         return (
             [lambda load=sample.load: _as_bytes(load()) for sample in samples],
             [f"{sample.key}:{side}" for sample in samples],
@@ -133,33 +133,33 @@ def _find_pictures(data: str, count: int, side: int) -> tuple[list[Any], list[st
     folder = DataFolder(Path(data).expanduser())
     files = folder.files(IMAGE_SUFFIXES)
     if not files:
-        raise ValueError(f"data: {data} has no pictures ({', '.join(IMAGE_SUFFIXES)})")
+        raise ValueError(f"data: {data} has no images ({', '.join(IMAGE_SUFFIXES)})")
     # Of a large folder only a part is read: it must not be that of the first classes.
     files.sort(key=lambda entry: stable_seed(entry[0].relative_to(folder.path).as_posix()))
-    pictures: list[Any] = []
+    images: list[Any] = []
     keys, problems = [], []
     for path, problem in files:
-        if len(pictures) == count:
+        if len(images) == count:
             break
         if problem is None:
             try:
-                read_picture(path)
+                read_image(path)
             except UnusableSampleError as error:
                 problem = str(error)
         if problem is not None:
             problems.append(problem)
             continue
-        pictures.append(lambda path=path: read_picture(path))
+        images.append(lambda path=path: read_image(path))
         keys.append(folder.key(path))
-    return pictures, keys, problems
+    return images, keys, problems
 
 
-def _as_bytes(picture: torch.Tensor) -> Any:
-    """uint8 `[H, W, 3]` of a picture `[3, H, W]` in [-1, 1]."""
-    return ((picture + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+def _as_bytes(image: torch.Tensor) -> Any:
+    """uint8 `[H, W, 3]` of an image `[3, H, W]` in [-1, 1]."""
+    return ((image + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
 
 
-def _picture_side(model: nn.Module) -> int:
+def _image_side(model: nn.Module) -> int:
     size = getattr(model.config, "image_size", 64)
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageSequence
 from ...utils.files import atomic_file
 from .buckets import Bucket, nearest_bucket
 from .folders import DataFolder, DataSample, UnusableSampleError, captioned_files, unusable_sample
-from .images import check_size, fit, open_picture, to_tensor, unreadable
+from .images import check_size, fit, open_image, to_tensor, unreadable
 
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
@@ -135,7 +135,7 @@ def _repeats(path: Path, num_frames: int, fps: float | None, source_fps: float) 
 
 
 def _gif_frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
-    with open_picture(path, ("GIF",)) as image:
+    with open_image(path, ("GIF",)) as image:
         duration = image.info.get("duration", 0)
         repeats = _repeats(path, num_frames, fps, 1000 / duration if duration else 0.0)
         # The counts come first: no frame is decoded after the last that is wanted.
@@ -197,10 +197,10 @@ def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:
         import imageio.v2 as imageio
     except (ValueError, ImportError):
         path = path.with_suffix(".gif")
-        pictures = [Image.fromarray(frame) for frame in frames]
+        images = [Image.fromarray(frame) for frame in frames]
         with atomic_file(path) as temporary:
-            pictures[0].save(
-                temporary, save_all=True, append_images=pictures[1:], duration=round(1000 / fps), loop=0, format="GIF"
+            images[0].save(
+                temporary, save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0, format="GIF"
             )
         return path
     path = path.with_suffix(".mp4")

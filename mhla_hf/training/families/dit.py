@@ -184,7 +184,7 @@ class DiT(Family):
         height, width = dataset.settings["height"], dataset.settings["width"]
         if (height, width) != (sizes.own_size, sizes.own_size):
             raise ValueError(
-                f"validation_prompts: the pipeline makes pictures of {sizes.own_size}x{sizes.own_size} only, and the "
+                f"validation_prompts: the pipeline makes images of {sizes.own_size}x{sizes.own_size} only, and the "
                 f"cache has {height}x{width}"
             )
         if config.validation_guidance > 1 and sizes.num_classes != _GUIDANCE_LABEL:

@@ -208,7 +208,7 @@ def variational_bounds(
     mean = posterior_mean(_clean_from_noise(noise, noisy, timesteps, schedule), noisy, timesteps, schedule)
     true_mean = posterior_mean(clean, noisy, timesteps, schedule)
     divergence = normal_divergence(true_mean, posterior_log_variance, mean, log_variance)
-    likelihood = _picture_log_likelihood(clean, mean, log_variance)
+    likelihood = _image_log_likelihood(clean, mean, log_variance)
     bounds = torch.where(timesteps == 0, -likelihood.flatten(1).mean(1), divergence.flatten(1).mean(1))
     return bounds / math.log(2)
 
@@ -326,7 +326,7 @@ def _clean_from_noise(
     return (noisy - (1 - alphas_cumprod).sqrt() * noise) / alphas_cumprod.sqrt()
 
 
-def _picture_log_likelihood(clean: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
+def _image_log_likelihood(clean: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
     """Log-probability of each pixel's grey level under a normal distribution; black and white take the tails."""
     inverse_deviation = (-0.5 * log_variance).exp()
     below = torch.special.ndtr((clean - _HALF_BIN - mean) * inverse_deviation)

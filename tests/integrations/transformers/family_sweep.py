@@ -266,7 +266,7 @@ def _first_position(model: Any) -> int:
     )  # fmt: skip
 
 
-def pictures(model: Any) -> bool:
+def images(model: Any) -> bool:
     size = model.config.image_size if isinstance(model.config.image_size, int) else model.config.image_size[0]
     channels = getattr(model.config, "num_channels", 3)
     given = torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(0))
@@ -278,7 +278,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], ...]] = {
     "language model": (attends, decoding, causality, left_padding, packing),
     "encoder": (attends, left_padding, packing),
     "multi-modal": (attends, decoding, causality, left_padding),
-    "vision": (pictures,),
+    "vision": (images,),
 }
 _OWN = {
     "decoding": "its cache does not generate the same, with softmax as well",

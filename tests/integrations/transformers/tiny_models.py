@@ -283,18 +283,18 @@ def inputs(
 
     Args:
         name: key of `FAMILIES`.
-        batch: number of sequences or pictures.
-        length: of the texts, padding included; pictures ignore it.
+        batch: number of sequences or images.
+        length: of the texts, padding included; images ignore it.
         padding: where the texts are padded, see `padding_mask`; no `attention_mask` without it.
         positions: whether to pass `position_ids` that count tokens and not padding, as `generate` does.
-        image_size: height and width of the pictures, the model's own by default.
-        seed: of tokens and pictures.
+        image_size: height and width of the images, the model's own by default.
+        seed: of tokens and images.
     """
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(seed)
     if family.kind == "vision":
         if padding is not None or positions:
-            raise ValueError("pictures have neither padding nor positions")
+            raise ValueError("images have neither padding nor positions")
         height, width = image_size or (IMAGE_SIZE, IMAGE_SIZE)
         result: dict[str, Any] = {"pixel_values": torch.randn(batch, 3, height, width, generator=generator)}
         if image_size is not None and family.interpolation == "argument":

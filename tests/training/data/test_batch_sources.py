@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches to recover on: text, pictures and latents."""
+"""Batches to recover on: text, images and latents."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import mhla_hf
 from mhla_hf.training.data.batch_sources import Latents
-from mhla_hf.training.data.opening import picture_batches, text_batches
+from mhla_hf.training.data.opening import image_batches, text_batches
 from mhla_hf.training.data.texts import TextCorpus
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import softmax_model
@@ -42,7 +42,7 @@ def sources(tmp_path_factory):
         directory = model_directory(name, root / name)
         length = {"llama": 32, "bert": 128}[name]
         made[name] = text_batches(converted(name), directory, texts, samples=64, length=length, held_out=5)
-    made["vit"] = picture_batches(converted("vit"), model_directory("vit", root / "vit"), "digits", samples=20)
+    made["vit"] = image_batches(converted("vit"), model_directory("vit", root / "vit"), "digits", samples=20)
     case = CASES["wan"]
     made["wan"] = Latents(case.dataset(12), case.objective, case.student(case.make_teacher()), held_out=3)
     return made
@@ -212,22 +212,22 @@ def test_mistakes_name_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="has no tokenizer that can be loaded"):
         text_batches(llama, tmp_path / "nothing", texts, samples=8)
     with pytest.raises(ValueError, match="has no image processor that can be loaded"):
-        picture_batches(vit, tmp_path / "nothing", "digits", samples=8)
+        image_batches(vit, tmp_path / "nothing", "digits", samples=8)
     (tmp_path / "texts" / "capitals.txt").write_text("CAPITALS COME LATE IN THE VOCABULARY", encoding="utf-8")
     small = mhla_hf.convert(softmax_model("llama"), default_options("llama"))
     with pytest.raises(ValueError, match="makes token .*, but the model has 64"):
         text_batches(small, directory, texts, samples=8, length=8)
 
 
-def test_folder_of_pictures(tmp_path, caplog):
-    folder = tmp_path / "pictures"
+def test_folder_of_images(tmp_path, caplog):
+    folder = tmp_path / "images"
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
         for number in range(4):
             value = np.full((20, 24, 3), 30 * number + (5 if name == "cat" else 0), np.uint8)
             Image.fromarray(value).save(folder / name / f"{number}.png")
-    (folder / "broken.png").write_bytes(b"not a picture")
-    source = picture_batches(converted("vit"), model_directory("vit", tmp_path / "vit"), str(folder), samples=6)
+    (folder / "broken.png").write_bytes(b"not an image")
+    source = image_batches(converted("vit"), model_directory("vit", tmp_path / "vit"), str(folder), samples=6)
     assert (len(source), source.describe()["held_out"], source.describe()["left_out"]) == (7, 1, 1)
     assert source.batch("match", 0, 3)["pixel_values"].shape == (3, 3, 16, 16)
-    assert "broken.png cannot be read as a picture" in caplog.text
+    assert "broken.png cannot be read as an image" in caplog.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos and pictures of several sizes and lengths: buckets, the order of batches, caches, and training on them."""
+"""Videos and images of several sizes and lengths: buckets, the order of batches, caches, and training on them."""
 
 import json
 from collections import Counter
@@ -204,16 +204,16 @@ def run(*arguments):
 
 
 class TestCaches:
-    def test_pictures(self, tmp_path):
-        source, pictures = tmp_path / "source", tmp_path / "pictures"
+    def test_images(self, tmp_path):
+        source, images = tmp_path / "source", tmp_path / "images"
         tiny_images.sana_pipeline(num_layers=1).save_pretrained(source)
-        pictures.mkdir()
+        images.mkdir()
         shapes = [(64, 128), (128, 64), (70, 120), (64, 64), (120, 70), (60, 130)]
         for number, (height, width) in enumerate(shapes):
-            Image.fromarray(np.full((height, width, 3), 40 * number, np.uint8)).save(pictures / f"{number}.png")
-            (pictures / f"{number}.txt").write_text("a wall")
+            Image.fromarray(np.full((height, width, 3), 40 * number, np.uint8)).save(images / f"{number}.png")
+            (images / f"{number}.txt").write_text("a wall")
         options = [
-            "--model", source, "--data", pictures, "--cache", tmp_path / "cache", "--buckets", "64,64;64,128;128,64",
+            "--model", source, "--data", images, "--cache", tmp_path / "cache", "--buckets", "64,64;64,128;128,64",
             "--max-sequence-length", 8, "--no-progress", "--device", "cpu",
         ]  # fmt: skip
         run("cache", *options)

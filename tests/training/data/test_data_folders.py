@@ -19,7 +19,7 @@ from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data.cache_building import make_cache
 from mhla_hf.training.data.folders import DataFolder, UnusableSampleError, captioned_files
-from mhla_hf.training.data.images import IMAGE_SUFFIXES, MAX_PIXELS, captioned_pictures, class_pictures, read_picture
+from mhla_hf.training.data.images import IMAGE_SUFFIXES, MAX_PIXELS, captioned_images, class_images, read_image
 from mhla_hf.training.data.videos import captioned_videos, read_frames, write_video
 
 from ... import tiny_images
@@ -28,7 +28,7 @@ from ... import tiny_images
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-def picture(path: Path, size=(24, 16), **options) -> Path:
+def image(path: Path, size=(24, 16), **options) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, (200, 100, 50)).save(path, **options)
     return path
@@ -52,16 +52,16 @@ def problem_of(samples, name):
     raise AssertionError(f"{name} can be read")
 
 
-class TestPictures:
+class TestImages:
     def test_extreme_sizes_are_refused_before_decoding(self, tmp_path):
-        picture(tmp_path / "long.png", (30_000, 1))
+        image(tmp_path / "long.png", (30_000, 1))
         with pytest.raises(UnusableSampleError, match=r"long\.png has 30000 x 1 pixels; one side may be 20 times"):
-            read_picture(tmp_path / "long.png")
+            read_image(tmp_path / "long.png")
         for name, content in (("bomb.gif", gif_header(60_000, 60_000)), ("bomb.png", gif_header(12_000, 12_000))):
             (tmp_path / name).write_bytes(content)
             # Pillow itself refuses the first, and only warns of the second.
             with pytest.raises(UnusableSampleError, match=r"bomb\.\w+ (has 12000 x 12000 pixels|cannot be read)"):
-                read_picture(tmp_path / name)
+                read_image(tmp_path / name)
         assert MAX_PIXELS == 89_478_485
 
     @pytest.mark.parametrize("limit", [None, 10**12], ids=["no limit", "high limit"])
@@ -69,40 +69,40 @@ class TestPictures:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         (tmp_path / "bomb.gif").write_bytes(gif_header(60_000, 60_000))
         with pytest.raises(UnusableSampleError, match="has 60000 x 60000 pixels; at most 89,478,485 are read"):
-            read_picture(tmp_path / "bomb.gif")
+            read_image(tmp_path / "bomb.gif")
 
-    def test_only_picture_formats_are_read(self, tmp_path, monkeypatch):
+    def test_only_image_formats_are_read(self, tmp_path, monkeypatch):
         from PIL import EpsImagePlugin
 
         monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: pytest.fail("Ghostscript was run"))
         Image.new("RGB", (8, 8)).save(tmp_path / "a.ppm")
         for name, content in (("eps.png", EPS), ("ppm.png", (tmp_path / "a.ppm").read_bytes()), ("zero.png", b"")):
             (tmp_path / name).write_bytes(content)
-            with pytest.raises(UnusableSampleError, match=f"{name} cannot be read as a picture: cannot identify"):
-                read_picture(tmp_path / name)
+            with pytest.raises(UnusableSampleError, match=f"{name} cannot be read as an image: cannot identify"):
+                read_image(tmp_path / name)
 
     def test_the_formats_of_the_suffixes_are_read(self, tmp_path):
         for suffix in IMAGE_SUFFIXES:
-            assert read_picture(picture(tmp_path / f"a{suffix}")).shape == (16, 24, 3)
-        # What phones call .jpg may hold a second picture.
-        picture(tmp_path / "b.jpg", format="MPO", save_all=True, append_images=[Image.new("RGB", (24, 16))])
-        assert read_picture(tmp_path / "b.jpg").shape == (16, 24, 3)
+            assert read_image(image(tmp_path / f"a{suffix}")).shape == (16, 24, 3)
+        # What phones call .jpg may hold a second image.
+        image(tmp_path / "b.jpg", format="MPO", save_all=True, append_images=[Image.new("RGB", (24, 16))])
+        assert read_image(tmp_path / "b.jpg").shape == (16, 24, 3)
 
     @pytest.mark.slow
     def test_the_crop_comes_before_scaling(self, tmp_path):
-        """At the limit of the ratio, scaling first would make a picture of 20 times the wanted width."""
-        picture(tmp_path / "a.png", (2000, 100))
+        """At the limit of the ratio, scaling first would make an image of 20 times the wanted width."""
+        image(tmp_path / "a.png", (2000, 100))
         (tmp_path / "a.txt").write_text("long")
         code = (
             "import resource, sys\nfrom pathlib import Path\n"
-            "from mhla_hf.training.data.images import captioned_pictures\n"
-            "samples = captioned_pictures(Path(sys.argv[1]), height=2048, width=512)\n"
+            "from mhla_hf.training.data.images import captioned_images\n"
+            "samples = captioned_images(Path(sys.argv[1]), height=2048, width=512)\n"
             "used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
             "assert samples[0].load().shape == (3, 2048, 512)\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)"
         )
         done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
-        # Two times the result in float32; the scaled picture alone would have 1 GB.
+        # Two times the result in float32; the scaled image alone would have 1 GB.
         assert int(done.stdout) < 60_000
 
 
@@ -110,17 +110,17 @@ class TestFolders:
     @pytest.fixture
     def folder(self, tmp_path):
         folder = tmp_path / "data"
-        picture(folder / "good.png")
+        image(folder / "good.png")
         (folder / "good.txt").write_text("good")
         return folder
 
     def samples(self, folder):
-        return captioned_pictures(folder, height=8, width=8)
+        return captioned_images(folder, height=8, width=8)
 
     def test_special_files_do_not_hang(self, folder):
         os.mkfifo(folder / "pipe.png")
         os.mkfifo(folder / "caption.txt")
-        picture(folder / "caption.png")
+        image(folder / "caption.png")
         (folder / "device.png").symlink_to("/dev/zero")
         (folder / "folder.png").mkdir()
         with socket.socket(socket.AF_UNIX) as listener:
@@ -142,7 +142,7 @@ class TestFolders:
             assert reason in problem_of(samples, name)
 
     def test_links_are_followed_inside_only(self, folder, tmp_path):
-        secret = picture(tmp_path / "secret" / "key.png")
+        secret = image(tmp_path / "secret" / "key.png")
         (folder / "out.png").symlink_to(secret)
         (folder / "inside.png").symlink_to("good.png")
         (folder / "loop.png").symlink_to("loop.png")
@@ -164,7 +164,7 @@ class TestFolders:
 
     def test_a_caption_that_is_a_link_out_is_not_read(self, folder, tmp_path):
         (tmp_path / "private.txt").write_text("private")
-        picture(folder / "a.png")
+        image(folder / "a.png")
         (folder / "a.txt").symlink_to(tmp_path / "private.txt")
         assert "a.txt is a link out of" in problem_of(self.samples(folder), "a.png")
 
@@ -190,7 +190,7 @@ class TestFolders:
         finally:
             os.chdir(here)
         try:
-            picture(deep / "a.png")
+            image(deep / "a.png")
             (deep / "a.txt").write_text("deep")
             assert {sample.condition for sample in self.samples(folder)} == {"good", "deep"}
         finally:
@@ -202,9 +202,9 @@ class TestFolders:
             folder = Path(name)
             folder.chmod(0o755)
             for stem in ("a", "b"):
-                picture(folder / f"{stem}.png").chmod(0o644)
+                image(folder / f"{stem}.png").chmod(0o644)
                 (folder / f"{stem}.txt").write_text(stem)
-            picture(folder / "closed" / "c.png")
+            image(folder / "closed" / "c.png")
             (folder / "b.png").chmod(0)
             (folder / "closed").chmod(0)
             as_other = os.geteuid() == 0
@@ -230,14 +230,14 @@ class TestFolders:
 
     def test_class_folders(self, tmp_path):
         def samples():
-            return class_pictures(tmp_path / "data", height=8, width=8, known_labels={}, num_classes=3)
+            return class_images(tmp_path / "data", height=8, width=8, known_labels={}, num_classes=3)
 
-        picture(tmp_path / "data" / "cat" / "1.png")
+        image(tmp_path / "data" / "cat" / "1.png")
         os.mkfifo(tmp_path / "data" / "cat" / "2.png")
         found = samples()
         assert "2.png is not a regular file" in problem_of(found, "2.png")
         assert [(sample.condition, sample.class_name) for sample in found] == [(0, "cat")] * 2
-        picture(tmp_path / "other" / "1.png")
+        image(tmp_path / "other" / "1.png")
         (tmp_path / "data" / "bird").symlink_to(tmp_path / "other")
         with pytest.raises(ValueError, match="bird is a link out of"):
             samples()
@@ -259,10 +259,10 @@ class TestFolders:
         ],
     )
     def test_class_numbers(self, content, message, tmp_path):
-        picture(tmp_path / "cat" / "1.png")
+        image(tmp_path / "cat" / "1.png")
         (tmp_path / "classes.json").write_text(content)
         with pytest.raises(ValueError, match=message) as caught:
-            class_pictures(tmp_path, height=8, width=8, known_labels={}, num_classes=3)
+            class_images(tmp_path, height=8, width=8, known_labels={}, num_classes=3)
         assert "classes.json" in str(caught.value)
 
 
@@ -270,11 +270,11 @@ class TestCaptions:
     @pytest.fixture
     def folder(self, tmp_path):
         for name in ("a.png", "b.png"):
-            picture(tmp_path / name)
+            image(tmp_path / name)
         return tmp_path
 
     def files(self, folder):
-        return captioned_files(DataFolder(folder), IMAGE_SUFFIXES, "pictures")
+        return captioned_files(DataFolder(folder), IMAGE_SUFFIXES, "images")
 
     @pytest.mark.parametrize(
         ("name", "content"),
@@ -345,10 +345,10 @@ class TestCaptions:
         first, second = self.files(folder)
         assert second.problem is None and second.caption == "b"
         assert message in first.problem and "entry 1 of" in first.problem and len(first.problem) < 1000
-        samples = captioned_pictures(folder, height=8, width=8)
+        samples = captioned_images(folder, height=8, width=8)
         assert problem_of(samples, message) and samples[1].load().shape == (3, 8, 8)
         (folder / "metadata.jsonl").write_text(json.dumps(row) + "\n")
-        with pytest.raises(ValueError, match="none of the 1 pictures of .* can be used: "):
+        with pytest.raises(ValueError, match="none of the 1 images of .* can be used: "):
             self.files(folder)
 
     def test_fields_that_the_header_lacks(self, folder):
@@ -402,9 +402,9 @@ class TestVideos:
 
     def test_later_frames_are_not_decoded(self, tmp_path):
         """A GIF with more frames than wanted, damaged behind them."""
-        pictures = [Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)) for number in range(8)]
+        images = [Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)) for number in range(8)]
         path = tmp_path / "steps.gif"
-        pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100)
+        images[0].save(path, save_all=True, append_images=images[1:], duration=100)
         content = path.read_bytes()
         path.write_bytes(content[: len(content) * 2 // 3])
         assert read_frames(path, 4)[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
@@ -461,8 +461,8 @@ class TestCache:
         tiny_images.dit_pipeline().save_pretrained(tmp_path / "dit")
         data = tmp_path / "data"
         for name in ("cat/1.png", "cat/4.png", "dog/1.png"):
-            picture(data / name)
-        picture(data / "cat" / "2.png", (30_000, 1))
+            image(data / name)
+        image(data / "cat" / "2.png", (30_000, 1))
         (data / "cat" / "3.png").write_bytes(EPS)
         os.mkfifo(data / "dog" / "2.png")
         config = TrainingConfig(
@@ -478,7 +478,7 @@ class TestCache:
         assert [Path(key.split(":")[0].split(" is ")[0]).name for key in dataset.manifest["skipped"]] == [
             "2.png", "2.png", "3.png",
         ]  # fmt: skip
-        for line in ("30000 x 1 pixels", "3.png cannot be read as a picture", "is not a regular file"):
+        for line in ("30000 x 1 pixels", "3.png cannot be read as an image", "is not a regular file"):
             assert line in caplog.text
         assert "3 of 6 samples were left out; 'skipped' in" in caplog.text
         # A run that goes on leaves out the same and keeps the numbers of the others.
@@ -491,18 +491,18 @@ class TestCache:
         assert {path.name: path.stat().st_mtime_ns for path in again.files[:-1]} == times
         # A mended file is encoded, and the others stay.
         (data / "dog" / "2.png").unlink()
-        picture(data / "dog" / "2.png")
+        image(data / "dog" / "2.png")
         mended = make()
         assert len(mended) == 4 and len(mended.manifest["skipped"]) == 2
 
 
 def test_the_machines_errors_are_not_the_files(tmp_path):
-    """With no file descriptors left, a picture must not be left out of the cache."""
-    path = picture(tmp_path / "a.png")
+    """With no file descriptors left, an image must not be left out of the cache."""
+    path = image(tmp_path / "a.png")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            read_picture(path)
+            read_image(path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

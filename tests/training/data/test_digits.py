@@ -62,7 +62,7 @@ def test_a_digit_sets_off_as_captioned_and_stays_inside(direction):
         centers = (mass * place).sum(axis=(1, 2)) / mass.sum(axis=(1, 2))
         step = centers[1] - centers[0]
         assert step * DIRECTIONS[direction][axis] > 0.5
-        # Nothing leaves the picture: the amount of white stays the same.
+        # Nothing leaves the image: the amount of white stays the same.
         assert np.allclose(mass.sum(axis=(1, 2)), mass[0].sum(), rtol=1e-6)
         checked += 1
     assert checked

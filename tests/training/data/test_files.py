@@ -107,9 +107,9 @@ class TestVideos:
             captioned_videos(tmp_path, num_frames=1, height=8, width=8)
 
     def test_gif_and_frame_rate(self, tmp_path):
-        pictures = [Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)) for number in range(8)]
+        images = [Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)) for number in range(8)]
         path = tmp_path / "steps.gif"
-        pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100)
+        images[0].save(path, save_all=True, append_images=images[1:], duration=100)
         assert read_frames(path, 8)[:, 0, 0, 0].tolist() == [10 * number for number in range(8)]
         assert read_frames(path, 4, fps=5)[:, 0, 0, 0].tolist() == [0, 20, 40, 60]
         assert read_frames(path, 4, fps=20)[:, 0, 0, 0].tolist() == [0, 0, 10, 20]

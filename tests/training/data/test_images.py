@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures for training: folders, captions and classes, encoding, the cache, and validation pictures."""
+"""Images for training: folders, captions and classes, encoding, the cache, and validation images."""
 
 import copy
 import json
@@ -16,10 +16,10 @@ from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data.cache_building import find_samples, make_cache
 from mhla_hf.training.data.class_labels import find_label, folder_labels, pipeline_labels
-from mhla_hf.training.data.digits import DIGIT_WORDS, digit_pictures, load_scans
+from mhla_hf.training.data.digits import DIGIT_WORDS, digit_images, load_scans
 from mhla_hf.training.data.encoding import Encoder
 from mhla_hf.training.data.folders import UnusableSampleError
-from mhla_hf.training.data.images import captioned_pictures, class_pictures, fit_picture, picture_grid, read_picture
+from mhla_hf.training.data.images import captioned_images, class_images, fit_image, image_grid, read_image
 from mhla_hf.training.families import FAMILIES, check_options
 from mhla_hf.training.families.sana import sana_instruction
 from mhla_hf.training.loading import PipelineSource
@@ -48,43 +48,43 @@ def pipelines(directories):
     return {family: DiffusionPipeline.from_pretrained(directory) for family, directory in directories.items()}
 
 
-def save_picture(path, colour=(200, 100, 50), size=(24, 16), **options):
-    """A plain picture; `size` is (width, height)."""
+def save_image(path, colour=(200, 100, 50), size=(24, 16), **options):
+    """A plain image; `size` is (width, height)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, colour).save(path, **options)
     return path
 
 
 class TestReading:
-    def test_pictures_are_turned_as_their_exif_data_say(self, tmp_path):
+    def test_images_are_turned_as_their_exif_data_say(self, tmp_path):
         pixels = np.zeros((4, 8, 3), np.uint8)
         pixels[:, :4] = 255
         exif = Image.Exif()
         exif[0x0112] = 6  # To be shown turned by 90 degrees, clockwise.
         Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
-        picture = read_picture(tmp_path / "turned.png")
-        assert picture.shape == (8, 4, 3)
-        assert picture[:4].min() == 255 and picture[4:].max() == 0
+        image = read_image(tmp_path / "turned.png")
+        assert image.shape == (8, 4, 3)
+        assert image[:4].min() == 255 and image[4:].max() == 0
 
     @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
     def test_every_mode_becomes_rgb(self, mode, tmp_path):
-        path = tmp_path / ("picture.tif" if mode == "CMYK" else "picture.png")
+        path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
         Image.new("RGB", (6, 5), (255, 255, 255)).convert(mode).save(path)
-        picture = read_picture(path)
-        assert picture.shape == (5, 6, 3) and picture.dtype == np.uint8 and picture.min() == 255
+        image = read_image(path)
+        assert image.shape == (5, 6, 3) and image.dtype == np.uint8 and image.min() == 255
 
     def test_sixteen_bits_become_eight(self, tmp_path):
         grey = np.array([[0, 0x0100, 0x80FF, 0xFFFF]], np.uint16)
         Image.fromarray(grey).save(tmp_path / "grey.png")
-        assert read_picture(tmp_path / "grey.png")[0, :, 2].tolist() == [0, 1, 128, 255]
+        assert read_image(tmp_path / "grey.png")[0, :, 2].tolist() == [0, 1, 128, 255]
 
-    def test_pictures_are_scaled_to_cover_and_cropped(self):
+    def test_images_are_scaled_to_cover_and_cropped(self):
         pixels = np.zeros((16, 48, 3), np.uint8)
         pixels[:, 16:32] = 255
-        assert torch.equal(fit_picture(pixels, 16, 16), torch.ones(3, 16, 16))
-        assert fit_picture(pixels, 32, 8).shape == (3, 32, 8)
+        assert torch.equal(fit_image(pixels, 16, 16), torch.ones(3, 16, 16))
+        assert fit_image(pixels, 32, 8).shape == (3, 32, 8)
 
-    @pytest.mark.parametrize("content", [b"this is no picture", b"", None], ids=["text", "empty", "truncated"])
+    @pytest.mark.parametrize("content", [b"this is no image", b"", None], ids=["text", "empty", "truncated"])
     def test_unreadable_files_are_named(self, content, tmp_path):
         path = tmp_path / "broken.png"
         if content is None:
@@ -92,52 +92,52 @@ class TestReading:
             Image.fromarray(rng.integers(0, 255, (64, 64, 3), np.uint8)).save(path)
             content = path.read_bytes()[:2000]
         path.write_bytes(content)
-        with pytest.raises(UnusableSampleError, match=r"broken\.png cannot be read as a picture"):
-            read_picture(path)
+        with pytest.raises(UnusableSampleError, match=r"broken\.png cannot be read as an image"):
+            read_image(path)
 
-    def test_a_grid_has_all_pictures(self):
-        pictures = np.stack([np.full((2, 3, 3), 10 * number, np.uint8) for number in range(1, 6)])
-        grid = picture_grid(pictures)
+    def test_a_grid_has_all_images(self):
+        images = np.stack([np.full((2, 3, 3), 10 * number, np.uint8) for number in range(1, 6)])
+        grid = image_grid(images)
         assert grid.shape == (4, 9, 3)
         assert grid[::2, ::3, 0].tolist() == [[10, 20, 30], [40, 50, 0]]
-        assert np.array_equal(picture_grid(pictures[:1]), pictures[0])
+        assert np.array_equal(image_grid(images[:1]), images[0])
 
 
 class TestCaptionedFolders:
-    def test_captions_beside_the_pictures(self, tmp_path):
+    def test_captions_beside_the_images(self, tmp_path):
         for name in ("b.jpg", "inner/a.png"):
-            save_picture(tmp_path / name)
+            save_image(tmp_path / name)
         (tmp_path / "b.txt").write_text(" a brown wall\n")
         with pytest.raises(UnusableSampleError, match=r"a\.png has no caption"):
-            captioned_pictures(tmp_path, height=8, width=8)[1].load()
+            captioned_images(tmp_path, height=8, width=8)[1].load()
         (tmp_path / "inner" / "a.txt").write_text("again")
-        samples = captioned_pictures(tmp_path, height=8, width=16)
+        samples = captioned_images(tmp_path, height=8, width=16)
         assert [sample.condition for sample in samples] == ["a brown wall", "again"]
-        picture = samples[1].load()
-        assert picture.shape == (3, 8, 16) and picture.dtype == torch.float32
+        image = samples[1].load()
+        assert image.shape == (3, 8, 16) and image.dtype == torch.float32
         expected = torch.tensor([200, 100, 50]) / 127.5 - 1
-        assert torch.allclose(picture, expected[:, None, None].expand_as(picture), atol=1e-5)
+        assert torch.allclose(image, expected[:, None, None].expand_as(image), atol=1e-5)
 
     def test_captions_in_a_metadata_file(self, tmp_path):
-        save_picture(tmp_path / "a.png")
+        save_image(tmp_path / "a.png")
         (tmp_path / "metadata.csv").write_text("image,prompt\na.png,a wall\n")
-        assert [sample.condition for sample in captioned_pictures(tmp_path, height=8, width=8)] == ["a wall"]
+        assert [sample.condition for sample in captioned_images(tmp_path, height=8, width=8)] == ["a wall"]
 
     def test_bad_folders_are_named(self, tmp_path):
         with pytest.raises(ValueError, match="existing folder"):
-            captioned_pictures(tmp_path / "none", height=8, width=8)
-        with pytest.raises(ValueError, match="has no pictures"):
-            captioned_pictures(tmp_path, height=8, width=8)
+            captioned_images(tmp_path / "none", height=8, width=8)
+        with pytest.raises(ValueError, match="has no images"):
+            captioned_images(tmp_path, height=8, width=8)
 
 
 class TestClassFolders:
     def samples(self, folder, known=None, num_classes=1000):
-        return class_pictures(folder, height=8, width=8, known_labels=known or {}, num_classes=num_classes)
+        return class_images(folder, height=8, width=8, known_labels=known or {}, num_classes=num_classes)
 
     def test_classes_alternate(self, tmp_path):
         for name in ("dog/2.png", "dog/1.png", "cat/x/1.png", "cat/2.webp", "cat/3.png", ".hidden/1.png"):
-            save_picture(tmp_path / name)
-        (tmp_path / "cat" / "notes.txt").write_text("no picture")
+            save_image(tmp_path / name)
+        (tmp_path / "cat" / "notes.txt").write_text("no image")
         samples = self.samples(tmp_path)
         assert [(sample.key.split(":")[0], sample.condition, sample.class_name) for sample in samples] == [
             ("cat/2.webp", 0, "cat"),
@@ -191,11 +191,11 @@ class TestClassFolders:
     def test_bad_folders_are_named(self, tmp_path):
         with pytest.raises(ValueError, match="existing folder"):
             self.samples(tmp_path / "none")
-        save_picture(tmp_path / "a.png")
-        with pytest.raises(ValueError, match="one folder of pictures per class"):
+        save_image(tmp_path / "a.png")
+        with pytest.raises(ValueError, match="one folder of images per class"):
             self.samples(tmp_path)
         (tmp_path / "empty").mkdir()
-        with pytest.raises(ValueError, match="empty has no pictures"):
+        with pytest.raises(ValueError, match="empty has no images"):
             self.samples(tmp_path)
 
     def test_classes_by_name_or_number(self):
@@ -207,22 +207,22 @@ class TestClassFolders:
 
 
 class TestDigits:
-    def test_pictures_are_the_scans(self):
+    def test_images_are_the_scans(self):
         scans, digits = load_scans("train", 24)
         for captions in (True, False):
-            samples = digit_pictures(20, 24, captions=captions)
+            samples = digit_images(20, 24, captions=captions)
             assert len(samples) == 20
             for number in (0, 7, 19):
-                picture = samples[number].load()
-                assert picture.shape == (3, 24, 24)
-                assert torch.allclose(picture[1] / 2 + 0.5, torch.from_numpy(scans[number]), atol=1e-6)
+                image = samples[number].load()
+                assert image.shape == (3, 24, 24)
+                assert torch.allclose(image[1] / 2 + 0.5, torch.from_numpy(scans[number]), atol=1e-6)
                 word = DIGIT_WORDS[digits[number]]
                 expected = f"the digit {word}" if captions else digits[number]
                 assert samples[number].condition == expected
                 assert samples[number].class_name == (None if captions else word)
 
     def test_there_are_no_more_than_the_scans(self):
-        held_out = digit_pictures(5000, 8, captions=True, split="held_out")
+        held_out = digit_images(5000, 8, captions=True, split="held_out")
         assert len(held_out) == 299 and len({sample.key for sample in held_out}) == 299
 
 
@@ -280,15 +280,15 @@ def transformer_inputs(pipeline, **call):
 
 
 class TestEncoding:
-    picture = torch.rand(3, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    image = torch.rand(3, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
     def test_latents_are_what_the_pipelines_decode(self, pipelines):
         for family, shape in (("sana", (4, 2, 3)), ("dit", (4, 32, 48))):
             vae = pipelines[family].vae
-            latents = Encoder(FAMILIES[family], pipelines[family], CacheConfig()).latents(self.picture)
+            latents = Encoder(FAMILIES[family], pipelines[family], CacheConfig()).latents(self.image)
             assert latents.shape == shape and latents.dtype == torch.float32 and not latents.requires_grad
             with torch.no_grad():
-                encoded = vae.encode(self.picture[None])
+                encoded = vae.encode(self.image[None])
             expected = encoded.latent if family == "sana" else encoded.latent_dist.mean
             assert torch.allclose(latents / vae.config.scaling_factor, expected[0], atol=1e-6)
 
@@ -325,11 +325,11 @@ def options(directory, tmp_path, **changes):
 
 
 class TestCache:
-    def test_captioned_pictures(self, directories, pipelines, tmp_path, caplog):
+    def test_captioned_images(self, directories, pipelines, tmp_path, caplog):
         data = tmp_path / "data"
         colours = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
         for name, colour in colours.items():
-            save_picture(data / f"{name}.png", colour, size=(80, 64))
+            save_image(data / f"{name}.png", colour, size=(80, 64))
             (data / f"{name}.txt").write_text(f"a {name} wall")
         (data / "green.png").write_bytes(b"damaged")
         config = options(directories["sana"], tmp_path)
@@ -351,14 +351,14 @@ class TestCache:
         assert sample["prompt_embeds"].shape == (16, tiny_images.CAPTION_DIM)
         assert sample["prompt_attention_mask"].tolist() == [1] * length + [0] * (16 - length)
         assert torch.allclose(sample["prompt_embeds"][:length], own["prompt_embeds"], atol=1e-6)
-        picture = torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 64, 64)
-        assert torch.allclose(sample["latents"], encoder.latents(picture), atol=1e-5)
+        image = torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 64, 64)
+        assert torch.allclose(sample["latents"], encoder.latents(image), atol=1e-5)
         assert set(dataset.null_condition) == {"prompt_embeds", "prompt_attention_mask"}
         assert dataset.null_condition["prompt_attention_mask"].dtype == torch.int64
 
         # The damaged file is repaired: it alone is encoded.
         times = {path.name: path.stat().st_mtime_ns for path in (directory / "samples").iterdir()}
-        save_picture(data / "green.png", colours["green"])
+        save_image(data / "green.png", colours["green"])
         make_cache(config, cache_config, Accelerator(cpu=True))
         repaired = LatentDataset(directory)
         assert len(repaired) == 3 and repaired.manifest["skipped"] == []
@@ -368,9 +368,9 @@ class TestCache:
         with pytest.raises(ValueError, match="height 64 not 96"):
             make_cache(config, cache_config.replace(height=96, width=64), Accelerator(cpu=True))
 
-    def test_classes_of_pictures(self, directories, tmp_path):
+    def test_classes_of_images(self, directories, tmp_path):
         for name in ("magpie/1.png", "magpie/2.png", "tabby_cat/1.png"):
-            save_picture(tmp_path / "data" / name)
+            save_image(tmp_path / "data" / name)
         config = options(directories["dit"], tmp_path)
         directory = make_cache(config, CacheConfig(data=str(tmp_path / "data")), Accelerator(cpu=True))
         dataset = LatentDataset(directory)
@@ -384,7 +384,7 @@ class TestCache:
     def test_sizes_that_the_pipeline_does_not_make_are_warned_of(self, directories, tmp_path, caplog):
         cache_config = CacheConfig(data="digits", num_samples=1, height=24)
         make_cache(options(directories["dit"], tmp_path), cache_config, Accelerator(cpu=True))
-        assert "makes pictures of 16x16 only" in caplog.text
+        assert "makes images of 16x16 only" in caplog.text
 
     def test_an_interrupted_cache_goes_on(self, directories, tmp_path, monkeypatch):
         config = options(directories["dit"], tmp_path)
@@ -426,7 +426,7 @@ class TestCache:
 
     def test_the_first_samples_have_all_classes(self, directories, tmp_path):
         for name in ("a/1.png", "a/2.png", "a/3.png", "b/1.png"):
-            save_picture(tmp_path / name)
+            save_image(tmp_path / name)
         source = PipelineSource(directories["dit"])
         sizes = source.sizes
         config = sizes.complete(CacheConfig(data=str(tmp_path), num_samples=2))
@@ -442,7 +442,7 @@ class TestValidation:
         dataset = LatentDataset(make_cache(config, cache_config, Accelerator(cpu=True)))
         return make_validator(PipelineSource(directories[family]), config, dataset, Accelerator(cpu=True))
 
-    def test_pictures_are_those_of_the_pipeline(self, directories, pipelines, tmp_path):
+    def test_images_are_those_of_the_pipeline(self, directories, pipelines, tmp_path):
         """The same as from the whole pipeline with this seed; and the model is left as it was."""
         calls = {
             "sana": {
@@ -464,11 +464,11 @@ class TestValidation:
             cache = {"max_sequence_length": 16} if family == "sana" else None
             validator = self.validator(family, directories, folder, cache, **specific[family])
             transformer = copy.deepcopy(pipelines[family].transformer).train()
-            paths, pictures = validator.write(transformer, folder, 5)
+            paths, images = validator.write(transformer, folder, 5)
             assert transformer.training
             assert [path.name for path in paths] == ["step-00000005.png"]
             side = 64 if family == "sana" else 16
-            assert pictures.shape == (len(specific[family]["validation_prompts"]), side, side, 3)
+            assert images.shape == (len(specific[family]["validation_prompts"]), side, side, 3)
             expected = pipelines[family](
                 **call,
                 num_inference_steps=2,
@@ -476,9 +476,9 @@ class TestValidation:
                 generator=torch.Generator().manual_seed(0),
                 output_type="np",
             ).images[0]
-            assert np.abs(pictures[0] - expected * 255).max() <= 1
-            assert pictures[0].std() > 0 and not np.array_equal(pictures[0], pictures[1])
-            assert np.array_equal(read_picture(paths[0]), picture_grid(pictures))
+            assert np.abs(images[0] - expected * 255).max() <= 1
+            assert images[0].std() > 0 and not np.array_equal(images[0], images[1])
+            assert np.array_equal(read_image(paths[0]), image_grid(images))
 
     def test_trackers_are_given_the_grid(self, directories, pipelines, tmp_path):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -497,7 +497,7 @@ class TestValidation:
         ("changes", "cache", "message"),
         [
             ({"validation_prompts": "elephant"}, {}, "must be classes, by number .*got 'elephant'"),
-            ({"validation_prompts": "4"}, {"height": 24}, "makes pictures of 16x16 only, and the cache has 24x24"),
+            ({"validation_prompts": "4"}, {"height": 24}, "makes images of 16x16 only, and the cache has 24x24"),
         ],
     )
     def test_what_cannot_be_made_is_refused(self, changes, cache, message, directories, tmp_path):

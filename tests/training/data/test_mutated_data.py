@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from mhla_hf.training.data.folders import DataFolder, UnusableSampleError, captioned_files
-from mhla_hf.training.data.images import IMAGE_SUFFIXES, captioned_pictures, read_picture
+from mhla_hf.training.data.images import IMAGE_SUFFIXES, captioned_images, read_image
 from mhla_hf.training.data.videos import read_frames, write_video
 
 
@@ -43,20 +43,20 @@ def mutated(content: bytes, generator: random.Random) -> bytes:
     return bytes(result)
 
 
-def encoded(picture: Image.Image, form: str, **options) -> bytes:
+def encoded(image: Image.Image, form: str, **options) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, form, **options)
+    image.save(buffer, form, **options)
     return buffer.getvalue()
 
 
-def pictures():
-    picture, exif = Image.fromarray(NOISE), Image.Exif()
+def images():
+    image, exif = Image.fromarray(NOISE), Image.Exif()
     exif[0x0112] = 6
     return [
-        encoded(picture, "PNG", exif=exif), encoded(picture.convert("P"), "PNG"), encoded(picture, "JPEG", exif=exif),
-        encoded(picture, "JPEG", progressive=True), encoded(picture, "WEBP"), encoded(picture, "BMP"),
-        encoded(picture, "TIFF", compression="tiff_lzw"), encoded(picture.convert("CMYK"), "TIFF"),
-        encoded(picture, "GIF"),
+        encoded(image, "PNG", exif=exif), encoded(image.convert("P"), "PNG"), encoded(image, "JPEG", exif=exif),
+        encoded(image, "JPEG", progressive=True), encoded(image, "WEBP"), encoded(image, "BMP"),
+        encoded(image, "TIFF", compression="tiff_lzw"), encoded(image.convert("CMYK"), "TIFF"),
+        encoded(image, "GIF"),
     ]  # fmt: skip
 
 
@@ -73,8 +73,8 @@ def read_all(read, path, contents, seed, rounds):
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
-def test_pictures(seed, tmp_path):
-    read_all(read_picture, tmp_path / "a.png", pictures(), seed, rounds=40)
+def test_images(seed, tmp_path):
+    read_all(read_image, tmp_path / "a.png", images(), seed, rounds=40)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
@@ -108,8 +108,8 @@ def test_captions(name, seed, tmp_path):
     for _ in range(100):
         (tmp_path / name).write_bytes(mutated(contents[name].encode(), generator))
         try:
-            found = captioned_files(DataFolder(tmp_path), IMAGE_SUFFIXES, "pictures")
-            samples = captioned_pictures(tmp_path, height=8, width=8)
+            found = captioned_files(DataFolder(tmp_path), IMAGE_SUFFIXES, "images")
+            samples = captioned_images(tmp_path, height=8, width=8)
         except ValueError as error:
             assert len(str(error)) < 600 + 4 * len(str(tmp_path))
             continue

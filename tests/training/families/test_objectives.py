@@ -223,7 +223,7 @@ class TestTransfer:
             torch.nn.init.normal_(layer.attention.to_q.weight)
         assert LayerMatching(layers)([records]).min() > 1e-3
 
-    def test_dits_teacher_takes_pictures_that_are_not_square(self):
+    def test_dits_teacher_takes_images_that_are_not_square(self):
         case = CASES["dit"]
         teacher, student = case.make_teacher(), case.student(case.make_teacher())
         sample = {"latents": torch.randn(4, 8, 12), "class_label": torch.tensor(3)}

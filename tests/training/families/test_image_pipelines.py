@@ -63,7 +63,7 @@ def train(family, sources, output, *arguments):
 
 
 def generate(directory, family, **options):
-    """Two pictures from a pipeline directory, float `[2, H, W, 3]`."""
+    """Two images from a pipeline directory, float `[2, H, W, 3]`."""
     pipeline = DiffusionPipeline.from_pretrained(directory)
     pipeline.set_progress_bar_config(disable=True)
     what = {"class_labels": [3, 7]} if family == "dit" else {"prompt": ["the digit three", "the digit seven"]}
@@ -71,8 +71,8 @@ def generate(directory, family, **options):
         size = {"height": SIZES[family], "width": SIZES[family]}
         what |= {**size, "use_resolution_binning": False, "complex_human_instruction": None}
     generator = torch.Generator().manual_seed(0)
-    pictures = pipeline(**what, num_inference_steps=2, generator=generator, output_type="np", **options).images
-    return pipeline, np.asarray(pictures)
+    images = pipeline(**what, num_inference_steps=2, generator=generator, output_type="np", **options).images
+    return pipeline, np.asarray(images)
 
 
 @EVERY_FAMILY
@@ -87,9 +87,9 @@ def test_a_trained_pipeline_is_whole_and_better(family, sources, tmp_path):
     matching = [row["loss"] for row in rows if row["stage"] == "transfer"]
     assert sum(matching[-5:]) < 0.9 * sum(matching[:5])
 
-    pipeline, pictures = generate(tmp_path / "pipeline", family)
+    pipeline, images = generate(tmp_path / "pipeline", family)
     assert type(pipeline.transformer).__name__.startswith("MHLA") and pipeline.transformer.mhla_layers == [1, 2]
-    assert pictures.shape == (2, SIZES[family], SIZES[family], 3) and np.isfinite(pictures).all()
+    assert images.shape == (2, SIZES[family], SIZES[family], 3) and np.isfinite(images).all()
     record = json.loads((tmp_path / "pipeline" / "training.json").read_text())
     assert record["objective"].keys() >= ({"scheduler"} if family == "dit" else {"flow_shift", "logit_mean"})
     assert record["source"]["location"] == str((sources[family] / "source").resolve())
@@ -132,15 +132,15 @@ def test_a_resumed_command_ends_where_an_uninterrupted_one_does(family, sources,
 
 @EVERY_FAMILY
 def test_the_pipeline_draws_what_was_learned(family, monkeypatch):
-    """Trained on two pictures, the family's own pipeline and sampler draw each of them for its caption or class."""
+    """Trained on two images, the family's own pipeline and sampler draw each of them for its caption or class."""
     pipeline = PIPELINES[family](num_attention_heads=4, **({"cross_attention_dim": 48} if family == "sana" else {}))
     convert(pipeline, {"blocks": (2, 2)})
     conditions, null_condition, arguments = _conditions(pipeline, family)
     generator = torch.Generator().manual_seed(0)
     side = 4 if family == "sana" else 8
     # Of one colour each, which is learned soon, in the range that the sampler of the tiny DiT clips to.
-    pictures = (torch.rand(2, 4, 1, 1, generator=generator) * 2 - 1).expand(2, 4, side, side)
-    dataset = [{"latents": latents, **condition} for latents, condition in zip(pictures, conditions, strict=True)]
+    images = (torch.rand(2, 4, 1, 1, generator=generator) * 2 - 1).expand(2, 4, side, side)
+    dataset = [{"latents": latents, **condition} for latents, condition in zip(images, conditions, strict=True)]
     config = TrainingConfig(
         max_steps=300, batch_size=16, learning_rate=5e-3, lr_schedule="cosine", warmup_steps=20, weight_decay=0.0,
         adam_beta2=0.99, progress=False, device="cpu",
@@ -153,7 +153,7 @@ def test_the_pipeline_draws_what_was_learned(family, monkeypatch):
     generator = torch.Generator().manual_seed(1)
     pipeline(**arguments, num_inference_steps=20, guidance_scale=1.0, generator=generator, output_type="pt")
     latents = drawn[0] * pipeline.vae.config.scaling_factor
-    assert (latents - pictures).square().mean() < 0.2 * (latents - pictures.flip(0)).square().mean()
+    assert (latents - images).square().mean() < 0.2 * (latents - images.flip(0)).square().mean()
 
 
 def _conditions(pipeline, family):
