@@ -89,7 +89,7 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
 
     Args:
         path: The file.
-        kind: Expected kind of file, "image" or "video".
+        kind: Expected kind of file, "an image" or "a video".
         error: Error of the decoder, of nearly any type.
 
     Returns:
@@ -99,7 +99,7 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
         return error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[-1] if lines else type(error).__name__
-    return UnusableSampleError(f"{path} cannot be read as a {kind}: {reason[:_LONGEST_REASON]}")
+    return UnusableSampleError(f"{path} cannot be read as {kind}: {reason[:_LONGEST_REASON]}")
 
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -217,7 +217,7 @@ def _read_rgb(path: Path) -> Image.Image:
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             return image.convert("RGB")
     except Exception as error:
-        raise unreadable(path, "image", error) from error
+        raise unreadable(path, "an image", error) from error
 
 
 def _fitted(image: Image.Image, height: int, width: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Im
     try:
         yield from read(path, num_frames, fps)
     except Exception as error:
-        raise unreadable(path, "video", error) from error
+        raise unreadable(path, "a video", error) from error
 
 
 def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> Bucket:
