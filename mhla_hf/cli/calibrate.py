@@ -73,8 +73,7 @@ def select_layers_command(
             keep=keep,
             latency=latency,
             progress=progress,
-            call_options=given(options, SIZES),
-            **given(options, PROBE),
+            probe=given(options, {**PROBE, **SIZES}),
         )
     if json_file is not None:
         write_json(json_file, report.to_dict())

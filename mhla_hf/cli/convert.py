@@ -138,7 +138,7 @@ def _select(
             source,
             mhla,
             component=component,
-            data=data,
+            probe={"data": data},
             hub={**hub, "subfolder": subfolder},
             keep=float(1 - share),
             progress=progress,

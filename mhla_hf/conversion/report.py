@@ -7,18 +7,19 @@ import hashlib
 import math
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..config import MHLAConfig
 from ..models.registry import MHLA_CLASSES
 from ..models.source import CONVERSION_RECORD
 from ..utils.files import write_staged_json
 from ..utils.json_files import read_json
+from ..utils.machine import installed_versions
 
 
 SCHEMA_VERSION = 2
@@ -111,7 +112,10 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON types."""
-        content: dict[str, Any] = {
+        versions = {"python": platform.python_version(), **installed_versions(*_PACKAGES)}
+        # A checkout may be on the path without being installed.
+        versions["mhla-hf"] = versions["mhla-hf"] or __version__
+        return {
             "schema_version": SCHEMA_VERSION,
             "command": self.command,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -121,9 +125,8 @@ class ConversionReport:
             "skipped_files": self.skipped_files,
             "bytes_written": self.bytes_written,
             "seconds": round(self.seconds, 2),
-            "versions": package_versions(),
+            "versions": {name: version for name, version in versions.items() if version is not None},
         }
-        return content
 
     def save(self, folder: Path) -> None:
         """Writes `conversion.json` into `folder`."""
@@ -161,20 +164,6 @@ def _training_command(destination: Path, name: str, part: ComponentReport) -> st
     # Image-to-video models take the channels of an image besides; DiT may predict variances.
     same = outputs in (None, inputs) or (family.name == "dit" and outputs == 2 * (inputs or 0))
     return f"mhla-hf train {family.name}" if same and not config.get("guidance_embeds") else None
-
-
-def package_versions() -> Mapping[str, str]:
-    """Versions of this package, Python, and the libraries that read and write weights."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            if package == "mhla-hf":
-                from .. import __version__
-
-                versions[package] = __version__
-    return versions
 
 
 def describe_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from torch import nn
 
 from ..models.registry import family_for
 from ..models.source import Component, Source, find_original, open_source, softmax_version
-from ..training.matching.layers import mhla_layers
+from ..training.matching.layers import mhla_layers, replaced
 from ..utils.locations import download_repository
 from ..utils.messages import shorten_list
 from .lora import KINDS, LoraFile, ModelTargets, Target, read_lora
-from .probing import changed, cosine, diffusion_probes, movement, outputs, probe_grid, transformers_probes
+from .probing import cosine, diffusion_probes, movement, outputs, probe_grid, transformers_probes
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ def check_lora(
 def _run(model: nn.Module, changes: Mapping[str, torch.Tensor], probes: Any) -> tuple[list[Any], list[Any]]:
     """Outputs without and with a LoRA."""
     plain = outputs(model, probes)
-    with changed(model, changes):
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in changes}
+    with replaced({old: old.detach() + changes[name].to(old.dtype) for name, old in parameters.items()}):
         return plain, outputs(model, probes)
 
 

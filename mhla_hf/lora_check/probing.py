@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,26 +131,6 @@ def _moved(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
-
-
-@contextmanager
-def changed(model: nn.Module, changes: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A context in which something is added to parameters of a model.
-
-    Args:
-        model: The model.
-        changes: Additions by name.
-    """
-    parameters = dict(model.named_parameters())
-    before = {name: parameters[name].detach().clone() for name in changes}
-    try:
-        with torch.no_grad():
-            for name, change in changes.items():
-                parameters[name].add_(change.to(parameters[name].dtype))
-        yield
-    finally:
-        for name, value in before.items():
-            parameters[name].data.copy_(value)
 
 
 def movement(plain: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]) -> list[float]:

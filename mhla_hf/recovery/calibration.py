@@ -20,6 +20,7 @@ from ..conversion.options import parse_size
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
+    Changes,
     evaluating,
     find_projections,
     mhla_layers,
@@ -27,7 +28,7 @@ from ..training.matching.layers import (
     original_heads,
     run,
 )
-from .fits import Changes, HeadsFit, LayerCall, ProjectionFit, TemperatureFit
+from .fits import HeadsFit, LayerCall, ProjectionFit, TemperatureFit
 
 
 Progress = Callable[[int, int], None]

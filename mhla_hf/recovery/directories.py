@@ -29,17 +29,11 @@ def calibrate_directory(
     directory: str | Path,
     *,
     output: str | Path | None = None,
-    data: str | None = None,
-    samples: int = DEFAULT_SAMPLES,
-    batch_size: int = 4,
-    seed: int = 0,
-    prompts: Sequence[str] | None = None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     force: bool = False,
     overwrite: bool = False,
-    device: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-    **call_options: Any,
+    **probe: Any,
 ) -> CalibrationReport:
     """Calibrates a converted directory; see [`calibrate`][mhla_hf.calibrate].
 
@@ -49,17 +43,11 @@ def calibrate_directory(
     Args:
         directory: A converted pipeline of diffusers, or a converted model of diffusers or transformers.
         output: Another directory to write.
-        data: See [`probe_batches`][mhla_hf.recovery.data.probe_batches]. Pipelines need none.
-        samples: Samples of the probe.
-        batch_size: Samples of a batch, of `data`.
-        seed: Seed of the probe.
-        prompts: Prompts of a pipeline's probe.
         memory_limit: See [`calibrate`][mhla_hf.calibrate].
         force: Take a model that has been trained or calibrated for one that has not.
         overwrite: Replace `output`.
-        device: Device, by default a GPU if there is one.
         progress: See [`calibrate`][mhla_hf.calibrate].
-        **call_options: Arguments of a pipeline's call, such as `height` and `width`.
+        **probe: The probe; arguments of [`open_probe`][mhla_hf.recovery.directories.open_probe].
 
     Returns:
         The changes; the same is written to `conversion.json` under `calibration`.
@@ -74,18 +62,14 @@ def calibrate_directory(
     check_untrained(root, force)
     destination = root if output is None else Path(output).expanduser()
     with claim_destination(destination, overwrite=output is None or overwrite) as claimed:
-        options: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": seed}
-        models, batches = _open_probe(
-            source, source.components, data, device, options, {"prompts": prompts, **call_options}
-        )
-        report, changed = CalibrationReport(), {}
+        models, batches, origin = open_probe(source, source.components, **probe)
+        report, changed = CalibrationReport(probe=origin), {}
         for name, model in models.items():
             touched = _touched(model)
             before = {key: (value, value.clone()) for key, value in model.named_parameters() if key in touched}
             own = calibrate(model, batches[name], memory_limit=memory_limit, progress=progress)
             report.add(own, f"{name}." if len(models) > 1 else "")
             changed[name] = {key: value for key, (value, old) in before.items() if not torch.equal(value, old)}
-        report.probe = {"data": data or "samples of the pipeline", "samples": samples, "seed": seed}
         with claimed.staging() as staging:
             _write(source, staging, changed, report)
     return report
@@ -114,14 +98,8 @@ def select_layers_of(
     mhla: Mapping[str, Any] | None = None,
     *,
     component: str | None = None,
-    data: str | None = None,
-    samples: int = DEFAULT_SAMPLES,
-    batch_size: int = 4,
-    seed: int = 0,
-    prompts: Sequence[str] | None = None,
-    device: str | None = None,
     hub: Mapping[str, Any] | None = None,
-    call_options: Mapping[str, Any] | None = None,
+    probe: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> SelectionReport:
     """Picks layers of a softmax model on disk; it is converted in memory, and nothing is written.
@@ -130,14 +108,8 @@ def select_layers_of(
         source: A pipeline of diffusers or a model of transformers, directory or Hub id.
         mhla: Options of the conversion.
         component: Which transformer of a pipeline.
-        data: See [`calibrate_directory`], as for the following.
-        samples: Samples of the probe.
-        batch_size: Samples of a batch, of `data`.
-        seed: Seed of the probe.
-        prompts: Prompts of a pipeline's probe.
-        device: See there.
         hub: `revision`, `token` and `cache_dir`.
-        call_options: Arguments of a pipeline's call.
+        probe: The probe; arguments of [`open_probe`].
         **options: Arguments of [`select_layers`][mhla_hf.recovery.selection.select_layers].
 
     Raises:
@@ -150,32 +122,53 @@ def select_layers_of(
     part = found.component(component)
     if found.pipeline is None and not part.is_transformers:
         raise ValueError(f"{source} is a transformer alone; give the pipeline that it belongs to.")
-    sizes: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": seed}
-    calls = {"prompts": prompts, **(call_options or {})}
-    models, batches = _open_probe(found, [part], data, device, sizes, calls, dict(mhla or {}))
+    models, batches, _ = open_probe(found, [part], dict(mhla or {}), **(probe or {}))
     return select_layers(models[part.name], batches[part.name], **options)
 
 
-def _open_probe(
+def open_probe(
     source: Source,
     parts: Sequence[Component],
-    data: str | None,
-    device: str | None,
-    options: dict[str, Any],
-    call_options: Mapping[str, Any],
     mhla: dict[str, Any] | None = None,
-) -> tuple[dict[str, nn.Module], Mapping[str, Sequence[Batch]]]:
-    """Loads models of a directory in fp32, converted where options are given, and makes batches for each."""
+    *,
+    data: str | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    batch_size: int = 4,
+    seed: int = 0,
+    device: str | None = None,
+    **call_options: Any,
+) -> tuple[dict[str, nn.Module], Mapping[str, Sequence[Batch]], dict[str, Any]]:
+    """Loads models of a directory in fp32, and makes batches for each.
+
+    Args:
+        source: The directory.
+        parts: Its models.
+        mhla: Options to convert them with; `None` for models that are MHLA.
+        data: See [`probe_batches`][mhla_hf.recovery.data.probe_batches]. Pipelines need none.
+        samples: Samples of the probe.
+        batch_size: Samples of a batch, of `data`.
+        seed: Seed of the probe.
+        device: Device, by default a GPU if there is one.
+        **call_options: `prompts` of a pipeline's probe, and arguments of its call, such as `height` and `width`.
+
+    Returns:
+        The models and their batches, by component, and a record of the probe.
+
+    Raises:
+        ValueError: If data are missing, or an argument is wrong.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    origin = {"data": data or "samples of the pipeline", "samples": samples, "seed": seed}
     if data is not None:
         unused = sorted(name for name, value in call_options.items() if value is not None)
         if unused:
             raise ValueError(f"{', '.join(unused)}: of no use beside data.")
         models = {part.name: part.load(mhla).to(device).eval() for part in parts}
+        options: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": seed}
         probes = {
             name: probe_batches(model, source.root, data, component=name, **options) for name, model in models.items()
         }
-        return models, probes
+        return models, probes, origin
     if source.pipeline is None:
         raise ValueError(
             f"data must be given (--data): {source.root} is a model alone, which makes no samples by itself."
@@ -189,10 +182,8 @@ def _open_probe(
         chosen = {"mhla": {part.name: mhla for part in parts}}
     with damage_named(source.root):
         pipeline = load_pipeline(source.root, torch_dtype=torch.float32, **chosen).to(device)
-    drawn = {name: value for name, value in options.items() if name != "batch_size"}
-    return {part.name: getattr(pipeline, part.name) for part in parts}, pipeline_batches(
-        pipeline, **drawn, **call_options
-    )
+    models = {part.name: getattr(pipeline, part.name) for part in parts}
+    return models, pipeline_batches(pipeline, samples=samples, seed=seed, **call_options), origin
 
 
 def _touched(model: nn.Module) -> set[str]:

@@ -10,8 +10,6 @@ L weights of the convolution for each channel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +19,9 @@ from torch import nn
 
 from ..layers.mhla import MHLA
 from ..ops.mixing import repeat_heads
-from ..training.matching.layers import AttentionLayer
+from ..training.matching.layers import AttentionLayer, Changes, replaced
 from .statistics import Moments, solve_ridge
 
-
-Changes = dict[torch.Tensor, torch.Tensor]
-"""New values of parameters, in their dtype."""
 
 TEMPERATURES = (1.0, 0.63, 1.6, 2.5, 4.0, 6.3, 10.0)
 """Factors on the weights of a hedgehog feature map that are tried; the first is what it is."""
@@ -380,19 +375,6 @@ def as_matrix(projection: nn.Module) -> torch.Tensor:
     weight = projection.weight
     assert isinstance(weight, torch.Tensor)
     return weight if isinstance(projection, nn.Linear) else weight.T
-
-
-@contextmanager
-def replaced(changes: Changes) -> Iterator[None]:
-    """A context in which parameters have other values."""
-    before = {parameter: parameter.data for parameter in changes}
-    try:
-        for parameter, value in changes.items():
-            parameter.data = value
-        yield
-    finally:
-        for parameter, value in before.items():
-            parameter.data = value
 
 
 class _Patches:

@@ -8,6 +8,7 @@ classes here.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ CACHES = ("auto", "memory", "disk", "none")
 TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
+_MHLA_RATE = "Peak rate of the parameters that MHLA adds. Default: the same."
 _LAYERS = re.compile(r"all|(auto:)?\s*\d{1,9}\s*/\s*\d{1,9}|\d{1,9}(\s*,\s*\d{1,9})*")
 _KEEP = re.compile(r"\d{1,3}(\.\d{1,3})?\s*%")
 
@@ -73,16 +75,8 @@ def _count(default: int, help: str, minimum: int = 1, maximum: int = MOST_STEPS)
     return _option(default, help, minimum=minimum, maximum=maximum)
 
 
-def _batch_size(default: int, help: str = "Samples of a batch.") -> int:
-    return _count(default, help, maximum=MOST_IN_BATCH)
-
-
 def _rate(default: float, help: str = "Peak rate.") -> float:
     return _option(default, help, above=0)
-
-
-def _mhla_rate() -> float | None:
-    return _option(None, "Peak rate of the parameters that MHLA adds. Default: the same.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +84,7 @@ class CalibrateOptions(_Section):
     """Closed-form calibration, without training."""
 
     batches: int = _count(24, "Batches that are run.", minimum=2)
-    batch_size: int = _batch_size(16)
+    batch_size: int = _count(16, "Samples of a batch.", maximum=MOST_IN_BATCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +93,7 @@ class MatchOptions(_Section):
 
     steps: int = _count(600, "Optimizer steps of each layer.")
     batches: int = _count(160, "Batches whose activations are kept.")
-    batch_size: int = _batch_size(1)
+    batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
     learning_rate: float = _rate(3e-3, "Peak rate of the layer's projections.")
     mhla_learning_rate: float = _rate(5e-3, "Peak rate of the parameters that MHLA adds.")
     cache: str = _option(
@@ -112,9 +106,9 @@ class DistillOptions(_Section):
     """Training of the whole model on the original's prediction."""
 
     steps: int = _count(90, "Optimizer steps.")
-    batch_size: int = _batch_size(4, "Samples of a step.")
+    batch_size: int = _count(4, "Samples of a step.", maximum=MOST_IN_BATCH)
     learning_rate: float = _rate(2e-4)
-    mhla_learning_rate: float | None = _mhla_rate()
+    mhla_learning_rate: float | None = _option(None, _MHLA_RATE, above=0)
     ratio: float = _option(
         1.0, "Share of the distance to the original in the loss; the rest is the loss on the data.", above=0, maximum=1
     )
@@ -135,9 +129,9 @@ class FinetuneOptions(_Section):
     """Training of the whole model on the data by its own objective; for diffusion models and language models."""
 
     steps: int = _count(2000, "Optimizer steps.")
-    batch_size: int = _batch_size(8, "Samples of a step.")
+    batch_size: int = _count(8, "Samples of a step.", maximum=MOST_IN_BATCH)
     learning_rate: float = _rate(2e-5)
-    mhla_learning_rate: float | None = _mhla_rate()
+    mhla_learning_rate: float | None = _option(None, _MHLA_RATE, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +212,8 @@ class Recipe:
         Raises:
             ValueError: As for [`parse_recipe`].
         """
+        if not changes:
+            return self
         content = {name: value for name, value in self.to_dict().items() if value is not None}
         for path, value in changes.items():
             section, _, name = path.partition(".")
@@ -252,7 +248,13 @@ class Recipe:
         )  # fmt: skip
 
     def with_budget(self, factor: float) -> Recipe:
-        """A copy with that many times the steps in every stage that trains, one at least."""
+        """A copy with that many times the steps in every stage that trains, one at least.
+
+        Raises:
+            ValueError: If the factor is not a finite number above 0.
+        """
+        if isinstance(factor, bool) or not 0 < factor < math.inf:
+            raise ValueError(f"budget must be a number above 0, got {factor!r:.100}")
         changes = {
             f"{name}.steps": max(1, min(round(getattr(self, name).steps * factor), MOST_STEPS))
             for name in ("match", "distill", "finetune")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,17 +101,19 @@ def recover(
     if given is not None and preset is not None:
         raise ValueError("recipe and preset are both given; give one of them")
     opened, part, family = find_model(source, component, **hub)
-    chosen = _with_options(
-        given or default_recipe(family, preset, window),
-        opened.location,
-        family,
-        layers=layers,
-        keep=keep,
-        window=None if given is None else window,
-        budget=budget,
-        stages=stages,
-        changes=changes or {},
-    )
+    if given is not None and given.family != family:
+        raise ValueError(
+            f"{given.name} is for models of the family {given.family}, and {opened.location} is of {family}"
+        )
+    if layers is not None and keep is not None:
+        raise ValueError("layers and keep are both given; give one of them")
+    own = {"layers": layers if keep is None else parse_keep(keep), "mhla.window": None if given is None else window}
+    own = {name: value for name, value in own.items() if value is not None}
+    chosen = (given or default_recipe(family, preset, window)).changed({**own, **(changes or {})})
+    if stages is not None:
+        chosen = chosen.only(tuple(stages))
+    if budget is not None:
+        chosen = chosen.with_budget(budget)
     if data is None and chosen.stages() and chosen.family not in DATA_FREE:
         if chosen.family not in ("dit", "causal") and (prompts is None or chosen.family not in ("wan", "sana")):
             raise ValueError(f"data must be given: {_what_to_give(chosen)}")
@@ -137,38 +138,6 @@ def recover(
             raise TrainingStopped(
                 f"{done}; the same command with --resume continues from there ({work.output})", stop.exit_code - 128
             ) from None
-
-
-def _with_options(
-    recipe: Recipe,
-    location: str,
-    family: str,
-    *,
-    layers: str | None,
-    keep: str | None,
-    window: str | None,
-    budget: float | None,
-    stages: Sequence[str] | None,
-    changes: Mapping[str, Any],
-) -> Recipe:
-    """The recipe with what was given besides."""
-    if recipe.family != family:
-        raise ValueError(f"{recipe.name} is for models of the family {recipe.family}, and {location} is of {family}")
-    if layers is not None and keep is not None:
-        raise ValueError("layers and keep are both given; give one of them")
-    if layers is not None or keep is not None:
-        recipe = recipe.changed({"layers": layers if keep is None else parse_keep(keep)})
-    if window is not None:
-        recipe = recipe.changed({"mhla.window": window})
-    if changes:
-        recipe = recipe.changed(changes)
-    if stages is not None:
-        recipe = recipe.only(tuple(stages))
-    if budget is not None:
-        if isinstance(budget, bool) or not 0 < budget < math.inf:
-            raise ValueError(f"budget must be a number above 0, got {budget!r:.100}")
-        recipe = recipe.with_budget(budget)
-    return recipe
 
 
 def _what_to_give(recipe: Recipe) -> str:

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..utils.files import atomic_file
+from ..utils.figures import new_figure, save_figure
 
-
-logger = logging.getLogger(__name__)
 
 REPORT, PLOT = "report.json", "report.png"
 TITLES = {
@@ -60,16 +57,9 @@ class RecoveryReport:
     recipe: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "family": self.family,
-            "figures": self.figures,
-            "seconds": self.seconds,
-            "stages": self.stages,
-            "data": self.data,
-            "recipe": self.recipe,
-            "version": __version__,
-        }
+        """Plain JSON values, without `output`."""
+        content = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "output"}
+        return {**content, "version": __version__}
 
 
 def main_figure(figures: Mapping[str, Mapping[str, float]]) -> str | None:
@@ -98,21 +88,18 @@ def write_plot(directory: Path, report: Mapping[str, Any]) -> Path | None:
     name = main_figure(report["figures"])
     if name is None or importlib.util.find_spec("matplotlib") is None:
         return None
-    from matplotlib.figure import Figure
-
     states = [state for state in rows(report) if name in state[1]]
     elapsed, points = 0.0, []
     for title, figures, seconds in states:
         elapsed += 0.0 if title == TITLES["converted"] else seconds or 0.0
         points.append((elapsed, figures[name], title))
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure = new_figure(6, 3.5)
+    axes = figure.subplots()
     axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o")
     for x, y, title in points:
         axes.annotate(title, (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8)
     axes.set_xlabel("CPU seconds")
     axes.set_ylabel(LABELS[name])
     axes.grid(alpha=0.3)
-    with atomic_file(directory / PLOT) as temporary:
-        figure.savefig(temporary, dpi=120)
+    save_figure(figure, directory / PLOT)
     return directory / PLOT

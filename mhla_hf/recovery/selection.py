@@ -17,15 +17,17 @@ from ..layers.original import original_attention
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
+    Changes,
     evaluating,
     find_projections,
     mhla_layers,
     on_device,
     original_heads,
+    replaced,
     run,
 )
+from ..utils.machine import synchronize
 from .calibration import CalibrationReport, calibrate_model
-from .fits import Changes, replaced
 
 
 # Batches of the probe that the model's output is compared on.
@@ -245,17 +247,12 @@ def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:
     """The shortest time of a few calls, after one that warms up."""
     times = []
     for _ in range(1 + _TIMED_CALLS):
-        _wait(device)
+        synchronize(device)
         start = time.perf_counter()
         call()
-        _wait(device)
+        synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
     return min(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _index(name: str) -> int:

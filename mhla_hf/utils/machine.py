@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,7 +49,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
-        **{name: _version(name) for name in ("torch", "transformers", "diffusers", "accelerate", "triton", "mhla-hf")},
+        **installed_versions("torch", "transformers", "diffusers", "accelerate", "triton", "mhla-hf"),
     }
 
 
@@ -75,8 +76,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def installed_versions(*packages: str) -> dict[str, str | None]:
+    """Versions of packages by name; None for those that are not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -26,6 +26,9 @@ from ...utils.compat import forward_parameters
 Batch = Mapping[str, Any]
 """Keyword arguments of a model's `forward`."""
 
+Changes = dict[torch.Tensor, torch.Tensor]
+"""New values of parameters, in their dtype."""
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -346,6 +349,19 @@ def on_device(value: Any, model: nn.Module) -> Any:
     """Tensors in nested dicts and sequences, on the device of a model's first parameter."""
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
     return send_to_device(value, device)
+
+
+@contextmanager
+def replaced(changes: Changes) -> Iterator[None]:
+    """A context in which parameters have other values."""
+    before = {parameter: parameter.data for parameter in changes}
+    try:
+        for parameter, value in changes.items():
+            parameter.data = value
+        yield
+    finally:
+        for parameter, value in before.items():
+            parameter.data = value
 
 
 def run(model: nn.Module, batch: Batch) -> Any:
