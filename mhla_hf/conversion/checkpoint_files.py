@@ -74,9 +74,6 @@ def _files_in(folder: Path) -> list[Path]:
 def torch_entries(path: Path) -> list[TensorEntry]:
     """Reads the tensors of a file of `torch.save`, alone or under one of the usual keys.
 
-    Args:
-        path: The file.
-
     Raises:
         ValueError: If it is damaged, holds anything that could run code or is no tensor, or a tensor that is
             quantised, sparse, without values, or larger than what is stored of it.

@@ -130,12 +130,7 @@ def _plan_weights(
 
 
 def empty_model(model_class: type, config: Mapping[str, Any]) -> Any:
-    """Builds a model without memory for its parameters.
-
-    Args:
-        model_class: A diffusers model class.
-        config: Contents of its `config.json`.
-    """
+    """Builds a diffusers model from the contents of its `config.json`, without memory for its parameters."""
     from accelerate import init_empty_weights
 
     with init_empty_weights():

@@ -31,10 +31,6 @@ _SUFFIXES = (".safetensors", GGUF_SUFFIX, *TORCH_SUFFIXES)
 def find_weights(source: str | Path, hub: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
     """Returns the weight file that a source names, and its origin; `None` for a directory or repository.
 
-    Args:
-        source: A path, an address on the Hub, or any other location.
-        hub: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
-
     Raises:
         ValueError: If it has the name of a weight file and does not exist, or cannot be downloaded.
     """
@@ -71,8 +67,8 @@ def plan_original(
         path: The file, or the directory of shards.
         location: Location as the user gave it.
         origin: Origin of the file, for the record.
-        mhla: As for `convert_pretrained`, as are all others that are not described; so are the errors.
-        options: See [`PlanOptions`][mhla_hf.conversion.planning.PlanOptions].
+        mhla: As for `convert_pretrained`, like the following; so are the errors.
+        options: Other options of `convert_pretrained`.
         component: Name of the component.
         base: The pipeline.
         config: The configuration.
@@ -121,12 +117,7 @@ def _read_weights(path: Path, location: str) -> tuple[StoredWeights, dict[str, i
 
 
 def read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> Source:
-    """Opens the pipeline that a component is put into.
-
-    Args:
-        base: Directory or Hub id.
-        name: Name of the component.
-        hub: Options of downloads.
+    """Opens the pipeline, a directory or Hub id, that a component is put into.
 
     Raises:
         ValueError: If it is not a pipeline with such a component.

@@ -71,13 +71,7 @@ class PlanOptions:
 def weight_set_report(
     variant: str | None, copied: Sequence[TensorEntry], fresh: Sequence[TensorEntry] = ()
 ) -> WeightSetReport:
-    """Starts the report on a set of weights.
-
-    Args:
-        variant: Its variant.
-        copied: The tensors taken from the source, as they are written.
-        fresh: The new ones.
-    """
+    """Starts the report on a set of weights: tensors copied from the source, as they are written, and new ones."""
     return WeightSetReport(
         variant=variant,
         copied_tensors=len(copied),
@@ -94,15 +88,7 @@ def plan_files(
     fresh: list[TensorEntry],
     max_bytes: int | None,
 ) -> WeightsPlan:
-    """Distributes copied and new tensors over files: one file stays one file; several get one more.
-
-    Args:
-        variant: Variant of the set.
-        sources: The files that are read.
-        groups: The copied tensors of each file.
-        fresh: The new ones.
-        max_bytes: Largest file.
-    """
+    """Distributes the copied tensors of each file, and new ones: one file stays one file; several get one more."""
     copied = [entry for group in groups for entry in group]
     groups = [groups[0] + fresh] if len(groups) == 1 else [*groups, fresh]
     report = weight_set_report(variant, copied, fresh)
@@ -173,7 +159,7 @@ def initial_entry(
     Args:
         model: The model that has it, on the meta device.
         name: Its name in the model.
-        dtype: The type to write.
+        dtype: The dtype to write.
         kept: Test for parameters that are written in fp32 instead.
         report: Report of the model, which lists it.
         stored_name: Its name in the file, if different.

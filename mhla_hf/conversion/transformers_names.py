@@ -89,30 +89,20 @@ class StoredNames:
     def _tied_names(self, state: dict[str, torch.Tensor], unique: dict[str, torch.Tensor]) -> dict[str, str]:
         """For each tensor of the model that is tied to one that is saved, that one."""
         owners = {id(self._model.get_parameter_or_buffer(name)): name for name in unique}
-        tied = {}
-        for name in state:
-            if name not in unique:
-                owner = owners.get(id(self._model.get_parameter_or_buffer(name)))
-                if owner is not None:
-                    tied[name] = owner
-        return tied
+        others = {name: id(self._model.get_parameter_or_buffer(name)) for name in state if name not in unique}
+        return {name: owners[tensor] for name, tensor in others.items() if tensor in owners}
 
     def _plan(self, merged: set[str]) -> None:
         by_loaded = {target: name for name, target in self.loaded.items() if name not in merged}
-        self.written: dict[str, str] = {}
         self.tied_copies: dict[str, str] = {}
-        renamed = [name for name in self.loaded if name not in merged]
         targets = {}
-        for name in renamed:
-            target = self.loaded[name]
+        for name, target in self.loaded.items():
+            if name in merged:
+                continue
             main = self._main_name.get(target)
             if main is not None and main in by_loaded:
                 self.tied_copies[name] = by_loaded[main]
             targets[name] = target if main is None or main in by_loaded else main
         file_names = self._file_names(sorted(set(targets.values())))
-        for name in self.loaded:
-            if name in merged:
-                # Joined in the model only; in the files it stays what it is.
-                self.written[name] = name
-            else:
-                self.written[name] = file_names[targets[name]]
+        # Tensors that are joined in the model only stay what they are in the files.
+        self.written = {name: name if name in merged else file_names[targets[name]] for name in self.loaded}

@@ -48,11 +48,8 @@ def plan_transformers_model(
 ) -> ComponentPlan:
     """Plans the conversion of one model of transformers before anything is written.
 
-    Args:
-        component: The model to convert.
-        mhla: The options. Those that a dict does not give are the defaults for such a model, as in
-            `from_pretrained(..., attn_implementation="mhla", mhla=...)`.
-        options: The other options; errors are those of `convert_pretrained`.
+    Options that `mhla` does not give are the defaults for such a model, as in
+    `from_pretrained(..., attn_implementation="mhla", mhla=...)`; errors are those of `convert_pretrained`.
     """
     if component.is_mhla:
         raise ValueError(f"{component.folder} is MHLA already; convert the model it was made from.")
@@ -70,11 +67,11 @@ def plan_transformers_model(
 def empty_mhla_model(
     component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, layers: str | Iterable[int] | None = None
 ) -> Any:
-    """Builds the MHLA version of a model without memory for its parameters.
+    """Builds the MHLA version of a softmax model without memory for its parameters.
 
     Args:
         component: The softmax model.
-        mhla: See [`plan_transformers_model`].
+        mhla: The options.
         layers: Layers that become MHLA, in place of those in `mhla`.
 
     Raises:
@@ -216,11 +213,11 @@ def _copied_entry(
 
 def _equal_copies(names: StoredNames, stored: Mapping[str, SafetensorsReader]) -> set[str]:
     """Tensors that repeat another one they are tied to; transformers ties them only where they are equal."""
-    repeated = set()
-    for name, original in names.tied_copies.items():
-        if torch.equal(stored[name].load(name), stored[original].load(original)):
-            repeated.add(name)
-    return repeated
+    return {
+        name
+        for name, original in names.tied_copies.items()
+        if torch.equal(stored[name].load(name), stored[original].load(original))
+    }
 
 
 def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:

@@ -92,11 +92,7 @@ def write_result(
 
 
 def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Path]]:
-    """Files of a source to copy as they are: all but what is written anew.
-
-    Args:
-        source: The pipeline or model directory.
-        replaced: Names of the components whose weights and configuration are written anew.
+    """Files of a source to copy as they are: all but the weights and configurations of replaced components.
 
     Returns:
         Those, and the files left out since they hold the old weights in formats that are not written.
@@ -121,10 +117,6 @@ def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Pa
 
 def check_apart(destination: Destination, *sources: Path | None) -> None:
     """Refuses to write where something is read, or to replace a directory that holds more than a model.
-
-    Args:
-        destination: Directory to write.
-        *sources: Directories and files that are read.
 
     Raises:
         ValueError: If the destination overlaps a source, or is to be replaced although the home or working directory
@@ -169,11 +161,7 @@ def copy_file(source: Path, target: Path, on_bytes: Callable[[int], None] | None
 
 @contextmanager
 def byte_progress(total: int, shown: bool) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """A progress bar over bytes on standard error.
-
-    Args:
-        total: Bytes to do.
-        shown: `False` for no bar.
+    """A progress bar over a total of bytes on standard error.
 
     Yields:
         `(describe, advance)`: sets the text before the bar; adds bytes.

@@ -59,12 +59,7 @@ class LoraFile:
         return found
 
     def scale(self, module: str, rank: int) -> float:
-        """Scale applied to the product of a module's matrices.
-
-        Args:
-            module: Name of the module.
-            rank: Rank of its matrices.
-        """
+        """Scale applied to the product of a module's matrices of a rank."""
         stored = self.weights.get(f"{module}.alpha")
         patterns = self.options.get("alpha_pattern") or {}
         matching = [alpha for name, alpha in patterns.items() if f".{module}".endswith(f".{_plain(name)}")]
@@ -222,18 +217,16 @@ class ModelTargets:
             else:
                 # Modules that an adapter carries whole.
                 there = self.tensors.get(name)
-                reason = "" if there is not None and there.shape == tensor.shape else self._missing(name, there)
+                if there is None:
+                    reason = "no such parameter"
+                else:
+                    reason = "" if there.shape == tensor.shape else f"the parameter is {_sizes(there)}"
             layer = re.search(r"\.(\d+)\.", name)
             found[name] = Target("nothing" if reason else self._kind(module), int(layer[1]) if layer else None, reason)
         return found
 
     def changes(self, lora: LoraFile, targets: dict[str, Target]) -> dict[str, torch.Tensor]:
-        """Computes the additions to parameters, by name; float32, on the parameter's device.
-
-        Args:
-            lora: The LoRA.
-            targets: See [`ModelTargets.find`].
-        """
+        """Additions to parameters, by name; float32, on the parameter's device. `targets` come from `find`."""
         changes = {}
         for module, parts in lora.modules().items():
             if any(targets[f"{module}.{name}"].reason for name in parts):
@@ -268,9 +261,6 @@ class ModelTargets:
         if pair and list(down.shape[1:]) == inputs and up.shape[0] == outputs:
             return ""
         return f"matrices {_sizes(up)} and {_sizes(down)} for a weight {_sizes(weight)}"
-
-    def _missing(self, name: str, there: torch.Tensor | None) -> str:
-        return "no such parameter" if there is None else f"the parameter is {_sizes(there)}"
 
     def _kind(self, module: str) -> str:
         if ".mhla." in module:

@@ -18,12 +18,7 @@ _LONGEST_TEXT = 256
 
 
 def probe_grid(reference: Sequence[int], limit: int) -> tuple[int, ...]:
-    """A token grid like a model's own, with at most so many tokens: its longest axis is halved until it fits.
-
-    Args:
-        reference: Number of tokens along each axis.
-        limit: Most tokens.
-    """
+    """A token grid like a model's own, with at most `limit` tokens: its longest axis is halved until it fits."""
     grid = list(reference)
     while math.prod(grid) > limit and max(grid) > 1:
         longest = grid.index(max(grid))
@@ -35,13 +30,6 @@ def diffusion_probes(
     family: str, config: Mapping[str, Any], grid: Sequence[int], samples: int, seed: int
 ) -> list[tuple[float, dict[str, Any]]]:
     """Random latents and conditions at random noise levels, for one of the models of diffusers.
-
-    Args:
-        family: Name of its family.
-        config: Its configuration.
-        grid: Number of tokens along each axis.
-        samples: Number of inputs.
-        seed: Seed of all of it.
 
     Returns:
         Noise levels in [0, 1) with keyword arguments of `forward`, batches of one.
@@ -82,19 +70,12 @@ def diffusion_probes(
 
 
 def transformers_probes(model: Any, samples: int, seed: int, limit: int) -> list[tuple[float | None, dict[str, Any]]]:
-    """Random tokens or images for a model of transformers; arguments as in [`diffusion_probes`].
-
-    Args:
-        model: The model.
-        samples: Number of inputs.
-        seed: Seed of all of it.
-        limit: Most tokens of a text.
+    """Random texts of at most `limit` tokens, or images, for a model of transformers; as in [`diffusion_probes`].
 
     Raises:
         ValueError: If the model takes neither texts nor images.
     """
-    generator = torch.Generator().manual_seed(seed)
-    config = model.config
+    generator, config = torch.Generator().manual_seed(seed), model.config
     if model.main_input_name == "input_ids":
         text = config.get_text_config()
         length = min(limit, _LONGEST_TEXT, (getattr(text, "max_position_embeddings", None) or _LONGEST_TEXT) - 2)
