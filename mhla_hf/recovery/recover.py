@@ -14,7 +14,7 @@ from ..models.registry import family_for
 from ..models.source import Component, Source, open_source
 from ..models.weight_files import check_weights
 from ..training.config import DEVICES
-from ..training.stopping import TrainingStopped
+from ..training.processes import TrainingStopped
 from ..utils.messages import shorten_list, shorten_text
 from .data import DATA_FREE, GENERATED, DigitVideos
 from .defaults import default_recipe

@@ -292,7 +292,7 @@ class TrainingConfig(_Options):
 class CacheConfig(_Options):
     """Options of the cache step, which encodes videos or images and their captions once.
 
-    Sizes that are not given depend on the model; see `families.sizes.PipelineSizes.complete`.
+    Sizes that are not given depend on the model; see `families.base.PipelineSizes.complete`.
 
     Raises:
         ValueError: If a value is not allowed; the message names the option and what it may be.

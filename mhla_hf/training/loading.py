@@ -24,7 +24,7 @@ from ..utils.locations import PIPELINE_INDEX, download_pipeline, download_reposi
 from ..utils.source_files import list_files
 from .config import COMPONENTS, UNCONVERTED, TrainingConfig
 from .families import Family, Objective, check_options, family_of, family_of_class
-from .families.sizes import PipelineSizes
+from .families.base import PipelineSizes
 from .parameters import check_takes_adapters
 
 

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from . import checkpoints
 from .checkpoints import Position
-from .data.batches import TrainingBatch
-from .data.data_order import DataOrder
+from .data.batches import DataOrder, TrainingBatch
 from .optimization import WeightAverage, learning_rate_factor, set_learning_rate
 from .run import Run
 from .sharding import full_tensor

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that train: those of MHLA, LoRA and those of MHLA, or all."""
+"""Parameters that train (those of MHLA, LoRA and those of MHLA, or all), and files of LoRA and MHLA parameters."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from ..utils.compat.diffusers import lora_metadata_key
+from ..utils.files import atomic_directory
 from .config import TRAIN_MODES
 
 
@@ -159,3 +164,29 @@ def merge_lora(model: nn.Module) -> None:
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, layer.get_base_layer())
+
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+MHLA_FILE = "mhla.safetensors"
+
+
+def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> None:
+    """Saves the LoRA matrices and their scale as diffusers reads them, and the MHLA parameters beside them.
+
+    They load by `pipeline.load_lora_weights`, or by `load_lora_adapter` of the transformer where the pipeline has no
+    such method, as DiT's.
+
+    Args:
+        destination: Directory to make.
+        model: The transformer, before its LoRA is merged.
+        component: Which transformer of the pipeline it is.
+    """
+    adapter = {f"{component}.{name}": tensor for name, tensor in lora_state_dict(model).items()}
+    # Without them diffusers takes the rank for alpha.
+    options = {f"{component}.{name}": value for name, value in lora_options(model).items()}
+    metadata = {"format": "pt", lora_metadata_key(): json.dumps(options, indent=2, sort_keys=True)}
+    ours = mhla_state_dict(model)
+    with atomic_directory(destination) as temporary:
+        save_file(adapter, temporary / LORA_FILE, metadata=metadata)
+        if ours:
+            save_file(ours, temporary / MHLA_FILE, metadata={"format": "pt"})

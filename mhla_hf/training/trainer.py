@@ -16,32 +16,28 @@ from accelerate import Accelerator, DistributedType
 from safetensors.torch import save_file
 from torch import nn
 
+from ..conversion.report import package_versions
 from ..utils.files import atomic_directory, remove_leftovers, write_json
 from ..utils.source_files import list_files
 from . import parameters
 from .checkpoints import Position
 from .config import UNCONVERTED, TrainingConfig
-from .data.batches import LatentSamples, check_null_condition, make_batch
+from .data.batches import LatentSamples, check_null_condition, first_of_buckets, make_batch, stable_seed
 from .data.cache import LatentDataset
-from .data.data_order import first_of_buckets, stable_seed
 from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
-from .export import MHLA_FILE, package_versions, save_adapter
 from .families import TRANSFORMERS, Tensors, check_options
 from .families.transformers_models import TransformersObjective
 from .loading import PipelineSource, TrainingSource, TransformersSource, objective_for
 from .loop import StageLoop
-from .matching.teacher import SharedTeacher
+from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights
 from .metrics import MetricsFile
-from .processes import check_distribution, make_accelerator, open_trackers
-from .resuming import find_start
-from .run import Callback, Run, Validator
+from .parameters import MHLA_FILE, save_adapter
+from .processes import StopSignals, TrainingStopped, check_distribution, make_accelerator, open_trackers
+from .run import Callback, Run, Validator, find_start
 from .sharding import unsharded
-from .stages.diffusion import DiffusionStage
 from .stages.matching import Transfer
-from .stages.prediction import PredictionStage, Stage
-from .stages.teachers import Teacher, memory_of, share_weights
+from .stages.prediction import DiffusionStage, PredictionStage, Stage
 from .stages.transformers import BatchesByStep, TransformersStage
-from .stopping import StopSignals, TrainingStopped
 from .validation import make_validator
 
 
@@ -332,7 +328,7 @@ class Trainer(ABC):
                 record["final_losses"] = {name: values[-1] for name, values in result.losses.items() if values}
                 if result.teacher_memory:
                     record["teacher_memory_bytes"] = result.teacher_memory
-                record["versions"] = package_versions()
+                record["versions"] = dict(package_versions())
                 self.source.export(result.pipeline, model, record)
         self.accelerator.wait_for_everyone()
         if self.owns_accelerator:

@@ -184,13 +184,13 @@ def test_one_process_of_several_is_refused(tmp_path):
 
 
 def test_outside_a_launcher_nothing_changes(monkeypatch):
-    from mhla_hf.training import processes, stopping
+    from mhla_hf.training import processes
 
-    for name in (*stopping._LAUNCHER_MARKS, *processes._ADDRESS, *processes._WORLD_SIZES):
+    for name in (*processes._LAUNCHER_MARKS, *processes._ADDRESS, *processes._WORLD_SIZES):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(stopping.ctypes, "CDLL", lambda name: pytest.fail("the process is changed"))
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: pytest.fail("the process is changed"))
     before = dict(os.environ)
-    stopping.end_with_launcher()
+    processes.end_with_launcher()
     assert processes.wait_for_processes(1) is None and dict(os.environ) == before
 
 

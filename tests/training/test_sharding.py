@@ -10,7 +10,7 @@ import torch
 from accelerate import DistributedType
 
 from mhla_hf.training import TrainingConfig
-from mhla_hf.training.data.data_order import DataOrder
+from mhla_hf.training.data.batches import DataOrder
 from mhla_hf.training.processes import check_distribution, make_accelerator
 from mhla_hf.training.sharding import set_deepspeed_options
 

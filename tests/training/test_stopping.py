@@ -15,7 +15,7 @@ from accelerate.utils.other import get_free_port
 from mhla_hf.cli.errors import friendly_errors
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.checkpoints import list_checkpoints
-from mhla_hf.training.stopping import StopSignals, TrainingStopped
+from mhla_hf.training.processes import StopSignals, TrainingStopped
 from tests import ROOT
 
 from .training_process import make_trainer

@@ -33,7 +33,7 @@ from mhla_hf.training.parameters import (
     trainable_names,
 )
 from mhla_hf.training.sharding import unsharded
-from mhla_hf.training.stages.diffusion import DiffusionStage
+from mhla_hf.training.stages.prediction import DiffusionStage
 from mhla_hf.utils.locations import find_pipeline
 
 from .. import tiny

@@ -19,13 +19,14 @@ from ...utils.locks import PATIENCE_SECONDS, take_lock
 from ...utils.tensor_files import read_header
 from ..config import DIGITS, GENERATED, CacheConfig, TrainingConfig
 from ..families import check_options
-from ..families.sizes import PipelineSizes
+from ..families.base import PipelineSizes
 from ..loading import PipelineSource
 from .cache import (
     FORMAT_VERSION,
     LOCK,
     MANIFEST,
     NULL_CONDITION,
+    Encoder,
     damaged_file,
     read_manifest,
     saved_key,
@@ -33,7 +34,6 @@ from .cache import (
 )
 from .class_labels import pipeline_labels
 from .digits import digit_images
-from .encoding import Encoder
 from .fingerprints import folder_fingerprint
 from .folders import DataSample, UnusableSampleError
 from .images import captioned_images, class_images

@@ -22,7 +22,7 @@ from ...utils.files import atomic_file
 from ...utils.locks import take_lock
 from ..config import GENERATED, LONGEST_TEXT, MOST_SAMPLES, CacheConfig
 from ..matching.teacher import SharedTeacher
-from .data_order import stable_seed
+from .batches import stable_seed
 from .fingerprints import folder_fingerprint, model_fingerprint
 from .folders import DataSample
 from .tokens import TokenTable

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...utils.json_files import read_json
-from .base import TEXT_OPTIONS, Family, encode_with
+from .base import TEXT_OPTIONS, Family, PipelineSizes, encode_with, read_count
 from .flow import FLOW_OPTIONS, FlowObjective
 from .objective import Tensors, check_text_width
-from .sizes import PipelineSizes, read_count
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from accelerate import DistributedType
 from torch import distributed, nn
 
-from ..stopping import TrainingStopped
+from ..processes import TrainingStopped
 
 
 Key = TypeVar("Key")

@@ -19,10 +19,10 @@ from ...utils.files import remove_leftovers, write_json
 from ...utils.json_files import read_json
 from ...utils.locks import lock_output
 from ..config import TrainingConfig
-from ..data.data_order import DataOrder
+from ..data.batches import DataOrder
 from ..data.fingerprints import add_tensor, model_fingerprint, spread
 from ..loop import StageLoop
-from ..stopping import StopSignals, TrainingStopped
+from ..processes import StopSignals, TrainingStopped
 from .activations import (
     CACHES,
     ActivationCache,
@@ -34,9 +34,8 @@ from .activations import (
     total_size,
 )
 from .distributed import Processes
-from .layer_run import LayerRun, trained_names
 from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
-from .stage import STAGE, MatchingStage
+from .stage import STAGE, LayerRun, MatchingStage, trained_names
 from .teacher import SharedTeacher
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...conversion.options import parse_dtype, parse_size
 from ..config import TrainingConfig
-from ..stopping import StopSignals
+from ..processes import StopSignals
 from .activations import CACHES
 from .engine import Batches, Matching, MatchingReport, Progress, layers_with_projections
 from .layers import Batch, evaluating, mhla_layers

@@ -19,8 +19,7 @@ from torch import nn
 from ...utils.files import write_json
 from ...utils.json_files import read_json
 from ..config import TrainingConfig
-from ..data.batches import Batch
-from ..data.data_order import DataOrder
+from ..data.batches import Batch, DataOrder
 from ..data.fingerprints import model_fingerprint, samples_fingerprint
 from ..families import Objective
 from ..matching.activations import ActivationCache, DiskCache, MemoryCache, OnlineCache, choose_cache, pack

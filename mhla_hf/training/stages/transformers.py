@@ -15,13 +15,21 @@ from torch import nn
 
 from ...utils.compat import unsplit_classes
 from ..config import TrainingConfig
-from ..data.data_order import DataOrder
-from ..families.transformers_models import TransformersObjective, head_of, matched_states, token_states
+from ..data.batches import DataOrder
+from ..families.transformers_models import (
+    Head,
+    TransformersObjective,
+    divergences,
+    head_of,
+    language_losses,
+    matched_states,
+    relative_errors,
+    token_states,
+)
 from ..matching.layers import without_dropout
+from ..matching.teacher import Teacher, compute_with
 from ..parameters import set_trainable
 from .prediction import PredictionStage
-from .prediction_losses import Head, divergences, language_losses, relative_errors
-from .teachers import Teacher, compute_with
 
 
 IGNORED = -100

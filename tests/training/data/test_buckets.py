@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig, evaluate
+from mhla_hf.training.data.batches import DataOrder
 from mhla_hf.training.data.buckets import Bucket, nearest_bucket, parse_buckets
-from mhla_hf.training.data.data_order import DataOrder
 from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.videos import captioned_videos, write_video
 from mhla_hf.training.families import FAMILIES
-from mhla_hf.training.families.sizes import PipelineSizes
+from mhla_hf.training.families.base import PipelineSizes
 
 from ... import tiny_images
 from ..cases import CASES

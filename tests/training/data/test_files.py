@@ -22,8 +22,8 @@ from mhla_hf.training.checkpoints import (
     save_checkpoint,
 )
 from mhla_hf.training.config import CacheConfig
+from mhla_hf.training.data.cache import Encoder
 from mhla_hf.training.data.cache_building import build_cache, cache_settings, finish_cache, start_cache
-from mhla_hf.training.data.encoding import Encoder
 from mhla_hf.training.data.fingerprints import folder_fingerprint
 from mhla_hf.training.data.folders import DataSample, UnusableSampleError
 from mhla_hf.training.data.videos import captioned_videos, fit_frames, read_frames, write_video

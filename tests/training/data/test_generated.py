@@ -12,8 +12,8 @@ from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.data import generated
 from mhla_hf.training.data.batch_sources import PackedText
+from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.data.cache_building import make_cache
-from mhla_hf.training.data.data_order import stable_seed
 from mhla_hf.training.data.generated import generate_text, read_prompts
 from mhla_hf.training.processes import make_accelerator
 from tests import tiny, tiny_images

@@ -14,10 +14,10 @@ from PIL import Image
 
 from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
+from mhla_hf.training.data.cache import Encoder
 from mhla_hf.training.data.cache_building import find_samples, make_cache
 from mhla_hf.training.data.class_labels import find_label, folder_labels, pipeline_labels
 from mhla_hf.training.data.digits import DIGIT_WORDS, digit_images, load_scans
-from mhla_hf.training.data.encoding import Encoder
 from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.images import captioned_images, class_images, fit_image, image_grid, read_image
 from mhla_hf.training.families import FAMILIES, check_options

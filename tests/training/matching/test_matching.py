@@ -14,9 +14,9 @@ from peft import LoraConfig
 import mhla_hf
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.matching.activations import DiskCache, choose_cache, pack, total_size, unpack
-from mhla_hf.training.matching.layer_run import layer_optimizer, trained_names
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, record_calls
 from mhla_hf.training.matching.matching import match_layers, matching_losses
+from mhla_hf.training.matching.stage import layer_optimizer, trained_names
 from mhla_hf.training.matching.teacher import SharedTeacher
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model

@@ -15,7 +15,7 @@ from torch import distributed
 
 import mhla_hf
 from mhla_hf.recovery import match_layers
-from mhla_hf.training.stopping import TrainingStopped
+from mhla_hf.training.processes import TrainingStopped
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 from tests.training.kill_training import start as start_process
 

@@ -20,8 +20,8 @@ from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.parameters import add_lora, is_mhla_parameter
-from mhla_hf.training.stages.diffusion import DiffusionStage
 from mhla_hf.training.stages.noise_prediction import NoiseSchedule, noise_distillation_losses
+from mhla_hf.training.stages.prediction import DiffusionStage
 from tests import tiny
 from tests.layers.test_original import NAMES, kept, models
 from tests.training.cases import CASES
@@ -322,7 +322,7 @@ class TestFiles:
 
     def test_a_fresh_conversion_needs_no_second_model(self, softmax, monkeypatch, caplog):
         monkeypatch.setattr(PipelineSource, "teacher", None)
-        caplog.set_level(logging.INFO, "mhla_hf.training.stages.teachers")
+        caplog.set_level(logging.INFO, "mhla_hf.training.matching.teacher")
         config = options(model=softmax, mhla={"blocks": (1, 2, 2)}, train="mhla")
         result = DiffusionTrainer(config, dataset=self.data()).run()
         assert result.teacher_memory["stored"] == 0 < result.teacher_memory["shared"]

@@ -13,9 +13,8 @@ from mhla_hf.training.checkpoints import STAGES, Position, checkpoint_position, 
 from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.loop import StageLoop
 from mhla_hf.training.metrics import MetricsFile
-from mhla_hf.training.processes import make_accelerator
+from mhla_hf.training.processes import StopSignals, make_accelerator
 from mhla_hf.training.run import Run
-from mhla_hf.training.stopping import StopSignals
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")

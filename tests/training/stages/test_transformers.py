@@ -13,13 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training import TrainingConfig, TransformersTrainer
-from mhla_hf.training.data.data_order import DataOrder
-from mhla_hf.training.families.transformers_models import TransformersObjective, head_of, matched_states, token_states
+from mhla_hf.training.data.batches import DataOrder
+from mhla_hf.training.families.transformers_models import (
+    TransformersObjective,
+    divergences,
+    head_of,
+    language_losses,
+    matched_states,
+    relative_errors,
+    token_states,
+)
 from mhla_hf.training.loading import TransformersSource
 from mhla_hf.training.matching.layers import run
-from mhla_hf.training.matching.teacher import SharedTeacher
-from mhla_hf.training.stages.prediction_losses import divergences, language_losses, relative_errors
-from mhla_hf.training.stages.teachers import compute_with
+from mhla_hf.training.matching.teacher import SharedTeacher, compute_with
 from mhla_hf.training.stages.transformers import TransformersStage, next_tokens
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
