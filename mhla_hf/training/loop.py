@@ -36,6 +36,7 @@ class StageLoop:
     Attributes:
         step: Steps taken, earlier runs included.
         losses: Loss of every step, in the process that keeps the metrics; elsewhere of the steps taken here.
+        seconds: Duration of the steps taken here, without their reports and checkpoints.
     """
 
     def __init__(self, run: Run, stage: Stage, steps_before: int = 0, averages: bool = False) -> None:
@@ -46,6 +47,7 @@ class StageLoop:
         rows = run.metrics.rows if run.metrics else []
         self.losses = [row["loss"] for row in rows if row["stage"] == stage.name]
         self.step = 0
+        self.seconds = 0.0
         self._saved: int | None = None
 
     @property
@@ -70,12 +72,10 @@ class StageLoop:
         self.start(position, checkpoint)
         if self.finished:
             return self.losses, 0.0
-        first, seconds = self.step, 0.0
+        first = self.step
         with self.stage.context(), self._progress() as bar:
             while not self.finished:
-                began = time.perf_counter()
                 told_to_stop = self.take_step()
-                seconds += time.perf_counter() - began
                 bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
                 bar.update()
                 if told_to_stop:
@@ -84,7 +84,7 @@ class StageLoop:
                 self._validate_if_due()
         steps = self.step - first
         self.finish()
-        return self.losses, seconds / steps
+        return self.losses, self.seconds / steps
 
     def start(self, position: Position | None, checkpoint: Path | None) -> None:
         """Restores model and optimizer to the position that the run resumes from; arguments as in `run`."""
@@ -92,13 +92,13 @@ class StageLoop:
         if position is None or position.stage != stage.name:
             checkpoint = None
         if position is not None and position >= Position.of(stage.name, stage.steps):
-            self.step = stage.steps
+            self.step = self._saved = stage.steps
             # The next stage, or the export, goes on from the weights at the end of this one.
             if checkpoint is not None:
                 checkpoints.load_weights(checkpoint, self.model, names, self.averages)
             return
         if position is not None and position.stage == stage.name:
-            self.step = position.step
+            self.step = self._saved = position.step
         self.names = names
         self.shared.prepare_model(names)
         if checkpoint is not None:
@@ -125,6 +125,7 @@ class StageLoop:
         began = time.perf_counter()
         loss, logs, told_to_stop = self._optimizer_step()
         seconds = time.perf_counter() - began
+        self.seconds += seconds
         self.step += 1
         self.losses.append(loss)
         self._report(loss, logs, seconds)

@@ -40,7 +40,7 @@ def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_s
         raise ValueError(f"lr_schedule must be one of {', '.join(LR_SCHEDULES)}, got {schedule!r}")
     if step < warmup_steps:
         # Diffusers begins at a rate of 0, with which the first step would learn nothing.
-        step += 1
+        return (step + 1) / warmup_steps
     return _schedule(schedule, warmup_steps, total_steps)(min(step, max(total_steps, warmup_steps)))
 
 

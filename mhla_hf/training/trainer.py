@@ -424,14 +424,14 @@ class DiffusionTrainer(Trainer):
         ]
 
     def _get_transfer_teacher(self) -> nn.Module:
-        if self.teacher is None:
+        teacher = self.teacher
+        if isinstance(teacher, SharedTeacher):
+            raise ValueError("teacher must be a model of its own for transfer_steps, not a SharedTeacher")
+        if teacher is None:
             if self.source is None:
                 raise ValueError("transfer_steps needs a teacher: the model before its conversion")
-            # In the type of the model, which then has most of its weights.
-            self.teacher = self.source.teacher.load()
-        if isinstance(self.teacher, SharedTeacher):
-            raise ValueError("teacher must be a model of its own for transfer_steps, not a SharedTeacher")
-        teacher = self.teacher
+            # In the type of the model, which then has most of its weights. Distillation loads it again, to share them.
+            teacher = self.source.teacher.load()
         if not self.config.distill_steps:
             # Fine-tuning does not need it, and the stage releases it.
             self.teacher = None

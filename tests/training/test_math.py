@@ -195,6 +195,8 @@ def test_learning_rate_schedules():
     assert factors("linear")[4] == 1 and factors("linear")[8] == 0.5
     assert factors("cosine")[8] == pytest.approx(0.5)
     assert learning_rate_factor(20, schedule="cosine", warmup_steps=4, total_steps=12) == pytest.approx(0)
+    # A warm-up over all steps ends at the peak.
+    assert learning_rate_factor(3, schedule="linear", warmup_steps=4, total_steps=4) == 1
     with pytest.raises(ValueError, match="constant, linear, cosine"):
         learning_rate_factor(0, schedule="steps", warmup_steps=0, total_steps=1)
 

@@ -443,6 +443,10 @@ class TestResuming:
             assert torch.equal(value, cut.model.state_dict()[name]), name
         rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
         assert len(rows[0]) == 12
+        # Without checkpoints and reports.
+        for stage, seconds in whole.seconds_per_step.items():
+            own = [row["seconds"] for row in rows[0] if row["stage"] == stage]
+            assert seconds == pytest.approx(sum(own) / len(own), abs=1e-6)
         for mine, theirs in zip(*rows, strict=True):
             assert {**mine, "seconds": 0} == {**theirs, "seconds": 0}
         kept = [path.name for path in list_checkpoints(tmp_path / "cut" / "checkpoints")]

@@ -264,8 +264,9 @@ class Matching:
         way_on = "nothing was saved, for there is no output"
         if self.output is not None:
             way_on = f"the same command continues from there (saved in {self.output})"
-        name = loops[0].stage.layers[0].name
-        return TrainingStopped(f"stopped matching {name} after step {loops[0].step} of {self.steps}; {way_on}", number)
+        last = min(loops, key=lambda loop: loop.step)
+        name = last.stage.layers[0].name
+        return TrainingStopped(f"stopped matching {name} after step {last.step} of {self.steps}; {way_on}", number)
 
     def _exchange(self, runs: Sequence[LayerRun]) -> None:
         """Gives all processes the weights and losses of all layers."""

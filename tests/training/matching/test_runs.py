@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import sys
 
@@ -101,6 +102,18 @@ def test_a_signal_stops_after_the_step_and_the_same_call_goes_on(cache, tmp_path
     with pytest.raises(TrainingStopped, match="nothing was saved, for there is no output"):
         seen.clear()
         run(None, cache=cache, progress=stop_at)
+
+
+def test_a_layer_that_is_ahead_does_not_mind_a_stop(tmp_path):
+    """As after a kill between the checkpoints of two layers that train side by side."""
+    whole = run(tmp_path / "whole", cache="none")
+    output = tmp_path / "stopped"
+    for step in (1, 2):
+        with pytest.raises(TrainingStopped, match=rf"after step {step} of 5; .*continues from there"):
+            run(output, cache="none", progress=lambda *step: os.kill(os.getpid(), signal.SIGTERM))
+        shutil.rmtree(output / "layers" / "000")
+        shutil.copytree(tmp_path / "whole" / "layers" / "000", output / "layers" / "000")
+    assert same(run(output, cache="none"), whole)
 
 
 def test_another_run_is_refused(tmp_path):

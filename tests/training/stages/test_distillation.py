@@ -338,6 +338,12 @@ class TestFiles:
         assert within.teacher_memory["stored"] == 4 * sum(parameter.numel() for parameter in projections)
         assert expected.teacher_memory["shared"] == 0
 
+    def test_matching_before_keeps_no_second_model(self, changed):
+        config = options(model=changed, train="mhla", transfer_steps=1)
+        trainer = DiffusionTrainer(config, dataset=self.data())
+        result = trainer.run()
+        assert result.teacher_memory["shared"] > result.teacher_memory["stored"] > 0
+
     def test_resumed_runs_take_the_teacher_from_the_source(self, changed, tmp_path):
         def train(output, steps):
             config = options(
