@@ -24,7 +24,7 @@ from ..utils.machine import installed_versions
 
 SCHEMA_VERSION = 2
 
-_PACKAGES = ("mhla-hf", "torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub")
+_PACKAGES = ("mhla-hf", "torch", "diffusers", "transformers", "safetensors", "huggingface_hub")
 _TRAINED_FAMILIES = ("wan", "sana", "dit")
 _HASH_CHUNK = 8 * 2**20
 

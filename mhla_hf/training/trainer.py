@@ -16,8 +16,8 @@ from accelerate import Accelerator, DistributedType
 from safetensors.torch import save_file
 from torch import nn
 
-from ..conversion.report import package_versions
 from ..utils.files import atomic_directory, remove_leftovers, write_json
+from ..utils.machine import installed_versions
 from ..utils.source_files import list_files
 from . import parameters
 from .checkpoints import Position
@@ -328,7 +328,7 @@ class Trainer(ABC):
                 record["final_losses"] = {name: values[-1] for name, values in result.losses.items() if values}
                 if result.teacher_memory:
                     record["teacher_memory_bytes"] = result.teacher_memory
-                record["versions"] = dict(package_versions())
+                record["versions"] = installed_versions("torch", "diffusers", "accelerate", "safetensors")
                 self.source.export(result.pipeline, model, record)
         self.accelerator.wait_for_everyone()
         if self.owns_accelerator:
