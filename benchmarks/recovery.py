@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""How well, and how fast, converted models recover: the demo's Wan, all-MiniLM-L6-v2, and a language model.
+"""Quality and time of recoveries of converted models: the demo's Wan, all-MiniLM-L6-v2, and a language model.
 
     python benchmarks/recovery.py --jobs 2
 

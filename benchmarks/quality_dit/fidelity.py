@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far samples are from real digits: a small classifier, and the Fréchet distance of its features."""
+"""Distance of samples from real digits: a small classifier, and the Fréchet distance of its features."""
 
 from __future__ import annotations
 

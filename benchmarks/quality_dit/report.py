@@ -22,7 +22,7 @@ METRICS = ("held_out_loss", "frechet_distance", "class_accuracy")
 """Figures of a run that are summed up; the first two are better when smaller."""
 
 BASELINES = ("softmax", "linear")
-"""What every other variant is compared with."""
+"""Baseline of every other variant."""
 
 # Points that a curve of losses is kept with.
 CURVE_POINTS = 50

@@ -157,20 +157,15 @@ def fla(inputs: Inputs, shape: OperatorShape, normalizer: str | None, *_: object
     return operator(*inputs.tokens, scale=1.0, **options)[0]
 
 
-@dataclass(frozen=True)
-class _PathModules:
-    norms: HeadNorms
-    rotary: PairwiseRotary
-    output_norm: OutputNorm
-
-
 @cache
-def _path_modules(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> _PathModules:
+def _path_modules(
+    shape: OperatorShape, dtype: torch.dtype, device: torch.device
+) -> tuple[HeadNorms, PairwiseRotary, OutputNorm]:
     norms = (nn.RMSNorm(shape.heads * shape.width, eps=EPS, dtype=dtype, device=device) for _ in range(2))
     angles = torch.arange(shape.tokens, device=device)[:, None] * torch.linspace(1, 0, shape.width // 2, device=device)
     tables = (table[None, :, None] for table in (angles.cos(), angles.sin()))
     output_norm = OutputNorm(shape.width, eps=EPS, dtype=dtype, device=device)
-    return _PathModules(HeadNorms(*norms), PairwiseRotary(*tables), output_norm)
+    return HeadNorms(*norms), PairwiseRotary(*tables), output_norm
 
 
 def mhla_path(
@@ -188,7 +183,7 @@ def mhla_path(
     Returns:
         `[B, T, H, V]`.
     """
-    modules = _path_modules(shape, inputs.value.dtype, inputs.value.device)
+    norms, rotary, output_norm = _path_modules(shape, inputs.value.dtype, inputs.value.device)
     normalizer = normalizer or "query"
     query, key, value = inputs.tokens
     if fused:
@@ -199,16 +194,16 @@ def mhla_path(
             value,
             inputs.mixing,
             shape.layout(),
-            rotary=modules.rotary,
-            norms=modules.norms,
+            rotary=rotary,
+            norms=norms,
             scaling=None,
             gate=inputs.gate,
-            output_norm=modules.output_norm,
+            output_norm=output_norm,
         )
-    query, key = (tokens.relu() for tokens in modules.norms.apply(query, key))
+    query, key = (tokens.relu() for tokens in norms.apply(query, key))
     output = mhla_attention(
-        modules.rotary(query),
-        modules.rotary(key),
+        rotary(query),
+        rotary(key),
         value,
         inputs.mixing,
         shape.layout(),
@@ -218,11 +213,11 @@ def mhla_path(
         eps=EPS,
         backend=backend,
     )
-    return modules.output_norm(output) * F.silu(inputs.gate)
+    return output_norm(output) * F.silu(inputs.gate)
 
 
 def softmax_path(inputs: Inputs, shape: OperatorShape, *_: object) -> torch.Tensor:
     """Softmax attention from projections on, `[B, T, H, V]`, without output norm and gate."""
-    modules = _path_modules(shape, inputs.value.dtype, inputs.value.device)
-    query, key = modules.norms.apply(inputs.query, inputs.key)
-    return softmax(replace(inputs, query=modules.rotary(query), key=modules.rotary(key)), shape)
+    norms, rotary = _path_modules(shape, inputs.value.dtype, inputs.value.device)[:2]
+    query, key = norms.apply(inputs.query, inputs.key)
+    return softmax(replace(inputs, query=rotary(query), key=rotary(key)), shape)

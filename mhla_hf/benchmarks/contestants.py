@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from ..ops import triton_obstacle
 from . import attention
 from .attention import Inputs
-from .shapes import OperatorShape
+from .shapes import OperatorShape, check_names
 
 
 def _kernels(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -73,7 +73,7 @@ class Contestant:
     whole_path: bool = False
 
     def obstacle(self, shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why it cannot run with this shape, type and device; None if it can."""
+        """Reason why it cannot run with this shape, type and device; None if it can."""
         reasons = (REQUIREMENTS[name](shape, dtype, device) for name in self.requires)
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -122,7 +122,5 @@ def choose_contestants(names: Sequence[str] | None) -> list[Contestant]:
     """
     if names is None:
         return [contestant for contestant in CONTESTANTS.values() if contestant.usual]
-    for name in names:
-        if name not in CONTESTANTS:
-            raise ValueError(f"contestants={name!r} must be one of {', '.join(CONTESTANTS)}.")
+    check_names("contestants", names, CONTESTANTS)
     return [CONTESTANTS[name] for name in names]

@@ -17,7 +17,7 @@ from ..utils.compat.diffusers import fp32_parts
 from .contestants import CONTESTANTS
 from .measuring import SpeedOptions, check_environment, failure_reason, fill_rows, free_memory
 from .model_cases import MODEL_CASES, ModelCase
-from .shapes import OperatorShape, choose_cases
+from .shapes import OperatorShape, check_names, choose_cases
 
 
 ORDINARY = "ordinary"
@@ -59,9 +59,7 @@ class ModelOptions(SpeedOptions):
         super().__post_init__()
         if self.step not in STEPS:
             raise ValueError(f"step={self.step!r} must be one of {', '.join(STEPS)}.")
-        for name in self.contestants:
-            if name not in VARIANTS:
-                raise ValueError(f"contestants={name!r} must be one of {', '.join(VARIANTS)}.")
+        check_names("contestants", self.contestants, VARIANTS)
         self.cases()
 
     def cases(self) -> list[ModelCase]:
@@ -160,7 +158,7 @@ def _make_model(
     if training and options.checkpointing:
         model.enable_gradient_checkpointing()
     if options.compile_backend is not None:
-        for block in _transformer_blocks(model):
+        for block in model.blocks if hasattr(model, "blocks") else model.transformer_blocks:
             block.compile(backend=options.compile_backend, dynamic=False)
     return model
 
@@ -171,10 +169,6 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if kept.isdisjoint(name.split(".")):
             parameter.data = parameter.data.to(dtype)
-
-
-def _transformer_blocks(model: Any) -> nn.ModuleList:
-    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
 
 
 def _runner(

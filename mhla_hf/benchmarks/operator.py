@@ -151,7 +151,7 @@ def _measure_shape(
 
 
 def _is_softmax_peer(row: dict[str, Any], contestant: Contestant) -> bool:
-    """Whether a row is of softmax attention with the same extent: the operator, or a whole path."""
+    """True for a row of softmax attention with the same extent: the operator, or a whole path."""
     other = CONTESTANTS[row["contestant"]]
     return other.family == "softmax" and other.whole_path == contestant.whole_path
 

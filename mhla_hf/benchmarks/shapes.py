@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -53,7 +53,7 @@ class OperatorShape:
 
     @property
     def causal(self) -> bool:
-        """Whether tokens look back only."""
+        """True where tokens look back only."""
         return self.chunk is not None
 
     @property
@@ -150,6 +150,17 @@ SHAPES: dict[str, OperatorShape] = {
 """All shapes by name."""
 
 
+def check_names(argument: str, names: Sequence[str], known: Collection[str]) -> None:
+    """Refuses unknown names in an argument.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{argument}={name!r} must be one of {', '.join(known)}.")
+
+
 def choose_cases(
     argument: str, cases: Mapping[str, Case], names: Sequence[str] | None, device: torch.device, quick: bool
 ) -> list[Case]:
@@ -168,7 +179,5 @@ def choose_cases(
     if names is None:
         suited = [case for name, case in cases.items() if name.endswith(SMALL) == (device.type == "cpu")]
         return [case for case in suited if case.quick or not quick]
-    for name in names:
-        if name not in cases:
-            raise ValueError(f"{argument}={name!r} must be one of {', '.join(cases)}.")
+    check_names(argument, names, cases)
     return [cases[name] for name in names]

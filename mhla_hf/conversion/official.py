@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from ..models.source import Source
 from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
 from ..utils.destinations import claim_destination
 from ..utils.messages import shorten_text, shorten_value
-from ..utils.tensor_files import TensorEntry, split_into_shards
+from ..utils.tensor_files import TensorEntry
 from .checkpoint_files import UPSTREAM, open_checkpoint
 from .diffusers_planning import cast_entry, component_report, empty_model, kept_in_fp32
 from .options import parse_dtype, parse_size
 from .original_weights import read_base
-from .planning import ComponentPlan, WeightsPlan, compare_tensors, weight_set_report
+from .planning import ComponentPlan, compare_tensors, plan_files
 from .report import ConversionReport
 from .writing import check_apart, write_result
 
@@ -115,7 +116,7 @@ def _plan_import(
     max_bytes: int | None,
 ) -> ComponentPlan:
     entries: dict[str, TensorEntry] = {}
-    for entry in (entry for group in groups for entry in group):
+    for entry in chain.from_iterable(groups):
         if entry.name in entries:
             raise ValueError(f"{checkpoint} holds {shorten_text(entry.name)} twice.")
         if 0 in entry.shape:
@@ -149,7 +150,6 @@ def _plan_import(
     )
     kept = kept_in_fp32(model)
     shards = [[cast_entry(written[entry.name], dtype, kept) for entry in group] for group in groups]
-    flat = [entry for shard in shards for entry in shard]
     report = component_report("WanModel", model)
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
     config = to_stored(
@@ -159,8 +159,7 @@ def _plan_import(
             **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
         }
     )
-    plan = WeightsPlan(split_into_shards(shards, max_bytes), files, weight_set_report(None, flat))
-    return ComponentPlan("transformer", config, [plan], report)
+    return ComponentPlan("transformer", config, [plan_files(None, files, shards, [], max_bytes)], report)
 
 
 def _imported_entry(name: str, entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry:

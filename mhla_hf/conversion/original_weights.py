@@ -42,7 +42,7 @@ def find_weights(source: str | Path, hub: Mapping[str, Any]) -> tuple[Path, dict
 
 
 def is_original_directory(folder: Path) -> bool:
-    """Whether a directory holds a model of Wan's authors: `config.json` for their own class, and shards."""
+    """True for a directory with a model of Wan's authors: `config.json` for their own class, and shards."""
     path = folder / "config.json"
     if not path.is_file() or (folder / PIPELINE_INDEX).exists():
         return False

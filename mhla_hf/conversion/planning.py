@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,19 +68,6 @@ class PlanOptions:
     max_bytes: int | None = None
 
 
-def weight_set_report(
-    variant: str | None, copied: Sequence[TensorEntry], fresh: Sequence[TensorEntry] = ()
-) -> WeightSetReport:
-    """Starts the report on a set of weights: tensors copied from the source, as they are written, and new ones."""
-    return WeightSetReport(
-        variant=variant,
-        copied_tensors=len(copied),
-        copied_parameters=sum(math.prod(entry.shape) for entry in copied),
-        dtypes=count_dtypes([*copied, *fresh]),
-        initialised_dtypes=count_dtypes(fresh),
-    )
-
-
 def plan_files(
     variant: str | None,
     sources: tuple[Path, ...],
@@ -90,8 +77,15 @@ def plan_files(
 ) -> WeightsPlan:
     """Distributes the copied tensors of each file, and new ones: one file stays one file; several get one more."""
     copied = [entry for group in groups for entry in group]
-    groups = [groups[0] + fresh] if len(groups) == 1 else [*groups, fresh]
-    report = weight_set_report(variant, copied, fresh)
+    report = WeightSetReport(
+        variant=variant,
+        copied_tensors=len(copied),
+        copied_parameters=sum(math.prod(entry.shape) for entry in copied),
+        dtypes=_count_dtypes([*copied, *fresh]),
+        initialised_dtypes=_count_dtypes(fresh),
+    )
+    if fresh:
+        groups = [groups[0] + fresh] if len(groups) == 1 else [*groups, fresh]
     return WeightsPlan(split_into_shards(groups, max_bytes), sources, report)
 
 
@@ -141,8 +135,7 @@ def dominant_dtype(entries: Iterable[TensorEntry]) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def count_dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
-    """Number of tensors of each type."""
+def _count_dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
     return dict(Counter(str(entry.dtype).removeprefix("torch.") for entry in entries))
 
 

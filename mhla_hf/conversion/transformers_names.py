@@ -59,7 +59,7 @@ class StoredNames:
         self.may_be_missing = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
 
     def is_float(self, name: str) -> bool:
-        """Whether the model has floating-point numbers in the place of a tensor of the source."""
+        """True where the model has floating-point numbers in the place of a tensor of the source."""
         return self._state[self.loaded[name]].is_floating_point()
 
     def _load_names(self, stored: Sequence[str]) -> tuple[dict[str, str], set[str]]:

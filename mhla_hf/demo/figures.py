@@ -11,18 +11,14 @@ import numpy as np
 import torch
 
 from ..layouts.blocks import BlockLayout
+from ..recovery.report import TITLES as STATES
 from ..utils.figures import new_figure, save_figure
 from ..utils.files import atomic_file
 
 
 TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
 COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "mhla_window": "#2ca02c", "linear": "#d95f02"}
-STAGE_TITLES = {
-    "converted": "converted",
-    "calibrate": "calibrated",
-    "match": "matched",
-    "distill": "distilled",
-}
+STAGE_TITLES = {stage: STATES[stage] for stage in ("converted", "calibrate", "match", "distill")}
 FRAMES_PER_SECOND = 8
 
 

@@ -60,7 +60,7 @@ def write_outputs(
     Returns:
         The report, as in `report.json`.
     """
-    report = build_report(config, base, pipelines, results, generation_seconds, seconds)
+    report = _build_report(config, base, pipelines, results, generation_seconds, seconds)
     output = config.output
     plot_recovery(output / "recovery.png", report["variants"])
     _plot_mixing(output / "mixing.png", pipelines["mhla"])
@@ -76,12 +76,12 @@ def write_outputs(
         shutil.copyfile(output / "side_by_side.gif", temporary / "sample.gif")
         model_card(report).save(temporary / "README.md")
     with atomic_file(output / "report.md") as temporary:
-        temporary.write_text(render_report(report), encoding="utf-8")
+        temporary.write_text(_render_report(report), encoding="utf-8")
     write_json(output / "report.json", report)
     return report
 
 
-def build_report(
+def _build_report(
     config: DemoConfig,
     base: Path,
     pipelines: Mapping[str, Path],
@@ -89,14 +89,13 @@ def build_report(
     generation_seconds: Mapping[str, float],
     seconds: float,
 ) -> dict[str, Any]:
-    """Collects the figures of a run; arguments as for `write_outputs`."""
     variants = {
         name: {
             "held_out": {stage: result["figures"][stage] for stage in STAGE_TITLES},
             "cpu_seconds": {
                 stage: result["seconds"][stage]["cpu_seconds"] for stage in STAGE_TITLES if stage in result["seconds"]
             },
-            "parameters": count_parameters(pipelines[name]),
+            "parameters": _count_parameters(pipelines[name]),
             "generation_seconds": generation_seconds[name],
         }
         for name, result in results.items()
@@ -110,7 +109,7 @@ def build_report(
         "base_pretraining": read_json(record, "the record") if record.is_file() else None,
         "softmax": {
             "held_out_loss": results["mhla"]["figures"]["softmax"]["loss"],
-            "parameters": count_parameters(base),
+            "parameters": _count_parameters(base),
             "generation_seconds": generation_seconds["softmax"],
         },
         "variants": variants,
@@ -120,13 +119,13 @@ def build_report(
     }
 
 
-def count_parameters(pipeline: Path) -> int:
+def _count_parameters(pipeline: Path) -> int:
     """Number of parameters of a pipeline's transformer, from the header of its weight file."""
     shapes, _ = read_header(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
     return sum(math.prod(entry["shape"]) for entry in shapes.values())
 
 
-def render_report(report: dict[str, Any]) -> str:
+def _render_report(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     from jinja2 import Template
 

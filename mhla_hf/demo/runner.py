@@ -47,9 +47,6 @@ _RECORD = "the demo's record (remove it to repeat this part):"
 def run_demo(config: DemoConfig) -> dict[str, Any]:
     """Runs the demo, or the rest of one that was stopped.
 
-    Args:
-        config: Options of the demo.
-
     Returns:
         The report, as in `OUTPUT/report.json`.
 
@@ -61,9 +58,6 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
 
 class Demo:
     """One run of the demo.
-
-    Args:
-        config: Options of the demo.
 
     Raises:
         ValueError: If `output` holds the work of a demo with other options or unrelated files, or another demo is

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import cosine_similarity
 
 from ..models.registry import family_for
 from ..models.source import Component, Source, find_original, open_source, softmax_version
@@ -17,7 +18,7 @@ from ..training.matching.layers import mhla_layers, replaced
 from ..utils.locations import download_repository
 from ..utils.messages import shorten_list
 from .lora import KINDS, LoraFile, ModelTargets, Target, read_lora
-from .probing import cosine, diffusion_probes, movement, outputs, probe_grid, transformers_probes
+from .probing import diffusion_probes, outputs, probe_grid, transformers_probes
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,12 @@ def check_lora(
     layers = [layer.name for layer in mhla_layers(loaded)]
     modules = ModelTargets(loaded, layers)
     targets = modules.find(weights)
-    _check_some_apply(targets, weights, str(model))
+    lost = {name: target.reason for name, target in targets.items() if target.reason}
+    if len(lost) == len(targets):
+        raise ValueError(
+            f"None of the {len(targets)} weights of LoRA {weights.path} has a place in {model}, for example "
+            f"{min(lost)}: {lost[min(lost)]}."
+        )
     report = LoraReport(str(model), part.name, str(weights.path), targets, weights.others)
     changes = modules.changes(weights, targets)
     report.modules = _module_changes(modules, changes, targets, weights)
@@ -176,7 +182,7 @@ def check_lora(
     probes, report.grid = _probes(loaded, part, family, samples, seed, max_tokens)
     plain, moved = _run(loaded, changes, probes)
     differences = [after - before for before, after in zip(plain, moved)]
-    sizes = movement(plain, moved)
+    sizes = [float(difference.norm() / before.norm()) for difference, before in zip(differences, plain)]
     levels = [level for level, _ in probes]
     del loaded, modules, changes
     found, report.original = _find_original(source, part, original, hub)
@@ -196,7 +202,7 @@ def check_lora(
                 size,
                 float(expected.norm() / before.norm()),
                 float(difference.norm() / expected.norm()) if expected.any() else None,
-                cosine(difference, expected),
+                float(cosine_similarity(difference.flatten().double(), expected.flatten().double(), dim=0)),
             )
         )
     return report
@@ -224,16 +230,6 @@ def _choose(source: Source, component: str | None) -> Component:
 
 def _load(part: Component, device: str | torch.device, dtype: torch.dtype) -> Any:
     return part.load(dtype=dtype).to(device).eval().requires_grad_(False)
-
-
-def _check_some_apply(targets: Mapping[str, Target], lora: LoraFile, model: str) -> None:
-    lost = {name: target.reason for name, target in targets.items() if target.reason}
-    if len(lost) == len(targets):
-        name = min(lost)
-        raise ValueError(
-            f"None of the {len(targets)} weights of LoRA {lora.path} has a place in {model}, for example {name}: "
-            f"{lost[name]}."
-        )
 
 
 def _module_changes(

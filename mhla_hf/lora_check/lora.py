@@ -276,7 +276,7 @@ class ModelTargets:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether a weight is stored as `[in, out]`, as in GPT-2's."""
+    """True for a weight that is stored as `[in, out]`, as in GPT-2's."""
     return type(module).__name__ == "Conv1D"
 
 

@@ -112,13 +112,3 @@ def _moved(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
-
-
-def movement(plain: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]) -> list[float]:
-    """Distance of outputs from others, relative to those, input by input."""
-    return [float((b - a).norm() / a.norm()) for a, b in zip(plain, moved)]
-
-
-def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Cosine between two tensors of the same shape; 0 where one of them is zero."""
-    return float(torch.nn.functional.cosine_similarity(first.flatten().double(), second.flatten().double(), dim=0))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ from .fits import HeadsFit, LayerCall, ProjectionFit, TemperatureFit
 
 Progress = Callable[[int, int], None]
 """Called with the number of batches that were run and of all."""
+
+_Fit = TemperatureFit | HeadsFit | ProjectionFit
 
 DEFAULT_MEMORY_LIMIT = "4GB"
 # One batch in so many is held out, or one sample where there are fewer batches.
@@ -200,17 +202,7 @@ def calibrate_model(
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     progress: Progress | None = None,
 ) -> CalibrationReport:
-    """Calibrates one model in place; see [`calibrate`][mhla_hf.calibrate].
-
-    Args:
-        model: A converted model with all weights of its original.
-        batches: The probe.
-        memory_limit: As there.
-        progress: As there.
-
-    Raises:
-        ValueError: As there.
-    """
+    """Calibrates one model in place; arguments and errors are those of [`calibrate`][mhla_hf.calibrate]."""
     started = time.monotonic()
     batches = _check_batches(batches)
     limit = parse_size(memory_limit, "memory_limit")
@@ -232,10 +224,6 @@ def calibrate_model(
     return report
 
 
-class _Fit(Protocol):
-    def observe(self, call: LayerCall) -> None: ...
-
-
 @dataclass
 class _Probe:
     """The batches, run through the model with its original attention."""
@@ -254,11 +242,7 @@ class _Probe:
         seen = dict.fromkeys(fits, 0)
 
         def observe(
-            layer: AttentionLayer,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            output: torch.Tensor,
-            heads: torch.Tensor,
+            layer: AttentionLayer, args: Any, kwargs: dict[str, Any], output: torch.Tensor, heads: torch.Tensor
         ) -> None:
             if layer.name not in fits:
                 return

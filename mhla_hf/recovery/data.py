@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..training.data.opening import ROW_LENGTH, image_batches, text_batches
 from ..training.matching.layers import Batch, mhla_layers
 from ..utils.locations import PIPELINE_INDEX
 from .probes import DEFAULT_SAMPLES, pipeline_batches
-from .recipes import Recipe
+from .recipes import TEXT, Recipe
 
 
 DigitVideos = Callable[[CacheConfig], Sequence[DataSample]]
@@ -29,27 +30,14 @@ DATA_FREE = ("pixart",)
 calibrate and match on."""
 
 
-def open_data(
-    root: Path,
-    component: Component,
-    recipe: Recipe,
-    model: nn.Module,
-    data: str | None,
-    *,
-    converted: Path,
-    cache: Path,
-    seed: int = 0,
-    progress: bool = True,
-    prompts: str | None = None,
-    digit_videos: DigitVideos | None = None,
-) -> BatchSource:
-    """Opens the data of a recovery, and prepares them once: as tokens, or as latents and embeddings.
+@dataclass(frozen=True, kw_only=True)
+class RecoveryData:
+    """The data of a recovery.
 
-    Args:
+    Attributes:
         root: Directory of the original.
         component: The model that is recovered.
         recipe: The recipe.
-        model: The converted model.
         data: The user's data; `generated` for samples of the original, `None` where the family takes nothing else.
         converted: The converted directory.
         cache: Folder to keep them in.
@@ -57,45 +45,89 @@ def open_data(
         progress: Show progress.
         prompts: Text file with one prompt a line, for samples of the original.
         digit_videos: Makes moving digits, for `digits` with Wan.
-
-    Raises:
-        ValueError: If there are no such data, or they do not fit the model.
     """
-    options = recipe.data
-    amounts = {"samples": options.samples, "held_out": options.held_out, "seed": seed}
-    if recipe.family in DATA_FREE:
-        return _recorded(recipe, model, component.name, converted, seed, prompts)
-    assert data is not None
-    if recipe.family == "causal" and data == GENERATED:
-        return _generated_text(root, component, recipe, model, cache, seed)
-    if recipe.family in ("causal", "encoder"):
-        return text_batches(
-            model, root, data, length=options.max_length, text_field=options.text_field, cache=cache, **amounts
+
+    root: Path
+    component: Component
+    recipe: Recipe
+    data: str | None
+    converted: Path
+    cache: Path
+    seed: int
+    progress: bool
+    prompts: str | None
+    digit_videos: DigitVideos | None
+
+    def open(self, model: nn.Module) -> BatchSource:
+        """Prepares them once, as tokens, or as latents and embeddings, and opens them for the converted model.
+
+        Raises:
+            ValueError: If there are no such data, or they do not fit the model.
+        """
+        family, options, data = self.recipe.family, self.recipe.data, self.data
+        if family in DATA_FREE:
+            return self._recorded(model)
+        assert data is not None
+        if family == "causal" and data == GENERATED:
+            return self._generated_text(model)
+        amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
+        if family in TEXT:
+            amounts |= {"length": options.max_length, "text_field": options.text_field}
+            return text_batches(model, self.root, data, cache=self.cache, **amounts)
+        if family == "vision":
+            return image_batches(model, self.root, data, **amounts)
+        self._make_cache(model, data)
+        return _latents(model, self.root, self.cache, options.held_out, TrainingConfig(seed=self.seed))
+
+    def _make_cache(self, model: nn.Module, data: str) -> None:
+        """Keeps latents and embeddings of images or videos."""
+        from ..training.data.cache_building import make_cache
+        from ..training.processes import make_accelerator
+
+        options = self.recipe.data
+        config = TrainingConfig(
+            model=str(self.root),
+            component=self.component.name,
+            cache=str(self.cache),
+            mhla="none",
+            device="cpu" if next(model.parameters()).device.type == "cpu" else "auto",
+            progress=self.progress,
+            seed=self.seed,
         )
-    if recipe.family == "vision":
-        return image_batches(model, root, data, **amounts)
+        given: dict[str, Any] = {name: getattr(options, name) for name in ("height", "width", "num_frames")}
+        given = {name: value for name, value in {**given, "prompts": self.prompts}.items() if value is not None}
+        cache_config = CacheConfig(data=data, num_samples=options.samples + options.held_out, **given)
+        make_cache(config, cache_config, make_accelerator(config), self.digit_videos)
 
-    from ..training.data.cache_building import make_cache
-    from ..training.processes import make_accelerator
+    def _recorded(self, model: nn.Module) -> BatchSource:
+        """Inputs of the model while the pipeline makes samples with the original attention."""
+        from diffusers import DiffusionPipeline
 
-    config = TrainingConfig(
-        model=str(root),
-        component=component.name,
-        cache=str(cache),
-        mhla="none",
-        device="cpu" if next(model.parameters()).device.type == "cpu" else "auto",
-        progress=progress,
-        seed=seed,
-    )
-    sizes: dict[str, Any] = {name: getattr(options, name) for name in ("height", "width", "num_frames")}
-    sizes["prompts"] = prompts
-    cache_config = CacheConfig(
-        data=data,
-        num_samples=options.samples + options.held_out,
-        **{name: value for name, value in sizes.items() if value is not None},
-    )
-    make_cache(config, cache_config, make_accelerator(config), digit_videos)
-    return _latents(model, root, cache, options.held_out, TrainingConfig(seed=seed))
+        from ..training.data.generated import read_prompts
+
+        options, name = self.recipe.data, self.component.name
+        pipeline = DiffusionPipeline.from_pretrained(self.converted, **{name: model})
+        calls = pipeline_batches(
+            pipeline.to(next(model.parameters()).device),
+            samples=options.samples + options.held_out,
+            prompts=None if self.prompts is None else read_prompts(self.prompts),
+            seed=self.seed,
+            height=options.height,
+            width=options.width,
+        )
+        return RecordedCalls(calls[name], options.held_out, self.seed)
+
+    def _generated_text(self, model: nn.Module) -> BatchSource:
+        """Rows that the original writes."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from ..training.data.generated import generate_text
+
+        options = self.recipe.data
+        original = AutoModelForCausalLM.from_pretrained(self.component.folder).to(next(model.parameters()).device)
+        rows, length = options.samples + options.held_out, options.max_length or ROW_LENGTH
+        table = generate_text(original, self.cache, rows=rows, length=length, seed=self.seed)
+        return PackedText(table, options.held_out, self.seed, AutoTokenizer.from_pretrained(self.root).decode)
 
 
 def probe_batches(
@@ -141,37 +173,3 @@ def _latents(model: nn.Module, directory: Path, cache: Path, held_out: int, conf
 
     pipeline = directory if (directory / PIPELINE_INDEX).is_file() else None
     return Latents(LatentDataset(cache), objective_for(model, pipeline, config), model, held_out, config.seed)
-
-
-def _recorded(
-    recipe: Recipe, model: nn.Module, component: str, converted: Path, seed: int, prompts: str | None
-) -> BatchSource:
-    """Inputs of the model while the pipeline makes samples with the original attention."""
-    from diffusers import DiffusionPipeline
-
-    from ..training.data.generated import read_prompts
-
-    pipeline = DiffusionPipeline.from_pretrained(converted, **{component: model})
-    calls = pipeline_batches(
-        pipeline.to(next(model.parameters()).device),
-        samples=recipe.data.samples + recipe.data.held_out,
-        prompts=None if prompts is None else read_prompts(prompts),
-        seed=seed,
-        height=recipe.data.height,
-        width=recipe.data.width,
-    )
-    return RecordedCalls(calls[component], recipe.data.held_out, seed)
-
-
-def _generated_text(
-    root: Path, component: Component, recipe: Recipe, model: nn.Module, cache: Path, seed: int
-) -> BatchSource:
-    """Rows that the original writes."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from ..training.data.generated import generate_text
-
-    original = AutoModelForCausalLM.from_pretrained(component.folder).to(next(model.parameters()).device)
-    rows = recipe.data.samples + recipe.data.held_out
-    table = generate_text(original, cache, rows=rows, length=recipe.data.max_length or ROW_LENGTH, seed=seed)
-    return PackedText(table, recipe.data.held_out, seed, AutoTokenizer.from_pretrained(root).decode)

@@ -86,7 +86,7 @@ class TemperatureFit:
 
     @staticmethod
     def applies(layer: AttentionLayer) -> bool:
-        """Whether the layer has such a feature map."""
+        """True for a layer with such a feature map."""
         return layer.mhla.feature_map_query is not None
 
     def observe(self, call: LayerCall) -> None:
@@ -154,7 +154,7 @@ class HeadsFit:
 
     @staticmethod
     def applies(layer: AttentionLayer) -> bool:
-        """Whether the layer has a convolution or a window."""
+        """True for a layer with a convolution or a window."""
         return layer.mhla.lepe is not None or layer.mhla.window_gain is not None
 
     @classmethod

@@ -330,21 +330,17 @@ def _mapping(content: Any, where: str, known: list[str]) -> dict[str, Any]:
     return dict(content)
 
 
-def _check_family(options: _Options, family: str) -> None:
-    for name in options.changed():
-        item = next(item for item in dataclasses.fields(options) if item.name == name)  # type: ignore[arg-type]
-        families = item.metadata.get("families", (family,))
-        if family not in families:
-            raise ValueError(f"{name} is not an option of {family} models, only of {', '.join(families)}")
-
-
 def _section(content: Any, options: type[_Options], family: str, where: str) -> Any:
-    values = _mapping(content, where, [item.name for item in dataclasses.fields(options)])  # type: ignore[arg-type]
+    fields = {item.name: item for item in dataclasses.fields(options)}  # type: ignore[arg-type]
+    values = _mapping(content, where, list(fields))
     try:
         made = options(**values)
-        _check_family(made, family)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
+    for name in made.changed():
+        families = fields[name].metadata.get("families", (family,))
+        if family not in families:
+            raise ValueError(f"{where}.{name} is not an option of {family} models, only of {', '.join(families)}")
     return made
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from ..training.data.batch_sources import BatchSource
 from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..utils.files import write_json
-from .data import DATA_FREE, DigitVideos, open_data
+from .data import DATA_FREE, DigitVideos, RecoveryData
 from .directories import write_recovered
 from .quality import Quality
 from .recipes import Recipe
-from .report import REPORT, TITLES, RecoveryReport, write_plot
+from .report import REPORT, RecoveryReport, write_plot
 from .selection import select_layers
 from .stages import StageRun, changed_parameters, run_stage
 from .work_folder import RESULT, WorkFolder
@@ -65,11 +64,10 @@ class RecoveryRun:
             if callable(data):
                 open_source = data
             elif data is not None or self.recipe.family in DATA_FREE:
-                open_source = partial(
-                    open_data,
-                    self.source.root,
-                    self.component,
-                    self.recipe,
+                open_source = RecoveryData(
+                    root=self.source.root,
+                    component=self.component,
+                    recipe=self.recipe,
                     data=data,
                     converted=self.work.path / CONVERTED,
                     prompts=None if prompts is None else str(prompts),
@@ -77,36 +75,24 @@ class RecoveryRun:
                     seed=self.seed,
                     progress=self.progress,
                     digit_videos=digit_videos,
-                )
+                ).open
             self._convert(open_source)
             model, name = self._load(), self.component.name
-            source = None
             if open_source is not None and stages:
-                source = open_source(model)
-                self._stages(model, source)
-            report = self._report(source)
+                self._stages(model, open_source(model))
+            report = self._report()
             record = {"recovery": {key: value for key, value in report.to_dict().items() if key != "recipe"}}
             if "calibrate" in report.stages:
                 record["calibration"] = report.stages["calibrate"]
-            write_json(self.work.path / "summary.json", report.to_dict())
             write_recovered(self.work.path / CONVERTED, self.work.path / RESULT, name, model, record)
         if not self.work.is_done(RESULT):
             self.work.publish()
-            summary = self.work.read("summary")
+            summary = self._report().to_dict()
             write_json(self.work.output / REPORT, summary)
             write_plot(self.work.output, summary)
             self.work.finish(RESULT, {})
         self.work.remove_large([CONVERTED, "data", *stages])
-        return self._finished()
-
-    def _finished(self) -> RecoveryReport:
-        """The report of a finished run."""
-        summary = self.work.read("summary")
-        summary.pop("version", None)
-        order = [name for name in TITLES if name in summary["figures"]]
-        return RecoveryReport(
-            output=self.work.output, **{**summary, "figures": {name: summary["figures"][name] for name in order}}
-        )
+        return self._report()
 
     def _convert(self, open_source: Callable[[nn.Module], BatchSource] | None) -> None:
         """Converts the source, if that is not done; layers that are to be chosen are tried before."""
@@ -205,13 +191,14 @@ class RecoveryRun:
             work.remove_large([name], weights=False)
         model.requires_grad_(True).eval()
 
-    def _report(self, source: BatchSource | None) -> RecoveryReport:
+    def _report(self) -> RecoveryReport:
+        """The report, from the records of the finished stages."""
         report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict())
         conversion = self.work.read(CONVERTED)
         report.seconds[CONVERTED] = conversion.pop("seconds")
         if conversion:
             report.stages[CONVERTED] = conversion
-        if source is None:
+        if not self.work.is_done("start"):
             return report
         start = self.work.read("start")
         report.data = start["data"]

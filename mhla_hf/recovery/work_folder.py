@@ -85,7 +85,7 @@ class WorkFolder:
         return read_json(self.path / f"{name}.json", "the record")
 
     def is_done(self, name: str) -> bool:
-        """Whether a stage is finished."""
+        """True for a finished stage."""
         return (self.path / f"{name}.json").is_file()
 
     def finish(self, name: str, record: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None) -> None:

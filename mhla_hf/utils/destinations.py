@@ -310,7 +310,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def _must_stay(path: Path) -> bool:
-    """Whether a directory can be filled but not replaced: it is a mount point, in use, or its parent is read-only."""
+    """True for a directory that can be filled but not replaced: a mount point, in use, or in a read-only folder."""
     return (
         os.path.ismount(path)
         or str(path) in _mount_points()

@@ -41,7 +41,7 @@ class SourceNotFoundError(OSError, ValueError):
 
 
 def is_hub_id(location: str) -> bool:
-    """Whether a location reads like the id of a Hub repository, `owner/name`."""
+    """True for a location that reads like the id of a Hub repository, `owner/name`."""
     return _HUB_ID.fullmatch(location) is not None
 
 

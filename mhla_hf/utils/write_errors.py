@@ -44,7 +44,7 @@ def clear_write_errors(destination: Path) -> Iterator[None]:
 
 
 def _no_room(error: Exception, directory: Path) -> str | None:
-    """Why there is no room, if that is what an exception comes from."""
+    """Reason for a lack of room, if that is the cause of an exception."""
     if isinstance(error, OSError) and error.errno is not None:
         return _NO_ROOM.get(error.errno)
     if not isinstance(error, OSError | RuntimeError | SafetensorError):
