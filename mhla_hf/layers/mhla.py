@@ -24,7 +24,7 @@ from ..ops import FEATURE_MAPS, choose_backend, extend_mixing
 from ..ops.checks import check_layout, check_mixing, check_sequence_normalizer, check_tokens, check_valid
 from ..ops.dispatch import attend_on
 from ..ops.mixing import repeat_heads
-from ..ops.numerics import accumulation_dtype, records_gradients
+from ..ops.numerics import Operands, accumulation_dtype, records_gradients
 from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
@@ -397,30 +397,30 @@ class MHLA(nn.Module):
             query, key = query.to(dtype), key.to(dtype)
             query, plain_query = features_and_plain(config, query, self.feature_map_query, rotary, scaling)
             key, plain_key = features_and_plain(config, key, self.feature_map_key, rotary, scaling)
-            options: dict[str, Any] = {"normalizer_query": plain_query, "normalizer_key": plain_key}
-            options.update(normalizer=config.normalizer, eps=config.eps)
-            tokens = query, key, value.to(dtype)
+            operands = Operands(query, key, value.to(dtype), plain_query, plain_key, config.normalizer, config.eps)
             mixing = self.mixing_matrix(layout).to(accumulation_dtype(dtype))
             check_mixing(mixing, query.shape[2], query.device)
             state = None
             if sequence is not None:
                 block_size = self._sequence_block_size()
                 if sequence.state is None:
-                    output = attend_sequence(*tokens, mixing, block_size, sequence, backend=backend, **options)
+                    output = attend_sequence(operands, mixing, block_size, sequence, backend)
                 else:
-                    output, state = decode_sequence(*tokens, mixing, block_size, sequence, backend=backend, **options)
+                    output, state = decode_sequence(operands, mixing, block_size, sequence, backend)
             elif shard is not None:
                 assert layout is not None
                 # As the fused kernels keep them.
-                half = value.dtype == torch.bfloat16 and not records_gradients(*tokens, mixing)
-                options["summary_dtype"] = torch.bfloat16 if half else None
-                output = sharded_mhla_attention(*tokens, mixing, layout, shard, **options)
+                half = value.dtype == torch.bfloat16 and not records_gradients(*operands.tokens, mixing)
+                output = sharded_mhla_attention(
+                    *operands.tokens, mixing, layout, shard, normalizer_query=plain_query, normalizer_key=plain_key,
+                    normalizer=config.normalizer, eps=config.eps, summary_dtype=torch.bfloat16 if half else None,
+                )  # fmt: skip
             else:
                 assert layout is not None
                 check_layout(layout, config.normalizer, config.causal)
                 if config.causal:
                     mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
-                output = attend_on(backend, *tokens, mixing, layout, causal=config.causal, **options)
+                output = attend_on(backend, operands, mixing, layout, causal=config.causal)
             if self.output_norm is not None:
                 output = self.output_norm(output)
         return output.to(value.dtype), state

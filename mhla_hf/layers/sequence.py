@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layouts.blocks import BlockLayout, check_count
+from ..layouts.blocks import BlockLayout, check_count, check_flag
 from ..layouts.sequences import SequenceLayout
-from ..ops import MHLAState, choose_backend, empty_state, extend_mixing
-from ..ops.checks import check_mixing, check_options, check_sequence_normalizer, check_tokens, check_valid
+from ..ops import BACKENDS, MHLAState, choose_backend, empty_state, extend_mixing
+from ..ops.checks import check_mixing, check_operands, check_sequence_normalizer, check_valid
 from ..ops.dispatch import attend_on
-from ..ops.numerics import accumulation_dtype
+from ..ops.numerics import Operands
 from ..ops.recurrent_extend import extend
 from ..ops.recurrent_step import step
+from ..utils.messages import check_choice
 
 
 if TYPE_CHECKING:
@@ -116,72 +117,49 @@ def sequence_attention(
     Raises:
         ValueError: If an argument has a wrong type, shape, dtype, device or value; the message names the argument.
     """
+    operands = Operands(query, key, value, **options)
     check_count("block_size", block_size)
-    check_options("query", sequence.causal, options.get("eps", 0.0), backend)
-    check_sequence_normalizer(options.get("normalizer", "query"), " for sequences")
-    pair = options.get("normalizer_query"), options.get("normalizer_key")
-    check_tokens(query, key, value, *pair)
+    check_choice("backend", backend, BACKENDS)
+    check_flag("causal", sequence.causal)
+    check_sequence_normalizer(operands.normalizer, " for sequences")
+    check_operands(operands)
     check_mixing(mixing, query.shape[2], query.device)
     check_valid(sequence.valid, key)
-    backend = choose_backend(backend, query, key, value, *pair)
-    return attend_sequence(query, key, value, mixing, block_size, sequence, backend=backend, **options)
+    backend = choose_backend(backend, query, key, value, operands.normalizer_query, operands.normalizer_key)
+    return attend_sequence(operands, mixing, block_size, sequence, backend)
 
 
 def attend_sequence(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    block_size: int,
-    sequence: TokenSequence,
-    *,
-    backend: str,
-    **options: Any,
+    operands: Operands, mixing: torch.Tensor, block_size: int, sequence: TokenSequence, backend: str
 ) -> torch.Tensor:
     """[`sequence_attention`] without its checks, on a chosen backend."""
-    options["causal"] = sequence.causal
-    if sequence.valid is None and sequence.documents is None:
+    valid, query, causal = sequence.valid, operands.query, sequence.causal
+    if valid is None and sequence.documents is None:
         dense = BlockLayout(grid=(query.shape[1],), block_size=(block_size,))
-        weights = extend_mixing(mixing, dense.num_blocks, causal=sequence.causal)
-        return attend_on(backend, query, key, value, weights, dense, **options)
-    valid = sequence.valid
+        weights = extend_mixing(mixing, dense.num_blocks, causal=causal)
+        return attend_on(backend, operands, weights, dense, causal=causal)
     if valid is None:
         valid = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
     layout = SequenceLayout(valid, block_size, sequence.documents, sequence.num_documents)
-    weights = layout.mixing_matrix(mixing, causal=sequence.causal)
-    return attend_on(backend, query, key, value, weights, layout, **options)
+    return attend_on(backend, operands, layout.mixing_matrix(mixing, causal=causal), layout, causal=causal)
 
 
 def decode_sequence(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    block_size: int,
-    sequence: TokenSequence,
-    *,
-    backend: str,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
-    **options: Any,
+    operands: Operands, mixing: torch.Tensor, block_size: int, sequence: TokenSequence, backend: str
 ) -> tuple[torch.Tensor, DecodingState]:
     """MHLA of a sequence's tokens to those that its state has seen and to themselves, without checks.
 
     Args:
-        query: As in [`sequence_attention`].
-        key: As there.
-        value: As there.
-        mixing: As there.
+        operands: The tokens and the normaliser.
+        mixing: As in [`sequence_attention`].
         block_size: As there.
         sequence: Padding and the state.
         backend: As [`mhla_hf.ops.choose_backend`] chose, `"torch"` or `"triton"`.
-        normalizer_query: As in [`mhla_hf.ops.mhla_attention`].
-        normalizer_key: As there.
-        **options: `normalizer` and `eps`.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`, zero for padding; and the state after these tokens.
     """
+    _, key, value = operands.tokens
     state = sequence.state
     assert state is not None
     blocks = state.blocks
@@ -189,12 +167,9 @@ def decode_sequence(
         blocks = empty_state(
             key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size,
             num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0], num_blocks=state.num_blocks,
-            dtype=accumulation_dtype(value.dtype), summary_dtype=state.summary_dtype, device=key.device,
+            dtype=operands.dtype, summary_dtype=state.summary_dtype, device=key.device,
         )  # fmt: skip
-    attend = step if query.shape[1] == 1 else extend
-    output, blocks = attend(
-        query, key, value, mixing, blocks, valid=sequence.valid, normalizer_query=normalizer_query,
-        normalizer_key=normalizer_key, backend=backend, **options,
-    )  # fmt: skip
-    last = LastTokens(mixing, key, key if normalizer_key is None else normalizer_key)
+    attend = step if key.shape[1] == 1 else extend
+    output, blocks = attend(operands, mixing, blocks, sequence.valid, backend)
+    last = LastTokens(mixing, key, operands.plain_key)
     return output, dataclasses.replace(state, blocks=blocks, last=last)

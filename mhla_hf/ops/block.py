@@ -12,8 +12,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from .checks import check_form
 from .mixing import mix_summaries
-from .normalizers import NORMALIZERS
-from .numerics import accumulation_dtype, from_head_blocks, head_blocks
+from .numerics import Operands, from_head_blocks, head_blocks
 
 
 def block_mhla_attention(
@@ -40,45 +39,25 @@ def block_mhla_attention(
     Raises:
         ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
     """
-    check_form(query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, eps)
-    return attend_by_block(
-        query, key, value, mixing, layout,
-        normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
-    )  # fmt: skip
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_form(operands, mixing, layout)
+    return attend_by_block(operands, mixing, layout)
 
 
-def attend_by_block(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: BlockLayout | SequenceLayout,
-    *,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
-    normalizer: str = "query",
-    eps: float = 1e-6,
-) -> torch.Tensor:
+def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
     """[`block_mhla_attention`] without its checks."""
-    num_heads = query.shape[2]
-    dtype = accumulation_dtype(value.dtype)
+    query, key, value = operands.tokens
+    plain_query, plain_key, dtype, entry = operands.plain_query, operands.plain_key, operands.dtype, operands.entry
     mixing = mixing.to(dtype)
-    plain_query = query if normalizer_query is None else normalizer_query
-    plain_key = key if normalizer_key is None else normalizer_key
-
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
     with torch.autocast(query.device.type, enabled=False):
-        query_blocks = head_blocks(query, layout, dtype)
-        key_blocks = head_blocks(key, layout, dtype)
-        value_blocks = head_blocks(value, layout, dtype)
+        query_blocks, key_blocks, value_blocks = (head_blocks(x, layout, dtype) for x in operands.tokens)
         summary = key_blocks.transpose(-1, -2) @ value_blocks
-        mixed_summary = mix_summaries(mixing, summary, num_heads)
-        output = from_head_blocks(query_blocks @ mixed_summary, layout)
-        entry = NORMALIZERS[normalizer]
+        output = from_head_blocks(query_blocks @ mix_summaries(mixing, summary, query.shape[2]), layout)
         if entry.block is not None:
             plain_query_blocks = query_blocks if plain_query is query else head_blocks(plain_query, layout, dtype)
             plain_key_blocks = key_blocks if plain_key is key else head_blocks(plain_key, layout, dtype)
             product = entry.block(plain_query_blocks, plain_key_blocks.sum(dim=-2), mixing)
             # Divided token by token: the empty slots of ragged blocks have no denominator.
-            output = output / entry.divisor(from_head_blocks(product, layout), eps)
+            output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
         return output.to(value.dtype)

@@ -12,8 +12,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, earlier_blocks
 from .checks import check_form
 from .mixing import prefix_and_own, repeat_heads
-from .normalizers import NORMALIZERS
-from .numerics import accumulation_dtype, from_head_blocks, head_blocks
+from .numerics import Operands, from_head_blocks, head_blocks
 
 
 def causal_mhla_attention(
@@ -37,16 +36,16 @@ def causal_mhla_attention(
     position of later blocks.
 
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H_kv, K]`.
-        value: `[B, T, H_kv, V]`.
+        query: As in [`mhla_hf.ops.mhla_attention`], like all others but the two below.
+        key: As there.
+        value: As there.
         mixing: Lower-triangular weights of the layout's own blocks, `[..., M, M]`; see
             [`mhla_hf.ops.extend_mixing`].
         layout: A 1-D layout made with `block_size`, or a [`SequenceLayout`].
-        normalizer_query: `[B, T, H, K]` or None.
-        normalizer_key: `[B, T, H_kv, K]` or None.
-        normalizer: As in `MHLAConfig`.
-        eps: Added to the denominator.
+        normalizer_query: As there.
+        normalizer_key: As there.
+        normalizer: As there.
+        eps: As there.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
@@ -54,55 +53,36 @@ def causal_mhla_attention(
     Raises:
         ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
     """
-    check_form(query, key, value, mixing, layout, normalizer_query, normalizer_key, normalizer, eps)
-    return attend_by_chunk(
-        query, key, value, mixing, layout,
-        normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
-    )  # fmt: skip
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_form(operands, mixing, layout)
+    return attend_by_chunk(operands, mixing, layout)
 
 
-def attend_by_chunk(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: BlockLayout | SequenceLayout,
-    *,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
-    normalizer: str = "query",
-    eps: float = 1e-6,
-) -> torch.Tensor:
+def attend_by_chunk(operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
     """[`causal_mhla_attention`] without its checks."""
-    dtype = accumulation_dtype(value.dtype)
+    query, dtype, entry = operands.query, operands.dtype, operands.entry
     mixing = mixing.to(dtype)
-    plain_query = query if normalizer_query is None else normalizer_query
-    plain_key = key if normalizer_key is None else normalizer_key
-
     with torch.autocast(query.device.type, enabled=False):
-        key, plain_key, clean_value, bad = finite_tokens(key, plain_key, value)
-        query, key, clean_value = (head_blocks(x, layout, dtype) for x in (query, key, clean_value))
-        output = from_head_blocks(prefix_and_own(query, key, clean_value, mixing)[0], layout)
-        entry = NORMALIZERS[normalizer]
+        *clean, bad = finite_tokens(operands)
+        key, plain_key, value = (head_blocks(x, layout, dtype) for x in clean)
+        output = from_head_blocks(prefix_and_own(head_blocks(query, layout, dtype), key, value, mixing)[0], layout)
         if entry.chunked is not None:
-            plain_query = head_blocks(plain_query, layout, dtype)
-            plain_key = head_blocks(plain_key, layout, dtype)
-            product = entry.chunked(plain_query, plain_key, mixing)
+            product = entry.chunked(head_blocks(operands.plain_query, layout, dtype), plain_key, mixing)
             # Without the empty slots, whose denominator may be zero.
-            output = output / entry.divisor(from_head_blocks(product, layout), eps)
-        output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))
-    return output.to(value.dtype)
+            output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
+        output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[2]), float("nan"))
+    return output.to(operands.value.dtype)
 
 
-def finite_tokens(
-    key: torch.Tensor, plain_key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys, keys of the normaliser and values with zeros for bad tokens, and which those are, `[B, T, H_kv]`.
 
     The products of chunks multiply what a token must not see by zero, which does not stop a NaN.
     """
-    bad = ~(key.isfinite().all(-1) & plain_key.isfinite().all(-1) & value.isfinite().all(-1))
-    key, plain_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, plain_key, value))
+    tokens = operands.key, operands.plain_key, operands.value
+    finite = [x.isfinite().all(-1) for x in tokens]
+    bad = ~(finite[0] & finite[1] & finite[2])
+    key, plain_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in tokens)
     return key, plain_key, value, bad
 
 

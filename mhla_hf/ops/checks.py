@@ -14,72 +14,48 @@ import torch
 from ..layouts.blocks import BlockLayout, check_flag
 from ..layouts.sequences import SequenceLayout, check_mixing_shape
 from ..utils.messages import check_choice, shorten_value
-from . import OPERATOR_BACKENDS
 from .normalizers import NORMALIZERS, SEQUENCE_NORMALIZERS
+from .numerics import Operands
 
 
-def check_options(normalizer: Any, causal: Any, eps: Any, backend: Any = "auto") -> None:
-    """Checks the options that [`mhla_hf.ops.mhla_attention`] takes beside tensors."""
-    check_normalizer(normalizer)
-    check_choice("backend", backend, OPERATOR_BACKENDS)
-    check_flag("causal", causal)
-    check_eps(eps)
+def check_operands(operands: Operands) -> None:
+    """Checks the tokens against each other, the normaliser's name and eps."""
+    check_normalizer(operands.normalizer)
+    check_eps(operands.eps)
+    check_tokens(*operands.tokens, operands.normalizer_query, operands.normalizer_key)
 
 
-def check_form(
-    query: Any,
-    key: Any,
-    value: Any,
-    mixing: Any,
-    layout: Any,
-    normalizer_query: Any,
-    normalizer_key: Any,
-    normalizer: Any,
-    eps: Any,
-) -> None:
+def check_form(operands: Operands, mixing: Any, layout: Any) -> None:
     """Checks the arguments of one form of the operator, whose mixing weights are those of the layout's own blocks."""
-    check_normalizer(normalizer)
-    check_eps(eps)
     if not isinstance(layout, (BlockLayout, SequenceLayout)):
         raise ValueError(f"layout must be a BlockLayout or a SequenceLayout, got {type(layout).__name__}.")
-    check_tokens(query, key, value, normalizer_query, normalizer_key)
-    layout.check_length(query.shape[1], "query")
-    check_floats("mixing", mixing, query.device)
+    check_operands(operands)
+    layout.check_length(operands.query.shape[1], "query")
+    check_floats("mixing", mixing, operands.query.device)
     if mixing.dim() < 2 or mixing.shape[-2:] != (layout.num_blocks, layout.num_blocks):
         raise ValueError(
             f"mixing has shape {tuple(mixing.shape)}, but the layout has {layout.num_blocks} blocks: [..., M, M]."
         )
 
 
-def check_dense(
-    query: Any,
-    key: Any,
-    mixing: Any,
-    layout: Any,
-    causal: Any,
-    value: Any = None,
-    normalizer_query: Any = None,
-    normalizer_key: Any = None,
-    normalizer: str = "query",
-) -> None:
-    """Checks the arguments of the dense form, which converts nothing: all tokens must have one dtype."""
+def check_attention(operands: Operands, mixing: Any, layout: Any, causal: Any) -> None:
+    """Checks the arguments of [`mhla_hf.ops.mhla_attention`] beside the backend."""
+    check_normalizer(operands.normalizer)
     check_flag("causal", causal)
-    check_layout(layout, normalizer, causal)
-    value = key if value is None else value
-    check_tokens(query, key, value, normalizer_query, normalizer_key)
-    layout.check_length(query.shape[1], "query")
-    check_mixing(mixing, query.shape[2], query.device)
+    check_layout(layout, operands.normalizer, causal)
+    check_operands(operands)
+    layout.check_length(operands.query.shape[1], "query")
+    check_mixing(mixing, operands.query.shape[2], operands.query.device)
     if not causal:
         check_blocks(mixing, layout)
-    pairs = (
-        ("key", key),
-        ("value", value),
-        ("normalizer_query", normalizer_query),
-        ("normalizer_key", normalizer_key),
-    )
-    for name, tensor in pairs:
-        if tensor is not None and tensor.dtype != query.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, but query is {query.dtype}: the dense form takes one dtype.")
+
+
+def check_same_dtype(operands: Operands) -> None:
+    """Raises `ValueError` unless all tokens have one dtype, as the dense form needs, which converts nothing."""
+    for name in ("key", "value", "normalizer_query", "normalizer_key"):
+        tensor, expected = getattr(operands, name), operands.query.dtype
+        if tensor is not None and tensor.dtype != expected:
+            raise ValueError(f"{name} is {tensor.dtype}, but query is {expected}: the dense form takes one dtype.")
 
 
 def check_normalizer(normalizer: Any) -> None:

@@ -9,11 +9,14 @@ import torch
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, extend_mixing
+from ..utils.messages import check_choice
+from . import OPERATOR_BACKENDS
 from .backends import choose_backend
 from .block import attend_by_block
 from .causal import attend_by_chunk
-from .checks import check_blocks, check_layout, check_mixing, check_options, check_tokens
-from .naive import naive_mhla_attention
+from .checks import check_attention
+from .naive import attend_naively
+from .numerics import Operands
 
 
 def mhla_attention(
@@ -65,20 +68,15 @@ def mhla_attention(
         >>> mhla_attention(query, key, value, mixing, layout).shape
         torch.Size([1, 24, 2, 8])
     """
-    check_options(normalizer, causal, eps, backend)
-    check_layout(layout, normalizer, causal)
-    check_tokens(query, key, value, normalizer_query, normalizer_key)
-    layout.check_length(query.shape[1], "query")
-    check_mixing(mixing, query.shape[2], query.device)
-    if not causal:
-        check_blocks(mixing, layout)
-    options: dict[str, Any] = {"normalizer_query": normalizer_query, "normalizer_key": normalizer_key}
-    options.update(normalizer=normalizer, eps=eps)
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_choice("backend", backend, OPERATOR_BACKENDS)
+    check_attention(operands, mixing, layout, causal)
     if backend == "naive":
-        return naive_mhla_attention(query, key, value, mixing, layout, causal=causal, **options)
+        return attend_naively(operands, mixing, layout, causal)
     if causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
-    return attend_blocks(query, key, value, mixing, layout, causal=causal, backend=backend, **options)
+    backend = choose_backend(backend, query, key, value, normalizer_query)
+    return attend_on(backend, operands, mixing, layout, causal=causal)
 
 
 def attend_blocks(
@@ -107,20 +105,13 @@ def attend_blocks(
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
     """
-    backend = choose_backend(backend, query, key, value, options.get("normalizer_query"))
-    return attend_on(backend, query, key, value, mixing, layout, causal=causal, **options)
+    operands = Operands(query, key, value, **options)
+    backend = choose_backend(backend, query, key, value, operands.normalizer_query)
+    return attend_on(backend, operands, mixing, layout, causal=causal)
 
 
 def attend_on(
-    backend: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: BlockLayout | SequenceLayout,
-    *,
-    causal: bool,
-    **options: Any,
+    backend: str, operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout, *, causal: bool
 ) -> torch.Tensor:
     """[`attend_blocks`] on a backend that [`mhla_hf.ops.choose_backend`] chose, `"torch"` or `"triton"`."""
     if backend == "triton":
@@ -128,7 +119,10 @@ def attend_on(
         from .triton.block import triton_block_mhla_attention
         from .triton.causal import triton_causal_mhla_attention
 
-        form = triton_causal_mhla_attention if causal else triton_block_mhla_attention
-    else:
-        form = attend_by_chunk if causal else attend_by_block
-    return form(query, key, value, mixing, layout, **options)
+        kernels = triton_causal_mhla_attention if causal else triton_block_mhla_attention
+        return kernels(
+            *operands.tokens, mixing, layout, normalizer_query=operands.normalizer_query,
+            normalizer_key=operands.normalizer_key, normalizer=operands.normalizer, eps=operands.eps,
+        )  # fmt: skip
+    form = attend_by_chunk if causal else attend_by_block
+    return form(operands, mixing, layout)

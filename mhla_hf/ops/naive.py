@@ -11,9 +11,9 @@ import torch
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import extend_mixing
-from .checks import check_dense, check_eps, check_normalizer
+from .checks import check_attention, check_same_dtype
 from .mixing import repeat_heads
-from .normalizers import NORMALIZERS
+from .numerics import Operands
 
 
 def naive_mhla_weights(
@@ -36,9 +36,10 @@ def naive_mhla_weights(
     Returns:
         `[B, H, T, T]` in the dtype of `query`.
     """
-    check_dense(query, key, mixing, layout, causal)
-    weights = _token_mixing(query, mixing, layout, causal) * torch.einsum("bthk,bjhk->bhtj", query, key)
-    return weights.tril() if causal else weights
+    operands = Operands(query, key, key)
+    check_attention(operands, mixing, layout, causal)
+    check_same_dtype(operands)
+    return _weights(query, key, _token_mixing(query, mixing, layout, causal), causal)
 
 
 def naive_mhla_attention(
@@ -59,24 +60,33 @@ def naive_mhla_attention(
     Returns:
         `[B, T, H, V]` in the dtype of the inputs.
     """
-    check_normalizer(normalizer)
-    check_eps(eps)
-    check_dense(query, key, mixing, layout, causal, value, normalizer_query, normalizer_key, normalizer)
-    num_heads = query.shape[2]
-    plain_key = key if normalizer_key is None else normalizer_key
-    key, value, plain_key = (repeat_heads(tensor, num_heads, 2) for tensor in (key, value, plain_key))
-    weights = naive_mhla_weights(query, key, mixing, layout, causal=causal)
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_attention(operands, mixing, layout, causal)
+    return attend_naively(operands, mixing, layout, causal)
+
+
+def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor:
+    """[`naive_mhla_attention`] with the check of dtypes alone."""
+    check_same_dtype(operands)
+    query, entry = operands.query, operands.entry
+    tokens = operands.key, operands.value, operands.plain_key
+    key, value, plain_key = (repeat_heads(tensor, query.shape[2], 2) for tensor in tokens)
+    token_mixing = _token_mixing(query, mixing, layout, causal)
+    weights = _weights(query, key, token_mixing, causal)
     bad = ~value.isfinite().all(dim=-1, keepdim=True)
     numerator = torch.einsum("bhtj,bjhv->bthv", weights, value.masked_fill(bad, 0) if causal else value)
     if causal:
         # A zero weight does not stop the NaN of a later value.
         numerator = numerator.masked_fill(bad.cumsum(dim=1) > 0, float("nan"))
-    entry = NORMALIZERS[normalizer]
     if entry.dense is None:
         return numerator
-    plain_query = query if normalizer_query is None else normalizer_query
-    product = entry.dense(plain_query, plain_key, _token_mixing(query, mixing, layout, causal), layout, causal)
-    return numerator / entry.divisor(product.transpose(1, 2).unsqueeze(-1), eps)
+    product = entry.dense(operands.plain_query, plain_key, token_mixing, layout, causal)
+    return numerator / entry.divisor(product.transpose(1, 2).unsqueeze(-1), operands.eps)
+
+
+def _weights(query: torch.Tensor, key: torch.Tensor, token_mixing: torch.Tensor, causal: bool) -> torch.Tensor:
+    weights = token_mixing * torch.einsum("bthk,bjhk->bhtj", query, key)
+    return weights.tril() if causal else weights
 
 
 def _token_mixing(query: torch.Tensor, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor:

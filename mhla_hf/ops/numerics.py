@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the forms: accumulation dtype, the normaliser's pair, and tokens in blocks by head."""
+"""Shared by the forms of the operator: operands, accumulation dtype, and tokens in blocks by head."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
+from .normalizers import NORMALIZERS, Normalizer
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,18 +22,58 @@ def records_gradients(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def normalizer_pair(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    normalizer_query: torch.Tensor | None,
-    normalizer_key: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Query and key of the normaliser; `None` for both where they are query and key themselves."""
-    same_query = normalizer_query is None or normalizer_query is query
-    same_key = normalizer_key is None or normalizer_key is key
-    if same_query and same_key:
-        return None, None
-    return query if same_query else normalizer_query, key if same_key else normalizer_key
+@dataclass(frozen=True)
+class Operands:
+    """The tokens and the normaliser that every form of the operator takes; see [`mhla_hf.ops.mhla_attention`].
+
+    Attributes:
+        query: Feature-mapped queries `[B, T, H, K]`.
+        key: Feature-mapped keys `[B, T, H_kv, K]`.
+        value: Values `[B, T, H_kv, V]`.
+        normalizer_query: Queries for the denominator, where they differ.
+        normalizer_key: Keys for the denominator, likewise.
+        normalizer: Name of the normaliser.
+        eps: Added to the denominator.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    normalizer_query: torch.Tensor | None = None
+    normalizer_key: torch.Tensor | None = None
+    normalizer: str = "query"
+    eps: float = 1e-6
+
+    @property
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def plain_query(self) -> torch.Tensor:
+        """Queries for the denominator."""
+        return self.query if self.normalizer_query is None else self.normalizer_query
+
+    @property
+    def plain_key(self) -> torch.Tensor:
+        """Keys for the denominator."""
+        return self.key if self.normalizer_key is None else self.normalizer_key
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Query and key for the denominator; `None` for both where they are query and key themselves."""
+        pair = self.plain_query, self.plain_key
+        return (None, None) if pair[0] is self.query and pair[1] is self.key else pair
+
+    @property
+    def entry(self) -> Normalizer:
+        """The normaliser."""
+        return NORMALIZERS[self.normalizer]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that sums are accumulated in."""
+        return accumulation_dtype(self.value.dtype)
 
 
 def head_blocks(

@@ -23,10 +23,9 @@ from ..layouts.blocks import check_count
 from ..layouts.sequences import mixing_at
 from ..utils.messages import check_choice
 from . import BACKENDS
-from .checks import check_eps, check_mixing, check_sequence_normalizer, check_tokens, check_valid
+from .checks import check_mixing, check_operands, check_sequence_normalizer, check_tokens, check_valid
 from .mixing import mix_summaries
-from .normalizers import NORMALIZERS
-from .numerics import accumulation_dtype, records_gradients
+from .numerics import Operands, accumulation_dtype, records_gradients
 
 
 @dataclass(frozen=True)
@@ -213,54 +212,35 @@ def _check_field(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device
         raise ValueError(f"state.{name} is on {tensor.device}, but key is on {device}.")
 
 
-def check_recurrent_arguments(
-    query: Any,
-    key: Any,
-    value: Any,
-    mixing: Any,
-    state: MHLAState,
-    valid: Any,
-    normalizer_query: Any,
-    normalizer_key: Any,
-    normalizer: Any,
-    eps: Any,
-    backend: Any,
-) -> None:
+def check_recurrent(operands: Operands, mixing: Any, state: Any, valid: Any, backend: Any) -> None:
     """Checks the arguments of [`mhla_hf.ops.mhla_step`] and [`mhla_hf.ops.mhla_extend`].
 
     Raises:
         ValueError: If one has a wrong type, shape, dtype, device or value; the message names it.
     """
-    check_sequence_normalizer(normalizer, " for decoding token by token")
+    check_sequence_normalizer(operands.normalizer, " for decoding token by token")
     check_choice("backend", backend, BACKENDS)
-    check_eps(eps)
-    check_tokens(query, key, value, normalizer_query, normalizer_key)
+    check_operands(operands)
+    query, key, value = operands.tokens
     # Summaries carry z as a column. That the two agree is known by now.
-    if normalizer_query is not None and normalizer_query.shape[3] != query.shape[3]:
+    if operands.plain_query.shape[3] != query.shape[3]:
         raise ValueError(
-            f"normalizer_query has width {normalizer_query.shape[3]}, but a state keeps sums of {query.shape[3]} wide "
-            "keys."
+            f"normalizer_query has width {operands.plain_query.shape[3]}, but a state keeps sums of {query.shape[3]} "
+            "wide keys."
         )
     check_mixing(mixing, query.shape[2], query.device)
     check_valid(valid, key)
     check_state(state, key, value, mixing, query.shape[2])
 
 
-def serves_kernels(
-    normalizer: str,
-    state: MHLAState,
-    mixing: torch.Tensor,
-    *tokens: torch.Tensor | None,
-) -> bool:
+def serves_kernels(operands: Operands, mixing: torch.Tensor, state: MHLAState) -> bool:
     """Whether Triton kernels can move this state on: they keep no gradients and no float64."""
     per_head = mixing.dim() > 2 and mixing.shape[0] != 1
-    heads = tokens[0].shape[2] if per_head else state.current.shape[1]  # type: ignore[union-attr]
-    if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads:
-        return False
-    if NORMALIZERS[normalizer].kernel is None:
+    heads = operands.query.shape[2] if per_head else state.current.shape[1]
+    if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads or operands.entry.kernel is None:
         return False
     held = state.summaries, state.current, state.prefix, state.upcoming
-    return not records_gradients(*tokens, mixing, *held)
+    return not records_gradients(*operands.tokens, *operands.pair, mixing, *held)
 
 
 def current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -14,12 +14,11 @@ from ..layouts.sequences import SequenceLayout, extend_mixing, mixing_at
 from .backends import choose_backend
 from .causal import finite_tokens, spoilt_tokens
 from .mixing import mix_summaries, prefix_and_own
-from .normalizers import NORMALIZERS
-from .numerics import accumulation_dtype, from_head_blocks, head_blocks, normalizer_pair
+from .numerics import Operands, from_head_blocks, head_blocks
 from .recurrent import (
     MHLAState,
     block_summary_at,
-    check_recurrent_arguments,
+    check_recurrent,
     current_block,
     serves_kernels,
     settled_state,
@@ -66,9 +65,8 @@ def mhla_extend(
             message names the argument. `"block_query"` is refused: its state would grow with every token. Whether a
             state that has seen tokens has room for more is not checked, which would wait for the device.
     """
-    check_recurrent_arguments(
-        query, key, value, mixing, state, valid, normalizer_query, normalizer_key, normalizer, eps, backend
-    )
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_recurrent(operands, mixing, state, valid, backend)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens.")
     finished = (query.shape[1] - 1) // state.block_size
@@ -78,29 +76,15 @@ def mhla_extend(
             "see MHLAState.with_room."
         )
     backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key)
-    return extend(
-        query, key, value, mixing, state, valid=valid, normalizer_query=normalizer_query,
-        normalizer_key=normalizer_key, normalizer=normalizer, eps=eps, backend=backend,
-    )  # fmt: skip
+    return extend(operands, mixing, state, valid, backend)
 
 
 def extend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    *,
-    valid: torch.Tensor | None,
-    normalizer_query: torch.Tensor | None,
-    normalizer_key: torch.Tensor | None,
-    normalizer: str,
-    eps: float,
-    backend: str,
+    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None, backend: str
 ) -> tuple[torch.Tensor, MHLAState]:
     """[`mhla_extend`] without its checks, on a chosen backend."""
-    mixing = mixing.to(accumulation_dtype(value.dtype))
-    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
+    query = operands.query
+    mixing = mixing.to(operands.dtype)
     layout, lead = _layout_after(state, valid, query)
     first = current_block(state.position, state.block_size)
     blocks = first[:, None] + torch.arange(layout.num_blocks, device=query.device)
@@ -111,55 +95,48 @@ def extend(
         else:
             own = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :]).tril()
             past = _mixed_past(mixing, blocks, state)
-        if backend == "triton" and serves_kernels(normalizer, state, mixing, query, key, value, *pair):
+        if backend == "triton" and serves_kernels(operands, mixing, state):
             # Imported here alone: Triton need not be installed.
             from .triton.prompt import attend_prompt
 
             output, *tensors = attend_prompt(
-                query, key, value, pair, mixing, own, past, layout, lead, state, position,
-                divides=NORMALIZERS[normalizer].divides, eps=eps,
+                *operands.tokens, operands.pair, mixing, own, past, layout, lead, state, position,
+                divides=operands.entry.divides, eps=operands.eps,
             )  # fmt: skip
             summaries, current, prefix, upcoming = tensors
             return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
-        output, summaries = _attend_chunks(query, key, value, pair, own, past, layout, lead, normalizer, eps)
+        output, summaries = _attend_chunks(operands, own, past, layout, lead)
         if valid is not None:
             output = output.masked_fill(~valid[..., None, None], 0)
         state = _advance(state, summaries, blocks, position, mixing)
-    return output.to(value.dtype), state
+    return output.to(operands.value.dtype), state
 
 
 def _attend_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pair: tuple[torch.Tensor | None, torch.Tensor | None],
+    operands: Operands,
     mixing: torch.Tensor,
     past: torch.Tensor | None,
     layout: BlockLayout | SequenceLayout,
     lead: int,
-    normalizer: str,
-    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs `[B, T, H, V]`, and what the new tokens add to their blocks, `[B, H_kv, I, K, V + 1]`, in plain torch.
 
     `mixing` are the weights of the layout's blocks, `past` is what [`_mixed_past`] returns, and `lead` slots of the
     layout come before the tokens.
     """
-    plain_query, plain_key = (x if y is None else y for x, y in zip((query, key), pair))
-    key, plain_key, value, bad = finite_tokens(key, plain_key, value)
+    *clean, bad = finite_tokens(operands)
     if lead:
         bad = F.pad(bad, (0, 0, lead, 0))
     query, plain_query, key, plain_key, value = (
         head_blocks(F.pad(x, (0, 0, 0, 0, lead, 0)) if lead else x, layout, mixing.dtype)
-        for x in (query, plain_query, key, plain_key, value)
+        for x in (operands.query, operands.plain_query, *clean)
     )
     past_products, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
     output, products = prefix_and_own(query, key, value, mixing, past_products)
     output = from_head_blocks(output, layout)
-    entry = NORMALIZERS[normalizer]
-    if entry.divides:
+    if operands.entry.divides:
         product, sums = prefix_and_own(plain_query, plain_key, None, mixing, past_sums)
-        output = output / entry.divisor(from_head_blocks(product, layout), eps)
+        output = output / operands.entry.divisor(from_head_blocks(product, layout), operands.eps)
     else:
         sums = plain_key.sum(dim=-2).unsqueeze(-1)
     output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))[:, lead:]

@@ -14,9 +14,8 @@ import torch
 from ..layouts.sequences import mixing_at
 from .backends import choose_backend
 from .mixing import mix_summaries, repeat_heads
-from .normalizers import NORMALIZERS
-from .numerics import normalizer_pair
-from .recurrent import MHLAState, check_recurrent_arguments, serves_kernels
+from .numerics import Operands
+from .recurrent import MHLAState, check_recurrent, serves_kernels
 
 
 def mhla_step(
@@ -39,14 +38,14 @@ def mhla_step(
         query: Feature-mapped query of the token, `[B, 1, H, K]`.
         key: Feature-mapped key, `[B, 1, H_kv, K]`.
         value: Value, `[B, 1, H_kv, V]`.
-        mixing: As in [`mhla_hf.ops.mhla_extend`].
+        mixing: As in [`mhla_hf.ops.mhla_extend`], like `normalizer_query`, `normalizer_key`, `normalizer` and `eps`.
         state: The state after the tokens before, with room for one block more than those finished. Its summaries are
             written to, unless gradients are recorded.
         valid: BoolTensor `[B, 1]`; the state of an entry whose token is padding stays as it is.
-        normalizer_query: Unrotated query where it differs from `query`.
-        normalizer_key: Unrotated key where it differs from `key`.
-        normalizer: `"query"` or `"none"`.
-        eps: Added to the denominator.
+        normalizer_query: As there.
+        normalizer_key: As there.
+        normalizer: As there.
+        eps: As there.
         backend: See [`mhla_hf.ops.choose_backend`]; the kernel, which does the whole step in one launch, serves where
             no gradient is recorded.
 
@@ -56,56 +55,38 @@ def mhla_step(
     Raises:
         ValueError: If more than one token is given, or as in [`mhla_hf.ops.mhla_extend`].
     """
-    check_recurrent_arguments(
-        query, key, value, mixing, state, valid, normalizer_query, normalizer_key, normalizer, eps, backend
-    )
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_recurrent(operands, mixing, state, valid, backend)
     if query.shape[1] != 1:
         raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
     backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key, products=False)
-    return step(
-        query, key, value, mixing, state, valid=valid, normalizer_query=normalizer_query,
-        normalizer_key=normalizer_key, normalizer=normalizer, eps=eps, backend=backend,
-    )  # fmt: skip
+    return step(operands, mixing, state, valid, backend)
 
 
 def step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    state: MHLAState,
-    *,
-    valid: torch.Tensor | None,
-    normalizer_query: torch.Tensor | None,
-    normalizer_key: torch.Tensor | None,
-    normalizer: str,
-    eps: float,
-    backend: str,
+    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None, backend: str
 ) -> tuple[torch.Tensor, MHLAState]:
     """[`mhla_step`] without its checks, on a chosen backend."""
+    (query, key, value), entry = operands.tokens, operands.entry
     dtype, size, num_heads = state.current.dtype, state.block_size, query.shape[2]
     mixing = mixing.to(dtype)
-    pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
     # The kernel files every block that is full.
-    kernels = backend == "triton" and state.num_blocks > 0
-    if kernels and serves_kernels(normalizer, state, mixing, query, key, value, *pair):
-        return _step_by_kernel(query, key, value, pair, mixing, state, valid, NORMALIZERS[normalizer].divides, eps)
+    if backend == "triton" and state.num_blocks > 0 and serves_kernels(operands, mixing, state):
+        return _step_by_kernel(operands, mixing, state, valid)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
     with torch.autocast(query.device.type, enabled=False):
         state = _start_block(state, mixing, block, (offset == 0) & (block > 0) & counted.bool())
-        plain_key = key if normalizer_key is None else normalizer_key
-        key, plain_key, value_row = (x.to(dtype).transpose(1, 2) for x in (key, plain_key, value))
+        key, plain_key, value_row = (x.to(dtype).transpose(1, 2) for x in (key, operands.plain_key, value))
         added = torch.cat([key.transpose(-1, -2) @ value_row, plain_key.transpose(-1, -2)], dim=-1)
         keep = counted.bool()[:, None, None, None]
         current = state.current + torch.where(keep, added, 0)
         own = _weights(mixing, block, block)
         mixed = repeat_heads(state.prefix, num_heads, 1) + own * repeat_heads(current, num_heads, 1)
         output = query.to(dtype).transpose(1, 2) @ mixed[..., :-1]
-        entry = NORMALIZERS[normalizer]
         if entry.divides:
-            plain_query = (query if normalizer_query is None else normalizer_query).to(dtype).transpose(1, 2)
-            output = output / entry.divisor(plain_query @ mixed[..., -1:], eps)
+            plain_query = operands.plain_query.to(dtype).transpose(1, 2)
+            output = output / entry.divisor(plain_query @ mixed[..., -1:], operands.eps)
         upcoming = state.upcoming + torch.where(keep, _upcoming_share(state, mixing, block, offset), 0)
         output = output.masked_fill(~keep, 0)
     state = dataclasses.replace(
@@ -115,15 +96,7 @@ def step(
 
 
 def _step_by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pair: tuple[torch.Tensor | None, torch.Tensor | None],
-    mixing: torch.Tensor,
-    state: MHLAState,
-    valid: torch.Tensor | None,
-    divides: bool,
-    eps: float,
+    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None
 ) -> tuple[torch.Tensor, MHLAState]:
     # Imported here alone: Triton need not be installed.
     from .triton.decode import decode_token
@@ -131,8 +104,8 @@ def _step_by_kernel(
     # The kernel writes where a dense tensor would have the block.
     summaries = state.summaries.contiguous()
     output, current, prefix, upcoming, position = decode_token(
-        query, key, value, *pair, valid, mixing, summaries, state.current, state.prefix, state.upcoming,
-        state.position, state.block_size, divides, eps,
+        *operands.tokens, *operands.pair, valid, mixing, summaries, state.current, state.prefix, state.upcoming,
+        state.position, state.block_size, operands.entry.divides, operands.eps,
     )  # fmt: skip
     return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
 

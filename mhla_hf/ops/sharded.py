@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.tables import cached
-from .checks import check_blocks, check_eps, check_layout, check_mixing, check_normalizer, check_tokens
+from .checks import check_blocks, check_layout, check_mixing, check_operands
 from .mixing import mix_summaries, repeat_heads
-from .normalizers import NORMALIZERS
-from .numerics import accumulation_dtype
+from .numerics import Operands
 
 
 @dataclass(frozen=True)
@@ -155,18 +154,15 @@ def sharded_mhla_attention(
     Raises:
         ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
     """
-    check_normalizer(normalizer)
-    check_eps(eps)
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_operands(operands)
     check_layout(layout, normalizer, causal=False)
-    check_tokens(query, key, value, normalizer_query, normalizer_key)
     shard.check_length(query.shape[1])
     layout.check_length(shard.num_tokens, "the sequence of all processes")
     check_mixing(mixing, query.shape[2], query.device)
     check_blocks(mixing, layout)
-    entry, num_heads, width = NORMALIZERS[normalizer], query.shape[2], value.shape[3]
-    dtype = accumulation_dtype(value.dtype)
-    plain_query = query if normalizer_query is None else normalizer_query
-    plain_key = key if normalizer_key is None else normalizer_key
+    entry, dtype, num_heads, width = operands.entry, operands.dtype, query.shape[2], value.shape[3]
+    plain_query, plain_key = operands.plain_query, operands.plain_key
     touched = cached(_touched_blocks, layout, *shard.run, query.device)
     table = cached(_token_table, layout, *shard.run, query.device)
     with torch.autocast(query.device.type, enabled=False):

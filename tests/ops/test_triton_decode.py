@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer
 from mhla_hf.layers.sequence import TokenSequence, decode_sequence
 from mhla_hf.ops import MHLAState, mhla_step
+from mhla_hf.ops.numerics import Operands
 
 from .recurrent_cases import ALL_KERNELS, STATE, assert_same_state, kernels_counted, make_inputs, part, start
 from .triton_checks import DEVICES, buffers_full_of_nan
@@ -133,7 +134,7 @@ def test_layers_hand_their_backend_on_to_the_cache(backend, device):
             tokens = part(inputs, first, last)
             cache.update(tokens["key"].transpose(1, 2), tokens["value"].transpose(1, 2))
             sequence = TokenSequence(causal=True, state=cache.decoding_state(2, last - first))
-            output, state = decode_sequence(**tokens, mixing=mixing, block_size=2, sequence=sequence, backend=backend)
+            output, state = decode_sequence(Operands(**tokens), mixing, 2, sequence, backend)
             cache.store(state, None)
             outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-4, atol=1e-5)

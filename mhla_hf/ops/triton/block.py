@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..normalizers import NORMALIZERS
-from ..numerics import from_head_blocks, head_blocks, normalizer_pair, records_gradients
+from ..numerics import Operands, from_head_blocks, head_blocks, records_gradients
 from .block_gradient import block_attend_backward, block_summary_backward
 from .device_functions import (
     COUNTS,
@@ -69,7 +69,7 @@ def triton_block_mhla_attention(
     """
     entry = NORMALIZERS[normalizer]
     num_heads, dtype = query.shape[2], value.dtype
-    normalizer_query, normalizer_key = normalizer_pair(query, key, normalizer_query, normalizer_key)
+    normalizer_query, normalizer_key = Operands(query, key, value, normalizer_query, normalizer_key).pair
     half = not records_gradients(query, key, value, mixing, normalizer_query, normalizer_key)
     with torch.autocast(query.device.type, enabled=False):
         query, key = query.to(dtype), key.to(dtype)

@@ -30,7 +30,7 @@ from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..causal import causal_mhla_attention
 from ..normalizers import NORMALIZERS
-from ..numerics import normalizer_pair, records_gradients
+from ..numerics import Operands, records_gradients
 from .causal_gradient import causal_attention_backward, causal_flops
 from .device_functions import (
     COUNTS,
@@ -86,7 +86,7 @@ def triton_causal_mhla_attention(
         )  # fmt: skip
     pair: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if entry.divides:
-        pair = normalizer_pair(query, key, normalizer_query, normalizer_key)
+        pair = Operands(query, key, value, normalizer_query, normalizer_key).pair
     half = not records_gradients(query, key, value, mixing, *pair)
     starts = layout.first_blocks() if isinstance(layout, SequenceLayout) else None
     table = layout.token_table(query.device)
