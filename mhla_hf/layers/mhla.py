@@ -209,12 +209,6 @@ class MHLA(nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
         """Attends: the sum of [`MHLA.attention_parts`], MHLA and window times their gains.
 
-        Args:
-            query: As there.
-            key: As there.
-            value: As there.
-            **options: As there.
-
         Returns:
             `[B, T, H, V]` in the dtype of `value`; for a `sequence` with a state also the state after its tokens.
 

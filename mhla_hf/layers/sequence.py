@@ -151,10 +151,10 @@ def decode_sequence(
 
     Args:
         operands: The tokens and the normaliser.
-        mixing: As in [`sequence_attention`].
-        block_size: As there.
+        mixing: As in [`sequence_attention`], like `block_size`.
+        block_size: Tokens of a block.
         sequence: Padding and the state.
-        backend: As [`mhla_hf.ops.choose_backend`] chose, `"torch"` or `"triton"`.
+        backend: `"torch"` or `"triton"`.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`, zero for padding; and the state after these tokens.

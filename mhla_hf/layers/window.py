@@ -65,8 +65,11 @@ def grid_window_attention(
     before, after = slice(0, num_prefix_tokens), slice(num_prefix_tokens, None)
     tokens = query[:, after], key[:, after], value[:, after]
     prefix = (key[:, before], value[:, before]) if num_prefix_tokens else None
-    attend = cross_attention if window == "cross" else _attend_grid
-    output = attend(*tokens, window, tuple(window_size), tuple(grid), prefix, scale)
+    sizes = tuple(window_size), tuple(grid)
+    if window == "cross":
+        output = cross_attention(*tokens, *sizes, prefix, scale)
+    else:
+        output = _attend_grid(*tokens, *sizes, prefix, scale, window)
     if not num_prefix_tokens:
         return output
     queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (query[:, before], key, value))
@@ -85,11 +88,11 @@ def _attend_grid(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    window: str,
     window_size: tuple[int, ...],
     grid: tuple[int, ...],
     prefix: tuple[torch.Tensor, torch.Tensor] | None,
     scale: float | None,
+    window: str,
 ) -> torch.Tensor:
     """Attention of the tokens of a grid to their blocks and those beside them, and to the keys and values before."""
     layout = BlockLayout(grid=grid, block_size=window_size)
@@ -120,17 +123,14 @@ def sequence_window_attention(
 ) -> torch.Tensor:
     """Softmax attention of the tokens of a sequence to those of their windows.
 
-    Blocks are counted from the start of every document, without padding. With causal attention a token sees its own
-    block up to itself and, where the window is `"adjacent"`, the block before it.
+    Arguments that are not listed are those of [`grid_window_attention`]. Blocks are counted from the start of every
+    document, without padding. With causal attention a token sees its own block up to itself and, where the window is
+    `"adjacent"`, the block before it.
 
     Args:
-        query: `[B, T, H, K]`, rotated and normed as the model's own attention has it.
-        key: `[B, T, H_kv, K]`.
-        value: `[B, T, H_kv, V]`.
         window: `"block"` or `"adjacent"`.
         window_size: Tokens of a block.
-        sequence: Padding and documents; its cache is not looked at.
-        scale: Scale of q·k; `None` for K^-1/2.
+        sequence: Padding and documents; its state is not looked at.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
@@ -140,18 +140,16 @@ def sequence_window_attention(
     mask: torch.Tensor | None
     if sequence.valid is None and sequence.documents is None:
         layout: BlockLayout | SequenceLayout = BlockLayout(grid=(length,), block_size=(window_size,))
-        filled = cached(_slots_filled, layout, device)[None]
-        first_block = filled.new_zeros(1, layout.num_blocks, dtype=torch.int32)
+        filled, first_block = cached(_slots_filled, layout, device)[None], None
     else:
         valid = sequence.valid
         if valid is None:
             valid = torch.ones(query.shape[:2], dtype=torch.bool, device=device)
         layout = SequenceLayout(valid, window_size, sequence.documents, sequence.num_documents)
         filled = layout.token_table(device) < length
+        first_block = layout.first_blocks()
+    if first_block is None:
         first_block = filled.new_zeros(1, layout.num_blocks, dtype=torch.int32)
-        of_documents = layout.first_blocks()
-        if of_documents is not None:
-            first_block = of_documents
     seen = torch.arange(layout.num_blocks, device=device)[:, None] + torch.tensor(offsets, device=device)
     seen = torch.where((seen >= 0) & (seen < layout.num_blocks), seen, layout.num_blocks)
     # Blocks of another document are as good as missing. Those past the last one have no document.
@@ -222,13 +220,13 @@ def _blocks_seen(layout: BlockLayout, window: str, device: torch.device) -> torc
     """The blocks that each block sees, LongTensor `[M, S]`; M where there is none."""
     counts = layout.blocks
     number = torch.arange(layout.num_blocks, device=device)
+    if window == "block":
+        return number[:, None]
     places: list[torch.Tensor] = []
     stride = 1
     for count in reversed(counts):
         places.insert(0, number // stride % count)
         stride = stride * count
-    if window == "block":
-        return number[:, None]
     beside = torch.arange(-1, 2, device=device)
     offsets = torch.cartesian_prod(*[beside] * len(counts)).view(-1, len(counts))
     places_seen = [place[:, None] + offsets[:, axis] for axis, place in enumerate(places)]

@@ -11,19 +11,20 @@ Q blocks along frames, height and width, N tokens of a block, X tokens before th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from ..layouts.tables import cached
+from ..ops.numerics import accumulation_dtype
 
 
 def cross_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    window: str,
     window_size: tuple[int, ...],
     grid: tuple[int, ...],
     prefix: tuple[torch.Tensor, torch.Tensor] | None,
@@ -35,7 +36,6 @@ def cross_attention(
         query: `[B, T, H, K]`, without tokens before the grid.
         key: `[B, T, H_kv, K]`.
         value: `[B, T, H_kv, V]`.
-        window: `"cross"`.
         window_size: Tokens of a block along frames, height and width.
         grid: Tokens along each of them.
         prefix: Keys `[B, X, H_kv, K]` and values `[B, X, H_kv, V]` that every token sees as well.
@@ -65,17 +65,13 @@ def cross_attention(
     mask = cached(_mask, grid, window_size, query.device)
     mask = F.pad(mask, (0, sum(widths) - mask.shape[-1]), value=True)
     logits = torch.cat(scores, dim=-1).masked_fill(~mask, float("-inf"))
-    weights = logits.softmax(dim=-1, dtype=_at_least_float32(logits.dtype)).to(value.dtype).split(widths, dim=-1)
+    weights = logits.softmax(dim=-1, dtype=accumulation_dtype(logits.dtype)).to(value.dtype).split(widths, dim=-1)
     output = (weights[0].flatten(3, 4) @ values.flatten(3, 4)).view(*queries.shape[:5], -1)
     output = output + weights[1] @ _around(values)
     if prefix is not None:
         output = output + weights[2] @ before[1]
     output = output.unflatten(4, (groups, -1)).movedim(4, 1).flatten(0, 1)
     return _from_places(output, batch, grid, window_size)
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _by_place(tokens: torch.Tensor, grid: Sequence[int], size: Sequence[int]) -> torch.Tensor:
@@ -105,9 +101,6 @@ def _around(blocks: torch.Tensor) -> torch.Tensor:
 
 def _mask(grid: tuple[int, ...], size: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Mask of the keys of a block: its own place in all frames, then the blocks around it."""
-    tokens = 1
-    for length in grid:
-        tokens = tokens * length
-    there = _by_place(torch.ones(1, tokens, 1, 1, device=device), grid, size)
+    there = _by_place(torch.ones(1, math.prod(grid), 1, 1, device=device), grid, size)
     place = there.flatten(3, 4).unsqueeze(3).expand(-1, -1, -1, there.shape[3], -1, -1)
     return torch.cat([place, _around(there)], dim=4).squeeze(-1).unsqueeze(4) > 0

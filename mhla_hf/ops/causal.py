@@ -27,7 +27,7 @@ def causal_mhla_attention(
     normalizer: str = "query",
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Causal MHLA in chunks, the blocks of `layout`; other arguments as in [`mhla_hf.ops.mhla_attention`].
+    """Causal MHLA in chunks, the blocks of `layout`; arguments as in [`mhla_hf.ops.mhla_attention`], but two.
 
     o_t = φ(q_t)ᵀ (Σ_{b<i} m_ib S_b + m_ii Σ_{j≤t, j in i} φ(k_j) v_jᵀ), divided by the same expression with z.
     T need not be a multiple of the chunk. A NaN or Inf in a key or value makes the outputs of its head NaN from
@@ -36,16 +36,9 @@ def causal_mhla_attention(
     position of later blocks.
 
     Args:
-        query: As in [`mhla_hf.ops.mhla_attention`], like all others but the two below.
-        key: As there.
-        value: As there.
         mixing: Lower-triangular weights of the layout's own blocks, `[..., M, M]`; see
             [`mhla_hf.ops.extend_mixing`].
         layout: A 1-D layout made with `block_size`, or a [`SequenceLayout`].
-        normalizer_query: As there.
-        normalizer_key: As there.
-        normalizer: As there.
-        eps: As there.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.

@@ -92,10 +92,9 @@ def attend_blocks(
 ) -> torch.Tensor:
     """The linear form of the operator, on the backend that is best for it, without checks of the arguments.
 
+    Tokens as in [`mhla_attention`].
+
     Args:
-        query: `[B, T, H, K]`.
-        key: `[B, T, H_kv, K]`.
-        value: `[B, T, H_kv, V]`.
         mixing: Weights of the layout's own blocks, `[..., M, M]`.
         layout: The blocks, those of padded or packed sequences too.
         causal: Whether to look back only.

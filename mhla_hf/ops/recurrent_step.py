@@ -14,7 +14,7 @@ import torch
 from ..layouts.sequences import mixing_at
 from .backends import choose_backend
 from .mixing import mix_summaries, repeat_heads
-from .numerics import Operands
+from .numerics import Operands, records_gradients
 from .recurrent import MHLAState, check_recurrent, serves_kernels
 
 
@@ -34,18 +34,12 @@ def mhla_step(
 ) -> tuple[torch.Tensor, MHLAState]:
     """Decodes one token for each batch entry in O(K·V), whatever came before.
 
+    Arguments as in [`mhla_hf.ops.mhla_extend`], with T = 1, but these.
+
     Args:
-        query: Feature-mapped query of the token, `[B, 1, H, K]`.
-        key: Feature-mapped key, `[B, 1, H_kv, K]`.
-        value: Value, `[B, 1, H_kv, V]`.
-        mixing: As in [`mhla_hf.ops.mhla_extend`], like `normalizer_query`, `normalizer_key`, `normalizer` and `eps`.
         state: The state after the tokens before, with room for one block more than those finished. Its summaries are
             written to, unless gradients are recorded.
         valid: BoolTensor `[B, 1]`; the state of an entry whose token is padding stays as it is.
-        normalizer_query: As there.
-        normalizer_key: As there.
-        normalizer: As there.
-        eps: As there.
         backend: See [`mhla_hf.ops.choose_backend`]; the kernel, which does the whole step in one launch, serves where
             no gradient is recorded.
 
@@ -125,10 +119,10 @@ def _start_block(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, st
     entries = torch.arange(block.shape[0], device=block.device)
     slot = before.clamp(max=state.num_blocks - 1)
     filed = torch.where(start, state.current.to(state.summaries.dtype), state.summaries[entries, :, slot])
-    if torch.is_grad_enabled() and (filed.requires_grad or state.summaries.requires_grad):
-        summaries = state.summaries.index_put((entries[:, None], _all_heads(state), slot[:, None]), filed)
-    else:
-        summaries = state.summaries.index_put_((entries[:, None], _all_heads(state), slot[:, None]), filed)
+    # Written in place unless autograd still needs what stood there.
+    write = state.summaries.index_put if records_gradients(filed, state.summaries) else state.summaries.index_put_
+    all_heads = torch.arange(state.summaries.shape[1], device=block.device)[None, :]
+    summaries = write((entries[:, None], all_heads, slot[:, None]), filed)
     heads = state.prefix.shape[1]
     own = _weights(mixing, block, before) * repeat_heads(state.current, heads, 1)
     return dataclasses.replace(
@@ -139,10 +133,6 @@ def _start_block(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, st
         upcoming=torch.where(start, 0, state.upcoming),
         is_empty=False,
     )
-
-
-def _all_heads(state: MHLAState) -> torch.Tensor:
-    return torch.arange(state.summaries.shape[1], device=state.summaries.device)[None, :]
 
 
 def _upcoming_share(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:

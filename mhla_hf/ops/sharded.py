@@ -128,6 +128,7 @@ def sharded_mhla_attention(
 ) -> torch.Tensor:
     """[`mhla_hf.ops.mhla_attention`] of one process' queries to the tokens of all processes.
 
+    Arguments as there, the tokens those of this process, `[B, L, ...]`, and the same mixing weights in all processes.
     Each process adds its own keys and values up by blocks; one all-reduce adds those up over the processes. The key
     sums of the normaliser travel with the summaries as one more channel of the values. `normalizer="block_query"`
     pairs tokens of different blocks, and needs a second all-reduce of one number for each token and head.
@@ -136,16 +137,8 @@ def sharded_mhla_attention(
     whatever else all processes hold alike, are each process' own part: their sum is the gradient.
 
     Args:
-        query: This process' feature-mapped queries `[B, L, H, K]`.
-        key: Its keys `[B, L, H_kv, K]`.
-        value: Its values `[B, L, H_kv, V]`.
-        mixing: `[M, M]` or `[H, M, M]`, the same in all processes.
         layout: Blocks of all T tokens.
         shard: Which of them this process holds.
-        normalizer_query: Queries for the denominator, where they differ.
-        normalizer_key: Keys for the denominator, likewise.
-        normalizer: `"query"`, `"block_query"` (blocks of equal shape only) or `"none"`.
-        eps: Added to the denominator.
         summary_dtype: What summaries travel in; by default float32 (float64 for float64 values), as they are summed.
 
     Returns:

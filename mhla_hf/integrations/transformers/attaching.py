@@ -85,10 +85,10 @@ def attach(model: PreTrainedModel) -> int:
             _keep_softmax(model, model.config, str(error))
     count = sum(isinstance(module, MHLA) for module in model.modules())
     if count == 0 and wants_mhla(model.config) and _is_whole(model):
+        reason = _not_dispatching(model) if _has_attention(model) else _no_attention(model)
         if not may_keep_softmax(model.config):
-            reason = _not_dispatching(model) if _has_attention(model) else _no_attention(model)
             raise ValueError(f"{reason}{_OTHER_PARTS if of_whole(model.config) else ''}")
-        _keep_softmax(model, model.config, _not_dispatching(model) if _has_attention(model) else _no_attention(model))
+        _keep_softmax(model, model.config, reason)
     keep_softmax_in_unserved(model)
     return count
 
@@ -163,7 +163,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
         if reason is not None:
             raise ValueError(f"{model_name} cannot use attn_implementation='mhla': {reason}.")
     if may_keep_softmax(config) and not config.mhla.is_text and not is_tested(config.model_type):
-        raise ValueError(_untested(model_name))
+        raise ValueError(f"{model_name} was not tested with MHLA, and becomes MHLA only where it is asked by name")
     indices = [_layer_index(module, position) for position, (_, module) in enumerate(attentions)]
     windows = {index: window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
     options = _resolve(model, config, attentions[0][1])
@@ -176,22 +176,10 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
         if index not in chosen:
             continue
         _check_rotary(module, options)
-        heads = heads_of(module)
-        module.mhla = MHLA(
-            options,
-            hidden_size=heads.hidden_size,
-            num_heads=heads.num_heads,
-            num_key_value_heads=heads.num_key_value_heads,
-            head_dim=heads.head_dim,
-            num_prefix_tokens=prefix,
-        )
+        module.mhla = MHLA(options, num_prefix_tokens=prefix, **vars(heads_of(module)))
         module.register_forward_pre_hook(LayerInputsHook(module, index, only_mhla), with_kwargs=True)
     model.register_forward_pre_hook(ModelInputsHook(model), with_kwargs=True)
     config.mhla = options.to_dict()
-
-
-def _untested(model_name: str) -> str:
-    return f"{model_name} was not tested with MHLA, and becomes MHLA only where it is asked by name"
 
 
 def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAConfig:
