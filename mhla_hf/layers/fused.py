@@ -57,7 +57,7 @@ class HeadNorms:
         return _normed(query, self.query), _normed(key, self.key)
 
     def are_plain(self, device: torch.device) -> bool:
-        """Whether the kernels can compute both, see [`is_plain_norm`]."""
+        """Returns whether the kernels can compute both, see [`is_plain_norm`]."""
         return is_plain_norm(self.query, device) and is_plain_norm(self.key, device)
 
 
@@ -73,7 +73,7 @@ def can_fuse(
     rotary: Callable[[torch.Tensor], torch.Tensor] | None,
     output_norm: nn.Module | None,
 ) -> bool:
-    """Whether the fused kernels compute what the layer would: no sequence, nothing that they do not know."""
+    """Returns whether the fused kernels can compute a layer: no sequence, and no option that they do not know."""
     if backend != "triton" or config.is_sequence:
         return False
     from ..ops.triton import fits_fused_kernels
@@ -88,7 +88,7 @@ def can_fuse(
 
 
 def _is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
-    """Whether the kernels can rotate as it does, by one row of its tables a token, and nobody asks for gradients."""
+    """Returns whether the kernels can rotate like this, with one row of the tables a token and no gradients."""
     if not isinstance(rotary, PairwiseRotary) or records_gradients(rotary.cosine, rotary.sine):
         return False
     return rotary.cosine.shape == rotary.sine.shape == (1, query.shape[1], 1, query.shape[3] // 2)
@@ -105,7 +105,7 @@ class OutputNorm(nn.RMSNorm):
 
 
 def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
-    """Whether it is an RMSNorm whose weight may be read past the module: no hook brings it in, casts or watches it."""
+    """Returns whether a norm is an RMSNorm whose weight may be read past the module, as no hook depends on it."""
     # Classes made from RMSNorm may compute something else. So do releases of torch where there is no eps.
     known = type(norm).forward in (nn.RMSNorm.forward, OutputNorm.forward)
     if not isinstance(norm, nn.RMSNorm) or not known or norm.weight is None or norm.eps is None:
@@ -133,17 +133,12 @@ def fused_attention(
     """A layer by the fused kernels, where [`can_fuse`] says so.
 
     Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
+    Arguments that are not listed are those of [`MHLA.attention_parts`].
 
     Args:
         config: The layer's options.
-        query: Projected queries `[B, T, H, K]`, before any norm.
-        key: `[B, T, H_kv, K]`.
-        value: `[B, T, H_kv, V]`.
         mixing: `[M, M]` or `[H, M, M]`.
         layout: The blocks.
-        rotary: Rotary embeddings.
-        norms: RMSNorm of queries and of keys across heads.
-        scaling: Scale of q·k in softmax attention.
         gate: Output of the gate's projection, `[B, T, H, V]`.
         output_norm: RMSNorm of each head's output.
 

@@ -58,7 +58,7 @@ def sharded_convolution(
         convolution: Of odd kernels that keeps the size of its input, over as many axes as the grid has.
         tokens: `[B, L, C]`.
         grid: The token grid of all processes.
-        shard: Which of its tokens these are.
+        shard: The tokens of this process.
 
     Returns:
         `[B, L, C]`.

@@ -254,7 +254,7 @@ class MHLA(nn.Module):
                 computed in the kernels.
             norms: Norms of queries and keys over all heads of a token together, which the kernels can compute;
                 `None` where there are none, or they have been applied.
-            scaling: What softmax attention would scale q·k with; half of it (its root) goes to each side before the
+            scaling: Scale of q·k in softmax attention; half of it (its root) goes to each side before the
                 feature map. `None` for 1 there, and for K^-1/2 in the window.
             identity: Every token attends to itself alone, as perturbed-attention guidance asks, in the window too;
                 `query` and `key` are ignored, output norm, gate and LePE are not. Needs `grid`.

@@ -41,20 +41,14 @@ def original_attention(
 ) -> torch.Tensor:
     """Output of the host model's own attention for the arguments of [`MHLA.forward`].
 
-    It depends on no parameter of `mhla`.
+    It depends on no parameter of `mhla`. Options of [`MHLA.forward`] that softmax has no use for are ignored, and
+    `shard` has to be `None`: the tokens of other processes are needed.
 
     Args:
         mhla: The layer.
-        query: Projected queries before RoPE `[B, T, H, K]`.
-        key: Keys `[B, T, H_kv, K]`.
-        value: Values `[B, T, H_kv, V]`.
-        sequence: Padding, documents and direction; `None` for attention over a grid, where every token sees every one.
-        rotary: As for [`MHLA.forward`].
-        norms: As for [`MHLA.forward`].
         scaling: Scale of the logits; `None` for `K ** -0.5`.
-        linear: Whether the host's attention is linear, with ReLU as its feature map (SANA, arXiv 2410.10629).
+        linear: `True` if the host's attention is linear, with ReLU as its feature map (SANA, arXiv 2410.10629).
         shard: Has to be `None`: the tokens of other processes are needed.
-        **unused: The other arguments of [`MHLA.forward`], which softmax has no use for.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.

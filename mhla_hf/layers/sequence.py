@@ -101,10 +101,9 @@ def sequence_attention(
 ) -> torch.Tensor:
     """MHLA over the tokens of a sequence, in blocks of `block_size` valid tokens.
 
+    Tokens and options as in [`mhla_hf.ops.mhla_attention`].
+
     Args:
-        query: Feature-mapped queries `[B, T, H, K]`.
-        key: Feature-mapped keys `[B, T, H_kv, K]`.
-        value: Values `[B, T, H_kv, V]`.
         mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
         block_size: Tokens of a block.
         sequence: Padding and documents; its state is not looked at.

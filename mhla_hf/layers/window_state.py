@@ -58,7 +58,7 @@ def empty_window_state(
         value: Values `[B, T, H_kv, V]` likewise.
         window: `"block"` or `"adjacent"`.
         window_size: Tokens of a block.
-        rewindable: How many tokens may be taken back.
+        rewindable: Number of tokens that may be taken back.
     """
     size = _reach(window, window_size) + rewindable
     keys, values = (x.new_zeros(x.shape[0], x.shape[2], size + 1, x.shape[3]) for x in (key, value))
@@ -79,15 +79,13 @@ def extend_window(
 ) -> tuple[torch.Tensor, WindowState]:
     """Attends to the window of each of these tokens, those that the state has seen included.
 
+    Arguments that are not listed are those of [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention].
+
     Args:
-        query: `[B, T, H, K]`, rotated and normed.
-        key: `[B, T, H_kv, K]`.
-        value: `[B, T, H_kv, V]`.
         state: The state before these tokens.
         window: `"block"` or `"adjacent"`.
         window_size: Tokens of a block.
         valid: BoolTensor `[B, T]`, False for padding, which is skipped and gets zeros; `None` for no padding.
-        scale: Scale of q·k; `None` for K^-1/2.
 
     Returns:
         The output `[B, T, H, V]`, and the state after these tokens.

@@ -118,7 +118,7 @@ class BlockLayout:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all blocks have the same shape."""
+        """`True` if all blocks have the same shape."""
         if self.num_prefix_tokens:
             return False
         return [min(lengths) for lengths in self.tile_lengths] == [max(lengths) for lengths in self.tile_lengths]
@@ -284,7 +284,7 @@ def _check_tensor(name: str, tensor: Any, axes: int) -> None:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer, those of numpy and the symbols of an exported model included; not a bool."""
+    """Returns whether a value is an integer (of numpy, or a symbol of an exported model, too) and not a bool."""
     return not isinstance(value, bool) and isinstance(value, (int, torch.SymInt, Integral))
 
 
@@ -306,7 +306,7 @@ def positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int
     Args:
         name: Name of the argument, for the error.
         value: A sequence of them.
-        length: How many axes there have to be; `None` for one to three.
+        length: Required number of axes; `None` for one to three.
 
     Raises:
         ValueError: If it is anything else.

@@ -27,7 +27,7 @@ def interpolation_matrix(
     Args:
         source_blocks: Number of blocks along each axis that weights exist for.
         target_blocks: Number of blocks along each axis wanted.
-        device: Where the matrix is made.
+        device: Device of the matrix.
 
     Returns:
         float32 `[M_target, M_source]`; rows sum to one.

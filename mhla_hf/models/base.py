@@ -117,20 +117,12 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Returns the token grid of a model's configuration; `None` where it has none, as for videos.
-
-        Args:
-            config: The model's configuration.
-        """
+        """Returns the token grid of a model's configuration; `None` where it has none, as for videos."""
         return None
 
     @classmethod
     def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the token grid that block counts are derived from in a model of this configuration.
-
-        Args:
-            config: The model's configuration.
-        """
+        """Returns the token grid that block counts are derived from in a model of this configuration."""
         return cls.config_grid(config) or cls.default_grid
 
     @classmethod
@@ -140,10 +132,6 @@ class MHLAModelMixin(MHLAAdapterMixin):
         The grid is pinned too, so that `resize="auto"` knows from which size on to resample. Given `blocks` alone are
         for the grid that the configuration tells. Where it tells none, and in checkpoints saved without a grid (whose
         options hold it as `None`), the blocks keep their number at any size.
-
-        Args:
-            options: The options.
-            config: The model's configuration.
 
         Raises:
             ValueError: If an option is wrong, or there are more blocks than tokens on an axis.
@@ -243,9 +231,6 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def original_names(cls, names: Iterable[str]) -> dict[str, str] | None:
         """Returns the names in diffusers of weights of the model's authors.
 
-        Args:
-            names: Names in a file.
-
         Returns:
             The name in the file by the name in the softmax model; `None` where only diffusers' own conversion knows.
 
@@ -299,7 +284,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
         Args:
             config: `ContextParallelConfig`, or a `ParallelConfig` with one.
-            cp_plan: Where to split and gather the sequence; by default the model's own plan.
+            cp_plan: Modules at which the sequence is split and gathered; by default the model's own plan.
 
         Raises:
             ValueError: For tensor parallelism, and where the model has no context parallelism.

@@ -100,10 +100,6 @@ def check_convertible(model: Any, called: str = "model") -> None:
 def check_options(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
     """Returns options as the converted model would keep them.
 
-    Args:
-        model: The softmax model.
-        mhla: The options.
-
     Raises:
         ValueError: If an option is wrong or does not fit the model.
     """

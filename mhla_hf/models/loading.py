@@ -29,10 +29,6 @@ _STARTS_AS_IDENTITY = ("gate", "lepe", "window_gain")
 def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> LoadedWeights:
     """Loads a checkpoint into an MHLA model, and initialises the MHLA parameters that it lacks, with one warning.
 
-    Args:
-        load: Loader of the diffusers class.
-        call: Arguments of the loader.
-
     Raises:
         ValueError: If the checkpoint lacks other weights, has other layers than the model, or its MHLA weights were
             made for other options.

@@ -90,18 +90,10 @@ def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
 
 
 def to_stored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model's configuration as it is written.
-
-    Args:
-        config: The configuration.
-    """
+    """Returns a model's configuration as it is written."""
     return {**config, **UNREADABLE_FOR_SOFTMAX}
 
 
 def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without the entry of [`to_stored`], which files of earlier versions lack.
-
-    Args:
-        config: Contents of `config.json`.
-    """
+    """Returns a configuration without the entry of [`to_stored`], which files of earlier versions lack."""
     return {name: value for name, value in config.items() if UNREADABLE_FOR_SOFTMAX.get(name) != value}

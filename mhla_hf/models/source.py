@@ -43,7 +43,7 @@ class Component:
 
     @property
     def is_transformers(self) -> bool:
-        """Whether the model is one of transformers, not of diffusers."""
+        """`True` if the model is one of transformers, not of diffusers."""
         return "_class_name" not in self.config
 
     @property
@@ -59,7 +59,7 @@ class Component:
 
     @property
     def is_mhla(self) -> bool:
-        """Whether the model, or one of its towers, was saved as MHLA."""
+        """`True` if the model, or one of its towers, was saved as MHLA."""
         if not self.is_transformers:
             return is_mhla_class(self.class_name)
         parts = [self.config, *(entry for entry in self.config.values() if isinstance(entry, Mapping))]

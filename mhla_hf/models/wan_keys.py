@@ -68,9 +68,6 @@ def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
 def diffusers_names(names: Iterable[str]) -> dict[str, str]:
     """Returns the names in diffusers of the authors' names.
 
-    Args:
-        names: Names without prefix.
-
     Returns:
         The authors' name by the name below `MHLAWanTransformer3DModel`. Names that nobody knows stay as they are.
 

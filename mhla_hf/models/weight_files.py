@@ -61,7 +61,7 @@ class FileNames:
     Attributes:
         stem: Beginning of the names.
         exports: Whether repositories hold the same weights for other programs, too.
-        holder: What `from_pretrained` loads, for errors.
+        holder: Name in errors of the object that `from_pretrained` loads.
     """
 
     stem: str
@@ -127,7 +127,7 @@ class FileNames:
         return sets
 
     def match(self, path: Path) -> bool:
-        """Whether a file belongs to the model's weights, whatever the format."""
+        """Returns whether a file belongs to the model's weights, in any format."""
         name = path.name
         return bool(
             self.index.fullmatch(name)
@@ -139,7 +139,7 @@ class FileNames:
         )
 
     def is_export(self, path: Path) -> bool:
-        """Whether a file, relative to the model's folder, holds the same weights for other programs."""
+        """Returns whether a file, relative to the model's folder, holds the same weights for other programs."""
         return self.exports and path.parts[0] in EXPORT_FOLDERS
 
 

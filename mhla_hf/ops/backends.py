@@ -114,7 +114,7 @@ def _not_worth_it(value: torch.Tensor, products: bool) -> str | None:
 
 @torch.compiler.assume_constant_result
 def tf32_is_allowed() -> bool:
-    """Whether torch multiplies float32 matrices through TF32 on GPUs, by whichever of its two settings was used."""
+    """Returns whether torch multiplies float32 matrices through TF32 on GPUs, by either of its two settings."""
     settings = torch.backends.cuda.matmul
     # Reading the older setting raises an error once somebody has used the newer one, which old releases lack.
     precision = getattr(settings, "fp32_precision", None)

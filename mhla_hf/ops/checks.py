@@ -118,8 +118,8 @@ def check_mixing(mixing: Any, num_heads: int | None, device: torch.device) -> No
 
     Args:
         mixing: The weights.
-        num_heads: How many heads there are beside one for all; `None` for any number.
-        device: Where they have to be.
+        num_heads: Number of heads that is allowed beside one for all; `None` for any.
+        device: Device that they have to be on.
     """
     check_floats("mixing", mixing, device)
     check_mixing_shape(mixing)

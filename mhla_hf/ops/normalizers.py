@@ -39,7 +39,7 @@ class Normalizer:
         divisor: From the product and eps.
         gradient: Derivative of the divisor with respect to the product; with `divisor` the definition that the
             kernels are tested against.
-        kernel: How kernels divide: 0 not at all, 1 by φ(q)·z̃ + eps; `None` for a divisor that torch computes.
+        kernel: Division in the kernels: 0 for none, 1 by φ(q)·z̃ + eps; `None` for a divisor that torch computes.
         mixes_sums: Whether the product is φ(q_t)·z̃ with z̃_i = Σ_b m_ib z_b, so that z is one more column of the
             summaries. Sequences and decoding need that; without it blocks must have equal shapes.
     """
@@ -56,7 +56,7 @@ class Normalizer:
 
     @property
     def divides(self) -> bool:
-        """Whether there is a divisor at all."""
+        """`True` if there is a divisor at all."""
         return self.block is not None
 
 

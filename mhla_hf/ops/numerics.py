@@ -18,7 +18,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def records_gradients(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd records what is computed from any of these tensors."""
+    """Returns whether autograd records results of any of these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -90,7 +90,7 @@ def empty_state(
         num_blocks: Room for that many finished blocks.
         dtype: The accumulation dtype.
         summary_dtype: The dtype that finished blocks are kept in; `dtype` if not given.
-        device: Where the state lives.
+        device: Device of the state.
 
     Raises:
         ValueError: If a size is not a positive integer (`num_blocks` may be 0), or a dtype is not floating point.
@@ -234,7 +234,7 @@ def check_recurrent(operands: Operands, mixing: Any, state: Any, valid: Any, bac
 
 
 def serves_kernels(operands: Operands, mixing: torch.Tensor, state: MHLAState) -> bool:
-    """Whether Triton kernels can move this state on: they keep no gradients and no float64."""
+    """Returns whether Triton kernels can move this state on: they keep no gradients and no float64."""
     per_head = mixing.dim() > 2 and mixing.shape[0] != 1
     heads = operands.query.shape[2] if per_head else state.current.shape[1]
     if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads or operands.entry.kernel is None:

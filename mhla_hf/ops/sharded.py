@@ -95,8 +95,8 @@ def tokens_with_neighbors(tokens: torch.Tensor, shard: TokenShard, reach: int) -
 
     Args:
         tokens: `[B, L, C]`.
-        shard: Which tokens they are.
-        reach: How far the neighbours go, in tokens, on both sides.
+        shard: The tokens of this process.
+        reach: Number of neighbours on either side, in tokens.
 
     Returns:
         Tokens `[B, L + neighbours, C]`, and which of all T tokens is the first of them.
@@ -138,8 +138,8 @@ def sharded_mhla_attention(
 
     Args:
         layout: Blocks of all T tokens.
-        shard: Which of them this process holds.
-        summary_dtype: What summaries travel in; by default float32 (float64 for float64 values), as they are summed.
+        shard: The tokens of this process.
+        summary_dtype: Dtype of the summaries that travel; by default float32 (float64 for float64 values), as in sums.
 
     Returns:
         `[B, L, H, V]` in the dtype of `value`.
@@ -191,7 +191,7 @@ def _aligned_product(
         own: Those products `[B, L, H, 1]`.
         own_mixing: `[..., R, M]`.
         layout: Blocks of equal shape.
-        shard: Which tokens they are.
+        shard: The tokens of this process.
 
     Returns:
         `[B, L, H, 1]`.

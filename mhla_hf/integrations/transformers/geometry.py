@@ -110,7 +110,7 @@ def heads_of(module: nn.Module) -> Heads:
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Why no layer of this kind can be MHLA, or None."""
+    """Reason why no layer of this kind can be MHLA, or None."""
     config: Any = module.config
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder models are not supported"
@@ -138,7 +138,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
 
 
 def window_reason(module: nn.Module, layer_index: int) -> str | None:
-    """Why this layer stays softmax although the model's other layers can be MHLA, or None."""
+    """Reason why this layer stays softmax although the model's other layers can be MHLA, or None."""
     config: Any = module.config
     types = getattr(config, "layer_types", None)
     if isinstance(types, Sequence) and layer_index < len(types):
@@ -218,7 +218,7 @@ def chooses_by_name(model_class: type) -> bool:
 
 
 def packed_reason(model: nn.Module) -> str | None:
-    """Why a tower that is given several images, or stretches of sound, in one row cannot be MHLA, or None."""
+    """Reason why a tower that is given several images, or stretches of sound, in one row cannot be MHLA, or None."""
     parameters = forward_parameters(model)
     found = [name for name in _PACKED if name in parameters and "input_ids" not in parameters]
     return f"its inputs are packed ({found[0]}), and do not tell it their grid or ends" if found else None

@@ -72,11 +72,7 @@ class LayerInputs:
 
 
 class ModelInputsHook:
-    """Forward pre-hook of a model: hands [`ModelInputs`] down to its attention modules.
-
-    Args:
-        model: The model whose layers attend.
-    """
+    """Forward pre-hook of a model: hands [`ModelInputs`] down to its attention modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.positions = _positions(model, _MODEL_ARGUMENTS)

@@ -105,7 +105,7 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
         causal: Whether the model looks back only.
         head_dim: K.
         positions: Longest sequence that the model was made for.
-        rope: Where rotary embeddings are by default.
+        rope: Default position of rotary embeddings.
 
     Raises:
         ValueError: If the options ask for a number of blocks, or contradict the model.

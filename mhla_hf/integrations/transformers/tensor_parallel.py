@@ -73,7 +73,7 @@ def plan_heads(model: Any, distributed_config: Any) -> None:
 
     Args:
         model: A model whose parameters are on the meta device.
-        distributed_config: How it is to be distributed.
+        distributed_config: Configuration of the distribution.
 
     Raises:
         ValueError: If a layer's heads cannot be split evenly.

@@ -198,11 +198,7 @@ def checkpointed(model: Any, block: Any, *args: Any) -> Any:
 
 
 def check_parallel_setup(model_class: Any) -> None:
-    """Checks that models set up parallelism in `_resolve_parallel_config`, which MHLA models override.
-
-    Args:
-        model_class: A model class of diffusers.
-    """
+    """Checks that models set up parallelism in `_resolve_parallel_config`, which MHLA models override."""
     attribute("diffusers", model_class, "_resolve_parallel_config", "ModelMixin")
 
 
