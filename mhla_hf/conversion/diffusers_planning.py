@@ -63,11 +63,8 @@ def plan_component(
 ) -> ComponentPlan:
     """Plans the conversion of one transformer of diffusers before anything is written.
 
-    Args:
-        component: The model to convert.
-        mhla: The options; the model's defaults for what is not given.
-        options: The other options; errors are those of `convert_pretrained`.
-        weights: Its weights; by default those in its folder.
+    Options that `mhla` does not give are the model's defaults, and weights by default those in its folder; errors are
+    those of `convert_pretrained`.
     """
     import diffusers
 

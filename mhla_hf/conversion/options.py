@@ -94,9 +94,6 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
 def automatic_share(layers: str) -> Fraction | None:
     """Reads `auto:p/q`: the share p/q of the layers becomes MHLA, and the others are those worst to replace.
 
-    Args:
-        layers: A choice of layers.
-
     Returns:
         The share, or `None` for a choice that names the layers.
 

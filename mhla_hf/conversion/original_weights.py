@@ -67,12 +67,7 @@ def plan_original(
         path: The file, or the directory of shards.
         location: Location as the user gave it.
         origin: Origin of the file, for the record.
-        mhla: As for `convert_pretrained`, like the following; so are the errors.
-        options: Other options of `convert_pretrained`.
-        component: Name of the component.
-        base: The pipeline.
-        config: The configuration.
-        hub: Options of downloads.
+        mhla: As for `convert_pretrained`, as are all others; so are the errors.
 
     Returns:
         The plan, the pipeline that it is put into (`None` for a model alone), and the origin with what was found.

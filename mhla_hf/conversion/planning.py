@@ -154,7 +154,7 @@ def initial_entry(
         name: Its name in the model.
         dtype: The dtype to write.
         kept: Test for parameters that are written in fp32 instead.
-        report: Report of the model, which lists it.
+        report: Report of the model.
         stored_name: Its name in the file, if different.
     """
     module_name, _, relative = name.rpartition(".mhla.")

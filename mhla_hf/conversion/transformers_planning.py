@@ -69,10 +69,7 @@ def empty_mhla_model(
 ) -> Any:
     """Builds the MHLA version of a softmax model without memory for its parameters.
 
-    Args:
-        component: The softmax model.
-        mhla: The options.
-        layers: Layers that become MHLA, in place of those in `mhla`.
+    Layers that are given replace those in `mhla`.
 
     Raises:
         ValueError: If the configuration does not describe a model, or the model cannot be MHLA with these options.

@@ -39,10 +39,10 @@ def write_result(
     """Writes converted models and everything else of their directory.
 
     Args:
-        source: Where the other files come from; `None` writes a model directory with nothing else.
+        source: Origin of the other files; `None` writes a model directory with nothing else.
         plans: The models. In a pipeline each goes to its folder, otherwise the only one to the root.
         report: Completed here, and written as `conversion.json`.
-        destination: Where to.
+        destination: The directory to write.
         progress: Show a progress bar.
         started: `time.monotonic()` of the beginning.
 

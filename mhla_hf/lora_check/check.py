@@ -94,20 +94,13 @@ class LoraReport:
         return {kind: kinds.count(kind) for kind in KINDS}
 
     def relative_change(self, kinds: tuple[str, ...], layer: int | None = None) -> float | None:
-        """Norm of the change relative to that of the weights, of all modules of some kinds together.
-
-        Args:
-            kinds: Some of `KINDS`.
-            layer: Only of this layer.
+        """Norm of the change relative to that of the weights, of all modules of some kinds (in a layer) together.
 
         Returns:
             `None` where no such module is changed.
         """
-        chosen = [
-            module
-            for module in self.modules.values()
-            if module.kind in kinds and (layer is None or module.layer == layer)
-        ]
+        found = [module for module in self.modules.values() if module.kind in kinds]
+        chosen = [module for module in found if layer is None or module.layer == layer]
         if not chosen:
             return None
         change, weight = (sum(getattr(module, name) ** 2 for module in chosen) ** 0.5 for name in ("change", "weight"))

@@ -18,7 +18,7 @@ from ..training.data.folders import DataSample
 from ..training.data.opening import ROW_LENGTH, image_batches, text_batches
 from ..training.matching.layers import Batch, mhla_layers
 from ..utils.locations import PIPELINE_INDEX
-from .probes import DEFAULT_SAMPLES, pipeline_batches
+from .probes import pipeline_batches
 from .recipes import TEXT, Recipe
 
 
@@ -135,10 +135,10 @@ def probe_batches(
     directory: Path,
     data: str,
     *,
-    samples: int = DEFAULT_SAMPLES,
-    batch_size: int = 4,
-    component: str = "transformer",
-    seed: int = 0,
+    samples: int,
+    batch_size: int,
+    component: str,
+    seed: int,
 ) -> list[Batch]:
     """Makes batches of given data to calibrate on.
 

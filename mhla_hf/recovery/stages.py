@@ -54,24 +54,14 @@ class StageRun:
 
 
 def changed_parameters(model: nn.Module, layers: Sequence[AttentionLayer], stage: str) -> set[str]:
-    """Names of the parameters that a stage may change.
-
-    Args:
-        model: The model.
-        layers: Its MHLA layers, with their projections.
-        stage: Name of the stage.
-    """
+    """Names of the parameters of a model that a stage may change; its layers come with their projections."""
     if stage in ("calibrate", "match"):
         return {name for layer in layers for name in layer.parameters()}
     return {name for name, _ in model.named_parameters()}
 
 
 def run_stage(name: str, run: StageRun) -> dict[str, Any]:
-    """Runs a stage, from its last checkpoint if there is one.
-
-    Args:
-        name: One of `recipes.STAGES`.
-        run: Its inputs; the model is changed in place.
+    """Runs a stage, from its last checkpoint if there is one; changes the model in place.
 
     Returns:
         Its details for the report, as plain JSON values.
