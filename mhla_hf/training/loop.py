@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from . import checkpoints
 from .checkpoints import Position
@@ -187,7 +187,10 @@ class StageLoop:
         losses: list[torch.Tensor] = []
         samples: list[tuple[int, ...]] = []
         for micro_step in range(config.gradient_accumulation_steps):
-            batch: TrainingBatch = next(self.batches).to(accelerator.device)
+            batch = next(self.batches)
+            if isinstance(batch, Exception):
+                raise batch
+            batch = batch.to(accelerator.device)
             last = micro_step + 1 == config.gradient_accumulation_steps
             with nullcontext() if last else accelerator.no_sync(self.module):
                 loss = stage.loss(self.module, batch, accelerator) / config.gradient_accumulation_steps
@@ -276,8 +279,14 @@ class MicroBatches(Dataset):
     def __init__(self, stage: Stage, order: DataOrder) -> None:
         self.stage, self.order = stage, order
 
-    def __getitem__(self, place: tuple[int, int]) -> TrainingBatch:
-        return self.stage.make_batch(self.order, *place)
+    def __getitem__(self, place: tuple[int, int]) -> TrainingBatch | Exception:
+        """The micro-batch; of a worker also its error, whose message the loader would fill with a traceback."""
+        try:
+            return self.stage.make_batch(self.order, *place)
+        except (OSError, ValueError) as error:
+            if get_worker_info() is None:
+                raise
+            return error
 
 
 def load_micro_batches(batches: MicroBatches, first: int, steps: int, workers: int) -> DataLoader:

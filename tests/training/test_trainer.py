@@ -389,6 +389,20 @@ class TestInProcess:
 
         assert losses(1) == losses(0)
 
+    def test_errors_of_batches_built_ahead_are_one_line(self, student, dataset):
+        class Damaged:
+            def __len__(self):
+                return len(dataset)
+
+            def __getitem__(self, index):
+                if torch.utils.data.get_worker_info() is not None:
+                    raise ValueError("sample is damaged")
+                return dataset[index]
+
+        config = options(dataloader_num_workers=1, condition_dropout=0.0)
+        with pytest.raises(ValueError, match=r"^sample is damaged$"):
+            DiffusionTrainer(config, student, Damaged()).run()
+
 
 class Interrupted(Exception):
     """Stands for a crash at a given step."""
