@@ -146,7 +146,7 @@ class ImageChecks(ModelCase):
             return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
         actual = gradients()
-        monkeypatch.setattr(mhla_hf.layers.mhla, "mhla_attention", naive_attention)
+        monkeypatch.setattr(mhla_hf.layers.mhla, "attend_on", naive_attention)
         assert gradient_error(actual, gradients()) < 1e-8
 
     def test_one_block_is_vanilla_linear_attention(self):

@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from mhla_hf import MHLAConfig, mhla_attention
+from mhla_hf import BlockLayout, MHLAConfig
 from mhla_hf.layers.blocks import with_window_size
+from mhla_hf.ops import naive_mhla_attention
+from mhla_hf.ops.numerics import Operands
 
 
 # Kinds of MHLA layer, as changes to a case's own options.
@@ -170,6 +172,11 @@ def attention_inputs(call: SimpleNamespace) -> list[torch.Tensor]:
     return [query, key, value]
 
 
-def naive_attention(*arguments: Any, **options: Any) -> torch.Tensor:
-    """`mhla_attention` by the dense definition, whatever backend is asked for."""
-    return mhla_attention(*arguments, **{**options, "backend": "naive"})
+def naive_attention(
+    backend: str, operands: Operands, mixing: torch.Tensor, layout: BlockLayout, *, causal: bool
+) -> torch.Tensor:
+    """`attend_on` by the dense definition, whatever the backend."""
+    return naive_mhla_attention(
+        *operands.tokens, mixing, layout, normalizer_query=operands.normalizer_query,
+        normalizer_key=operands.normalizer_key, normalizer=operands.normalizer, eps=operands.eps, causal=causal,
+    )  # fmt: skip

@@ -82,7 +82,7 @@ def test_gradients_equal_those_of_the_naive_form(options, monkeypatch):
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     actual = gradients()
-    monkeypatch.setattr(mhla_hf.layers.mhla, "mhla_attention", naive_attention)
+    monkeypatch.setattr(mhla_hf.layers.mhla, "attend_on", naive_attention)
     assert gradient_error(actual, gradients()) < 1e-6
 
 
