@@ -7,8 +7,6 @@ block is summed up a few finished blocks a token, while the current block fills.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from ..layouts.sequences import mixing_at
@@ -83,9 +81,7 @@ def step(
             output = output / entry.divisor(plain_query @ mixed[..., -1:], operands.eps)
         upcoming = state.upcoming + torch.where(keep, _upcoming_share(state, mixing, block, offset), 0)
         output = output.masked_fill(~keep, 0)
-    state = dataclasses.replace(
-        state, current=current, upcoming=upcoming, position=state.position + counted, is_empty=False
-    )
+    state = MHLAState(state.summaries, current, state.prefix, upcoming, state.position + counted, size)
     return output.transpose(1, 2).to(value.dtype), state
 
 
@@ -125,14 +121,10 @@ def _start_block(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, st
     summaries = write((entries[:, None], all_heads, slot[:, None]), filed)
     heads = state.prefix.shape[1]
     own = _weights(mixing, block, before) * repeat_heads(state.current, heads, 1)
-    return dataclasses.replace(
-        state,
-        summaries=summaries,
-        current=torch.where(start, 0, state.current),
-        prefix=torch.where(start, state.upcoming + own, state.prefix),
-        upcoming=torch.where(start, 0, state.upcoming),
-        is_empty=False,
-    )
+    current = torch.where(start, 0, state.current)
+    prefix = torch.where(start, state.upcoming + own, state.prefix)
+    upcoming = torch.where(start, 0, state.upcoming)
+    return MHLAState(summaries, current, prefix, upcoming, state.position, state.block_size)
 
 
 def _upcoming_share(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
