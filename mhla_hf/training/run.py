@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
@@ -24,6 +24,7 @@ from .metrics import Metrics
 from .optimization import make_optimizer
 from .processes import StopSignals, TrainingStopped
 from .stages.prediction import Stage
+from .validation import Validator
 
 
 logger = logging.getLogger(__name__)
@@ -139,15 +140,6 @@ Callback = Callable[[str, int, float], None]
 """Called with (stage, step, loss)."""
 
 _SHOWN = 8
-
-
-class Validator(Protocol):
-    """Makes samples with the model that trains; see `validation.Validator`."""
-
-    def write_and_log(
-        self, transformer: nn.Module, folder: Path, step: int, accelerator: Accelerator, run_step: int
-    ) -> None:
-        """Writes the samples of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,12 +33,12 @@ from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights
 from .metrics import MetricsFile
 from .parameters import MHLA_FILE, save_adapter
 from .processes import StopSignals, TrainingStopped, check_distribution, make_accelerator, open_trackers
-from .run import Callback, Run, Validator, find_start
+from .run import Callback, Run, find_start
 from .sharding import unsharded
 from .stages.matching import Transfer
 from .stages.prediction import DiffusionStage, PredictionStage, Stage
 from .stages.transformers import BatchesByStep, TransformersStage
-from .validation import make_validator
+from .validation import Validator, make_validator
 
 
 __all__ = ["DiffusionTrainer", "TrainingResult", "TransformersTrainer"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from PIL import Image
 
 from ..utils.files import atomic_file
@@ -92,10 +93,7 @@ class Validator:
         try:
             for inputs in self.inputs:
                 sample = pipeline(
-                    **{
-                        name: value.to(self.device) if torch.is_tensor(value) else value
-                        for name, value in inputs.items()
-                    },
+                    **send_to_device(inputs, self.device),
                     num_inference_steps=self.config.validation_inference_steps,
                     guidance_scale=self.config.validation_guidance,
                     generator=torch.Generator().manual_seed(self.config.seed),

@@ -9,10 +9,9 @@ see the samples of one process with batch size 4.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -34,22 +33,31 @@ _BATCHES_TOGETHER = 32
 _DRAWS, _MOST_DRAWS = 96, 16
 
 
-class BatchSource(ABC):
+class BatchSource:
     """Samples of one data set, in batches.
 
-    Attributes:
+    Args:
         seed: Seed of their order.
         fingerprint: Hash that identifies the samples.
+        indices: Indices of the samples to train on.
+        held_out_indices: Indices of the others.
+
+    Attributes:
+        kind: Kind of the data, for `describe`.
     """
 
-    def __init__(self, seed: int, fingerprint: str) -> None:
-        self.seed, self.fingerprint = seed, fingerprint
+    kind: ClassVar[str]
 
-    @abstractmethod
+    def __init__(
+        self, seed: int, fingerprint: str, indices: Sequence[int] = (), held_out_indices: Sequence[int] = ()
+    ) -> None:
+        self.seed, self.fingerprint = seed, fingerprint
+        self.indices, self.held_out_indices = indices, held_out_indices
+
     def __len__(self) -> int:
         """Number of samples to train on."""
+        return len(self.indices)
 
-    @abstractmethod
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
         """The batch of a step, on the CPU; a pure function of the seed and the arguments.
 
@@ -60,18 +68,24 @@ class BatchSource(ABC):
             rank: Number of this process.
             world_size: Number of processes.
         """
+        order = self._order(stage, batch_size, rank, world_size)
+        return self._make([self.indices[order.dataset_index(number)] for number in order.sample_numbers(step)])
 
-    @abstractmethod
     def held_out(self, batch_size: int) -> list[Batch]:
         """All samples that no `batch` has, in batches that are always the same."""
+        return [self._make(part) for part in _parts(self.held_out_indices, batch_size)]
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Description of the data as plain JSON values."""
+        return {"kind": self.kind, "samples": len(self), "held_out": len(self.held_out_indices)}
 
     def batches(self, stage: str, count: int, batch_size: int) -> list[Batch]:
         """The first batches of a stage."""
         return [self.batch(stage, step, batch_size) for step in range(count)]
+
+    def _make(self, indices: Sequence[int]) -> Batch:
+        """A batch of some samples; not needed where `batch` and `held_out` make theirs otherwise."""
+        raise NotImplementedError
 
     def _order(self, stage: str, batch_size: int, rank: int, world_size: int) -> DataOrder:
         return DataOrder(
@@ -82,10 +96,6 @@ class BatchSource(ABC):
             rank=rank,
             world_size=world_size,
         )
-
-    def _indices(self, stage: str, step: int, batch_size: int, rank: int, world_size: int) -> list[int]:
-        order = self._order(stage, batch_size, rank, world_size)
-        return [order.dataset_index(number) for number in order.sample_numbers(step)]
 
 
 class PackedText(BatchSource):
@@ -101,33 +111,20 @@ class PackedText(BatchSource):
         held_out_bytes: UTF-8 bytes of the held-out rows, without the first token of each, which no model predicts.
     """
 
+    kind = "text in packed rows"
+
     def __init__(
         self, table: TokenTable, held_out: int, seed: int = 0, decode: Callable[[list[int]], str] | None = None
     ) -> None:
-        super().__init__(seed, table.fingerprint)
-        self.table, self.held_out_count = table, _held_out(len(table), held_out)
-        rows = (table[index][1:].tolist() for index in range(len(self), len(table)))
+        super().__init__(seed, table.fingerprint, *_last_held_out(len(table), held_out))
+        self.table = table
+        rows = (table[index][1:].tolist() for index in self.held_out_indices)
         self.held_out_bytes = sum(len(decode(row).encode()) for row in rows) if decode is not None else 0
 
-    def __len__(self) -> int:
-        return len(self.table) - self.held_out_count
-
-    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        return self._rows(self._indices(stage, step, batch_size, rank, world_size))
-
-    def held_out(self, batch_size: int) -> list[Batch]:
-        return [self._rows(part) for part in _parts(range(len(self), len(self.table)), batch_size)]
-
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "text in packed rows",
-            "samples": len(self),
-            "held_out": self.held_out_count,
-            "length": len(self.table[0]),
-            "left_out": self.table.skipped,
-        }
+        return {**super().describe(), "length": len(self.table[0]), "left_out": self.table.skipped}
 
-    def _rows(self, indices: Sequence[int]) -> Batch:
+    def _make(self, indices: Sequence[int]) -> Batch:
         return {"input_ids": torch.stack([self.table[index] for index in indices])}
 
 
@@ -144,51 +141,36 @@ class Passages(BatchSource):
         seed: Seed of their order.
     """
 
-    def __init__(self, table: TokenTable, held_out: int, padding: int, seed: int = 0) -> None:
-        super().__init__(seed, table.fingerprint)
-        self.table, self.padding = table, padding
-        self.lengths = table.lengths().tolist()
-        # By a fixed draw: the fingerprint would make it depend on where the files are.
-        generator = torch.Generator().manual_seed(0)
-        shuffled = torch.randperm(len(table), generator=generator).tolist()
-        count = _held_out(len(table), held_out)
-        self.held_out_indices, self.indices = sorted(shuffled[:count], key=self._length), shuffled[count:]
-        self._together = lru_cache(maxsize=4)(self._make_together)
+    kind = "passages of text"
 
-    def __len__(self) -> int:
-        return len(self.indices)
+    def __init__(self, table: TokenTable, held_out: int, padding: int, seed: int = 0) -> None:
+        indices, held_out_indices = _drawn_held_out(len(table), held_out)
+        self.table, self.padding, self.lengths = table, padding, table.lengths().tolist()
+        super().__init__(seed, table.fingerprint, indices, sorted(held_out_indices, key=self._length))
+        self._together = lru_cache(maxsize=4)(self._make_together)
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
         group, place = divmod(step, _BATCHES_TOGETHER)
         indices = self._together(stage, group, batch_size * world_size)[place]
-        return self._pad(indices[rank * batch_size : (rank + 1) * batch_size])
-
-    def held_out(self, batch_size: int) -> list[Batch]:
-        return [self._pad(part) for part in _parts(self.held_out_indices, batch_size)]
+        return self._make(indices[rank * batch_size : (rank + 1) * batch_size])
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "passages of text",
-            "samples": len(self),
-            "held_out": len(self.held_out_indices),
-            "length": max(self.lengths),
-            "left_out": self.table.skipped,
-        }
+        return {**super().describe(), "length": max(self.lengths), "left_out": self.table.skipped}
 
-    def _make_together(self, stage: str, group: int, batch_size: int) -> list[list[int]]:
+    def _make_together(self, stage: str, group: int, batch_size: int) -> list[Sequence[int]]:
         """The batches of all processes for some successive steps."""
         order = self._order(stage, batch_size, 0, 1)
         steps = range(group * _BATCHES_TOGETHER, (group + 1) * _BATCHES_TOGETHER)
         numbers = [number for step in steps for number in order.sample_numbers(step)]
         chosen = sorted((self.indices[order.dataset_index(number)] for number in numbers), key=self._length)
         generator = torch.Generator().manual_seed(stable_seed(self.seed, stage, "lengths", group))
-        batches = list(_parts(chosen, batch_size))
+        batches = _parts(chosen, batch_size)
         return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
 
     def _length(self, index: int) -> int:
         return self.lengths[index]
 
-    def _pad(self, indices: Sequence[int]) -> Batch:
+    def _make(self, indices: Sequence[int]) -> Batch:
         rows = [self.table[index] for index in indices]
         padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
         ones = [torch.ones_like(row) for row in rows]
@@ -207,6 +189,8 @@ class Images(BatchSource):
         left_out: Number of files that could not be read.
     """
 
+    kind = "images"
+
     def __init__(
         self,
         images: Sequence[Any],
@@ -216,32 +200,13 @@ class Images(BatchSource):
         seed: int = 0,
         left_out: int = 0,
     ) -> None:
-        super().__init__(seed, fingerprint)
+        super().__init__(seed, fingerprint, *_drawn_held_out(len(images), held_out))
         self.images, self.processor, self.left_out = images, processor, left_out
-        generator = torch.Generator().manual_seed(0)
-        shuffled = torch.randperm(len(images), generator=generator).tolist()
-        count = _held_out(len(images), held_out)
-        self.held_out_indices, self.indices = shuffled[:count], shuffled[count:]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        indices = self._indices(stage, step, batch_size, rank, world_size)
-        return self._process([self.indices[index] for index in indices])
-
-    def held_out(self, batch_size: int) -> list[Batch]:
-        return [self._process(part) for part in _parts(self.held_out_indices, batch_size)]
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "images",
-            "samples": len(self),
-            "held_out": len(self.held_out_indices),
-            "left_out": self.left_out,
-        }
+        return {**super().describe(), "left_out": self.left_out}
 
-    def _process(self, indices: Sequence[int]) -> Batch:
+    def _make(self, indices: Sequence[int]) -> Batch:
         made = self.processor(images=[self.images[index]() for index in indices], return_tensors="pt")
         return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
 
@@ -260,6 +225,8 @@ class Latents(BatchSource):
             and 16 of a sample at most.
     """
 
+    kind = "latents"
+
     def __init__(
         self,
         dataset: LatentSamples,
@@ -271,7 +238,7 @@ class Latents(BatchSource):
         draws: int | None = None,
     ) -> None:
         fingerprint = getattr(dataset, "fingerprint", None)
-        super().__init__(seed, fingerprint() if callable(fingerprint) else samples_fingerprint(dataset))
+        identity = fingerprint() if callable(fingerprint) else samples_fingerprint(dataset)
         self.null_condition = getattr(dataset, "null_condition", None)
         objective.check_data(model, dataset[0], self.null_condition)
         self.objective, self.model = objective, model
@@ -279,17 +246,12 @@ class Latents(BatchSource):
         self.samples: LatentSamples
         self.held_out_samples: LatentSamples
         if isinstance(held_out, int):
-            # By a fixed draw: data sets are often in the order of names or classes.
-            shuffled = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
-            count = _held_out(len(dataset), held_out)
-            self.held_out_samples = _Part(dataset, shuffled[:count])
-            self.samples = _Part(dataset, shuffled[count:])
+            indices, held_out_indices = _drawn_held_out(len(dataset), held_out)
+            self.samples, self.held_out_samples = _Part(dataset, indices), _Part(dataset, held_out_indices)
         else:
             self.samples, self.held_out_samples = dataset, held_out
+        super().__init__(seed, identity, range(len(self.samples)), range(len(self.held_out_samples)))
         self.draws = draws or min(_MOST_DRAWS, math.ceil(_DRAWS / len(self.held_out_samples)))
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
         return self.inputs(self.latent_batch(stage, step, batch_size, rank, world_size))
@@ -317,12 +279,7 @@ class Latents(BatchSource):
         return self.objective.inputs_of(self.model, batch, cast(Any, self.model).dtype)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "latents",
-            "samples": len(self),
-            "held_out": len(self.held_out_samples),
-            "shape": list(self.samples[0]["latents"].shape),
-        }
+        return {**super().describe(), "shape": list(self.samples[0]["latents"].shape)}
 
 
 class RecordedCalls(BatchSource):
@@ -334,23 +291,23 @@ class RecordedCalls(BatchSource):
         seed: Seed of their order.
     """
 
+    kind = "calls of the pipeline's model"
+
     def __init__(self, calls: Sequence[Batch], held_out: int, seed: int = 0) -> None:
         tensors = [value for value in calls[-1].values() if isinstance(value, torch.Tensor)]
         sums = [f"{tensor.double().sum().item():.6g}" for tensor in tensors]
-        super().__init__(seed, f"{stable_seed(len(calls), *sums):016x}")
-        self.calls, self.held_out_count = calls, _held_out(len(calls), held_out)
-
-    def __len__(self) -> int:
-        return len(self.calls) - self.held_out_count
+        fingerprint = f"{stable_seed(len(calls), *sums):016x}"
+        super().__init__(seed, fingerprint, *_last_held_out(len(calls), held_out))
+        self.calls = calls
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        return self.calls[self._indices(stage, step, 1, rank, world_size)[0]]
+        return super().batch(stage, step, 1, rank, world_size)
 
     def held_out(self, batch_size: int) -> list[Batch]:
-        return list(self.calls[len(self) :])
+        return super().held_out(1)
 
-    def describe(self) -> dict[str, Any]:
-        return {"kind": "calls of the pipeline's model", "samples": len(self), "held_out": self.held_out_count}
+    def _make(self, indices: Sequence[int]) -> Batch:
+        return self.calls[indices[0]]
 
 
 class _Part:
@@ -369,6 +326,20 @@ class _Part:
 def _held_out(count: int, wanted: int) -> int:
     """Number of samples to hold out: at least one, and at least one remains for training."""
     return max(1, min(wanted, count // _HELD_OUT_SHARE))
+
+
+def _last_held_out(count: int, wanted: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Indices of the samples to train on, and of the last ones, which are held out."""
+    first = count - _held_out(count, wanted)
+    return range(first), range(first, count)
+
+
+def _drawn_held_out(count: int, wanted: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Indices of the samples to train on, in a drawn order, and of those held out, from all over the data set."""
+    # By a fixed draw: data sets are often in the order of names or classes, and files may be anywhere.
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    first = _held_out(count, wanted)
+    return shuffled[first:], shuffled[:first]
 
 
 def _parts(indices: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -22,6 +22,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import send_to_device
 
 from ..families import Objective, Tensors
 
@@ -188,13 +189,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""
-        return Batch(
-            self.latents.to(device, non_blocking=True),
-            self.noise.to(device, non_blocking=True),
-            self.levels.to(device, non_blocking=True),
-            {name: tensor.to(device, non_blocking=True) for name, tensor in self.condition.items()},
-            self.indices,
-        )
+        return Batch(**send_to_device(vars(self), device, non_blocking=True))
 
 
 def make_batch(

@@ -177,20 +177,6 @@ def read_image(path: Path) -> np.ndarray:
     return np.array(_read_rgb(path))
 
 
-def fit_image(image: np.ndarray, height: int, width: int) -> torch.Tensor:
-    """Crops the centre of an image to the shape of height x width, and scales it.
-
-    Args:
-        image: uint8 `[H, W, 3]`.
-        height: Wanted height.
-        width: Wanted width.
-
-    Returns:
-        `[3, height, width]` in [-1, 1], fp32.
-    """
-    return _fitted(Image.fromarray(image), height, width)
-
-
 def image_grid(images: np.ndarray) -> np.ndarray:
     """Images side by side, in rows of about as many as there are rows; places left over are black.
 

@@ -43,7 +43,7 @@ def text_batches(
     """Text for a language model or an encoder.
 
     Args:
-        model: The converted model; whether its attention is causal decides between rows and passages.
+        model: The converted model; rows for causal attention, passages otherwise.
         directory: Where its tokenizer is.
         data: A folder of .txt, .md, .rst or .py files, a JSONL file, or the id of a data set.
         samples: Rows or passages to train on, if there are so many.
@@ -62,12 +62,7 @@ def text_batches(
     config: Any = model.config
     packed = is_causal(model)
     corpus = TextCorpus(data, text_field)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(
-            f"{directory} has no tokenizer that can be loaded: {shorten_text(str(error), 200)}"
-        ) from error
+    tokenizer = _load_processor(AutoTokenizer, directory, "tokenizer")
     # Tokenizers without a limit have one of 10**30. Some models count positions from more than 0, and take fewer.
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
     longest = min(positions, tokenizer.model_max_length)
@@ -104,12 +99,7 @@ def image_batches(
     """
     from transformers import AutoImageProcessor
 
-    try:
-        processor = AutoImageProcessor.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(
-            f"{directory} has no image processor that can be loaded: {shorten_text(str(error), 200)}"
-        ) from error
+    processor = _load_processor(AutoImageProcessor, directory, "image processor")
     images, keys, problems = _find_images(data, samples + held_out, _image_side(model))
     for problem in problems[:_NAMED]:
         logger.warning("data: left out: %s", problem)
@@ -117,6 +107,13 @@ def image_batches(
         raise ValueError(f"data: {data} has {len(images)} images that can be read; at least 2 are needed")
     fingerprint = f"{stable_seed(*keys):016x}"
     return Images(images, processor, held_out, fingerprint, seed, len(problems))
+
+
+def _load_processor(auto_class: Any, directory: Path, kind: str) -> Any:
+    try:
+        return auto_class.from_pretrained(directory)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"{directory} has no {kind} that can be loaded: {shorten_text(str(error), 200)}") from error
 
 
 def _find_images(data: str, count: int, side: int) -> tuple[list[Any], list[str], list[str]]:

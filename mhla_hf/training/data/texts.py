@@ -16,7 +16,7 @@ from typing import Any
 from ...utils.locations import is_hub_id
 from ...utils.messages import shorten_list, shorten_text
 from .fingerprints import file_fingerprint
-from .folders import DataFolder, json_rows, text_lines
+from .folders import DataFolder, UnusableSampleError, json_rows, text_lines
 
 
 logger = logging.getLogger(__name__)
@@ -125,9 +125,12 @@ class TextCorpus:
 
     def _read_files(self) -> Iterator[tuple[Path, str]]:
         for path, problem in self.files:
-            text = "" if problem else _read(path)
-            if isinstance(text, _Unusable):
-                problem, text = text.reason, ""
+            text = ""
+            if problem is None:
+                try:
+                    text = _read(path)
+                except UnusableSampleError as error:
+                    problem = str(error)
             if problem is None and not text.strip():
                 # Empty `__init__.py` files are normal.
                 problem = None if path.name == "__init__.py" else f"{path} is empty"
@@ -184,22 +187,19 @@ class TextCorpus:
             ) from error
 
 
-@dataclass(frozen=True)
-class _Unusable:
-    reason: str
-
-
-def _read(path: Path) -> str | _Unusable:
+def _read(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > _LONGEST_FILE:
-            return _Unusable(f"{path} has {size:,} bytes; text files may have {_LONGEST_FILE:,}, so split it")
+            raise UnusableSampleError(f"{path} has {size:,} bytes; text files may have {_LONGEST_FILE:,}, so split it")
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        return _Unusable(f"{path} is not UTF-8 text (byte {error.start})")
+        raise UnusableSampleError(f"{path} is not UTF-8 text (byte {error.start})") from error
     except OSError as error:
-        return _Unusable(f"{path} cannot be read ({error.strerror})")
-    return _Unusable(f"{path} is binary: it holds zero bytes") if "\0" in text else text
+        raise UnusableSampleError(f"{path} cannot be read ({error.strerror})") from error
+    if "\0" in text:
+        raise UnusableSampleError(f"{path} is binary: it holds zero bytes")
+    return text
 
 
 def _is_prose(text: str) -> bool:

@@ -167,20 +167,6 @@ def _ffmpeg():
     return imageio_ffmpeg
 
 
-def fit_frames(frames: np.ndarray, height: int, width: int) -> torch.Tensor:
-    """Crops the centre of frames to the shape of height x width, and scales them.
-
-    Args:
-        frames: uint8 `[F, H, W, 3]`.
-        height: Wanted height.
-        width: Wanted width.
-
-    Returns:
-        `[3, F, height, width]` in [-1, 1], fp32.
-    """
-    return to_tensor(np.stack([fit(Image.fromarray(frame), height, width) for frame in frames]))
-
-
 def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:
     """Writes frames as mp4, or as GIF where imageio-ffmpeg is missing.
 

@@ -104,22 +104,16 @@ def unpack(structure: Mapping[str, Any], name: str, read: Callable[[str], torch.
     return LayerCall(arguments, read(f"hidden_states.{name}"), read(f"output.{name}"), _decode(entry["valid"], read))
 
 
-def moved(call: LayerCall, device: torch.device, dtype: torch.dtype | None = None) -> LayerCall:
+def moved(call: LayerCall, device: torch.device, dtype: torch.dtype) -> LayerCall:
     """A call on another device.
 
     Args:
         call: The call.
         device: The device.
-        dtype: Type of the hidden states; `None` leaves them as they are.
+        dtype: Type of the hidden states.
     """
-    arguments = call.arguments
-    args, kwargs, valid = send_to_device((arguments.args, arguments.kwargs, call.valid), device, non_blocking=True)
-    return LayerCall(
-        CallArguments(args, kwargs, arguments.place),
-        call.hidden_states.to(device, dtype or call.hidden_states.dtype, non_blocking=True),
-        call.output.to(device, non_blocking=True),
-        valid,
-    )
+    call = send_to_device(call, device, non_blocking=True)
+    return call._replace(hidden_states=call.hidden_states.to(dtype))
 
 
 def _encode(value: Any, keep: Callable[[torch.Tensor], str], where: str) -> Any:

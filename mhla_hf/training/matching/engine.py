@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from ...utils.files import remove_leftovers, write_json
@@ -103,9 +104,7 @@ class Batches:
                 f"batch {index} must be a dict of the model's keyword arguments, tensors among them, and is a "
                 f"{type(batch).__name__}."
             )
-        return {
-            name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
-        }
+        return send_to_device(dict(batch), self.device)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self.count};".encode())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
@@ -81,8 +81,7 @@ class AttentionLayer:
         }
 
 
-@dataclass(frozen=True)
-class CallArguments:
+class CallArguments(NamedTuple):
     """Arguments of an attention module besides its hidden states.
 
     Attributes:
@@ -104,8 +103,7 @@ class CallArguments:
         return tuple(args), dict(self.kwargs)
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """One call of an attention layer, without gradients.
 
     Attributes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ from ..matching.teacher import Teacher
 from ..parameters import trainable_names
 
 
-class Stage(Protocol):
+class Stage(ABC):
     """A stage as the training loop sees it.
 
     Attributes:
@@ -37,6 +37,7 @@ class Stage(Protocol):
     mhla_learning_rate: float
     validates: bool
 
+    @abstractmethod
     def make_batch(self, order: DataOrder, step: int, micro_step: int) -> TrainingBatch:
         """Makes a micro-batch on the CPU; a pure function.
 
@@ -46,13 +47,16 @@ class Stage(Protocol):
             micro_step: Micro-step within it, from 0.
         """
 
+    @abstractmethod
     def trainable_names(self) -> list[str]:
         """Names of the parameters that train."""
 
+    @abstractmethod
     def module(self) -> nn.Module:
         """The module that accelerate wraps, which shares its parameters with the model."""
 
-    def loss(self, module: nn.Module, batch: Any, accelerator: Accelerator) -> torch.Tensor:
+    @abstractmethod
+    def loss(self, module: nn.Module, batch: Any, accelerator: Any) -> torch.Tensor:
         """The loss of a micro-batch, a scalar.
 
         Args:
@@ -61,14 +65,15 @@ class Stage(Protocol):
             accelerator: The processes.
         """
 
+    @abstractmethod
     def context(self) -> AbstractContextManager[None]:
         """Context of the stage's steps."""
 
-    def close(self) -> None:
-        """Releases everything that only this stage needs."""
+    def close(self) -> None:  # noqa: B027
+        """Releases everything that only this stage needs; by default nothing."""
 
 
-class PredictionStage(ABC):
+class PredictionStage(Stage):
     """Fine-tuning on the model's own task or, with a teacher, distillation towards its predictions.
 
     Args:
@@ -105,9 +110,6 @@ class PredictionStage(ABC):
         # Fine-tuning makes them later, of the same steps.
         self.validates = get_teacher is None or not config.max_steps
 
-    @abstractmethod
-    def make_batch(self, order: DataOrder, step: int, micro_step: int) -> TrainingBatch: ...
-
     def trainable_names(self) -> list[str]:
         return trainable_names(self.model, self.config.train)
 
@@ -118,12 +120,6 @@ class PredictionStage(ABC):
 
     @abstractmethod
     def _wrapped(self) -> nn.Module: ...
-
-    @abstractmethod
-    def loss(self, module: nn.Module, batch: Any, accelerator: Accelerator) -> torch.Tensor: ...
-
-    @abstractmethod
-    def context(self) -> AbstractContextManager[None]: ...
 
     def close(self) -> None:
         """Releases the teacher."""

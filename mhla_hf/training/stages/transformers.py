@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 
 from ...utils.compat import unsplit_classes
@@ -62,11 +63,7 @@ class ModelBatch:
 
     def to(self, device: torch.device | str) -> ModelBatch:
         """The batch on another device."""
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in self.inputs.items()
-        }
-        return ModelBatch(moved, self.indices)
+        return ModelBatch(send_to_device(self.inputs, device, non_blocking=True), self.indices)
 
 
 class TokenPredictions(nn.Module):

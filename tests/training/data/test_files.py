@@ -26,7 +26,8 @@ from mhla_hf.training.data.cache import Encoder
 from mhla_hf.training.data.cache_building import build_cache, cache_settings, finish_cache, start_cache
 from mhla_hf.training.data.fingerprints import folder_fingerprint
 from mhla_hf.training.data.folders import DataSample, UnusableSampleError
-from mhla_hf.training.data.videos import captioned_videos, fit_frames, read_frames, write_video
+from mhla_hf.training.data.images import fit, to_tensor
+from mhla_hf.training.data.videos import captioned_videos, read_frames, write_video
 from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.families.wan import encode_videos
 from mhla_hf.training.loading import PipelineSource
@@ -125,6 +126,10 @@ class TestVideos:
         assert video.shape == (3, 2, 32, 32)
         exact = fit_frames(moving_square(1, 8, 8), 8, 8)
         assert torch.equal(exact, torch.from_numpy(moving_square(1, 8, 8)).permute(3, 0, 1, 2) / 127.5 - 1)
+
+
+def fit_frames(frames, height, width):
+    return to_tensor(np.stack([fit(Image.fromarray(frame), height, width) for frame in frames]))
 
 
 class TestCache:

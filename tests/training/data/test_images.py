@@ -19,7 +19,7 @@ from mhla_hf.training.data.cache_building import find_samples, make_cache
 from mhla_hf.training.data.class_labels import find_label, folder_labels, pipeline_labels
 from mhla_hf.training.data.digits import DIGIT_WORDS, digit_images, load_scans
 from mhla_hf.training.data.folders import UnusableSampleError
-from mhla_hf.training.data.images import captioned_images, class_images, fit_image, image_grid, read_image
+from mhla_hf.training.data.images import captioned_images, class_images, fit, image_grid, read_image, to_tensor
 from mhla_hf.training.families import FAMILIES, check_options
 from mhla_hf.training.families.sana import sana_instruction
 from mhla_hf.training.loading import PipelineSource
@@ -81,8 +81,8 @@ class TestReading:
     def test_images_are_scaled_to_cover_and_cropped(self):
         pixels = np.zeros((16, 48, 3), np.uint8)
         pixels[:, 16:32] = 255
-        assert torch.equal(fit_image(pixels, 16, 16), torch.ones(3, 16, 16))
-        assert fit_image(pixels, 32, 8).shape == (3, 32, 8)
+        assert torch.equal(to_tensor(fit(Image.fromarray(pixels), 16, 16)[None])[:, 0], torch.ones(3, 16, 16))
+        assert fit(Image.fromarray(pixels), 32, 8).shape == (32, 8, 3)
 
     @pytest.mark.parametrize("content", [b"this is no image", b"", None], ids=["text", "empty", "truncated"])
     def test_unreadable_files_are_named(self, content, tmp_path):
