@@ -151,8 +151,7 @@ class TrainingConfig(_Options):
         "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' trains it as it is.",
     )
     teacher: str | None = _option(
-        None,
-        "Ordinary pipeline to match. Default: what the model was converted from, on the Hub or beside it.",
+        None, "Ordinary pipeline to match. Default: what the model was converted from, on the Hub or beside it."
     )
 
     train: str = _option(
@@ -222,9 +221,7 @@ class TrainingConfig(_Options):
     )
 
     flow_shift: float | None = _option(
-        None,
-        "Shift of the noise levels towards noise. Default: the pipeline scheduler's.",
-        above=0,
+        None, "Shift of the noise levels towards noise. Default: the pipeline scheduler's.", above=0
     )
     logit_mean: float | None = _option(None, "Mean of the logit-normal distribution of noise levels. Default: 0.")
     logit_std: float | None = _option(
@@ -321,22 +318,13 @@ class CacheConfig(_Options):
         "videos with frames: '480,832,81;832,480,81'. The first is that of validation samples.",
     )
     num_frames: int | None = _option(
-        None,
-        "Frames per video. Default: 81; 17 for 'digits'.",
-        minimum=1,
-        maximum=MOST_FRAMES,
+        None, "Frames per video. Default: 81; 17 for 'digits'.", minimum=1, maximum=MOST_FRAMES
     )
     fps: float | None = _option(
-        None,
-        "Frame rate to sample at. Default: take the frames as they are.",
-        above=0,
-        maximum=1000,
+        None, "Frame rate to sample at. Default: take the frames as they are.", above=0, maximum=1000
     )
     max_sequence_length: int | None = _option(
-        None,
-        "Tokens that a caption is padded to. Default: the pipeline's.",
-        minimum=1,
-        maximum=LONGEST_TEXT,
+        None, "Tokens that a caption is padded to. Default: the pipeline's.", minimum=1, maximum=LONGEST_TEXT
     )
     cache_dtype: str = _option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES)
     num_samples: int | None = _option(

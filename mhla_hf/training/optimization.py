@@ -59,11 +59,7 @@ def _schedule(schedule: str, warmup_steps: int, total_steps: int) -> Callable[[i
 
 
 def make_optimizer(
-    model: nn.Module,
-    names: Sequence[str],
-    config: TrainingConfig,
-    learning_rate: float,
-    mhla_learning_rate: float,
+    model: nn.Module, names: Sequence[str], config: TrainingConfig, learning_rate: float, mhla_learning_rate: float
 ) -> torch.optim.AdamW:
     """AdamW over some parameters of a model.
 

@@ -108,12 +108,9 @@ class Validator:
     def write_and_log(
         self, transformer: torch.nn.Module, folder: Path, step: int, accelerator: Accelerator, run_step: int
     ) -> None:
-        """Writes the samples of a step, and images of them to the trackers.
+        """Writes the samples of a step, and images of them to the trackers; other arguments as in `write`.
 
         Args:
-            transformer: See `write`.
-            folder: See `write`.
-            step: See `write`.
             accelerator: Gives the precision to run in, and the trackers.
             run_step: The step as trackers count it, with those of earlier stages.
         """

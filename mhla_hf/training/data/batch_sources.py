@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 from ..evaluation import evaluation_batches
 from ..families import Objective
@@ -246,8 +247,8 @@ class Latents(BatchSource):
         self.samples: LatentSamples
         self.held_out_samples: LatentSamples
         if isinstance(held_out, int):
-            indices, held_out_indices = _drawn_held_out(len(dataset), held_out)
-            self.samples, self.held_out_samples = _Part(dataset, indices), _Part(dataset, held_out_indices)
+            parts = _drawn_held_out(len(dataset), held_out)
+            self.samples, self.held_out_samples = (Subset(cast(Any, dataset), part) for part in parts)
         else:
             self.samples, self.held_out_samples = dataset, held_out
         super().__init__(seed, identity, range(len(self.samples)), range(len(self.held_out_samples)))
@@ -308,19 +309,6 @@ class RecordedCalls(BatchSource):
 
     def _make(self, indices: Sequence[int]) -> Batch:
         return self.calls[indices[0]]
-
-
-class _Part:
-    """Some samples of a data set."""
-
-    def __init__(self, dataset: LatentSamples, indices: Sequence[int]) -> None:
-        self.dataset, self.indices = dataset, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.dataset[self.indices[index]]
 
 
 def _held_out(count: int, wanted: int) -> int:

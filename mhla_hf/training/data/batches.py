@@ -244,22 +244,12 @@ def assemble_batch(
     condition_dropout: float = 0.0,
     null_condition: Tensors | None = None,
 ) -> Batch:
-    """Builds a batch of given samples, each with draws from its own seed.
+    """Builds a batch of given samples, each with draws from its own seed; the rest as in `make_batch`.
 
     Args:
-        dataset: See `make_batch`.
         indices: Indices into the data set.
         seeds: One seed per sample.
         uniform_of: Gives the uniform draw behind a sample's noise level from (generator, position in the batch).
-        objective: See `make_batch`.
-        condition_dropout: See `make_batch`.
-        null_condition: See `make_batch`.
-
-    Returns:
-        The batch, on the CPU.
-
-    Raises:
-        ValueError: See `make_batch`.
     """
     check_null_condition(condition_dropout, null_condition)
     latents, noise, uniform, conditions = [], [], [], []

@@ -172,13 +172,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest,
         where,
         required={"settings": dict, "complete": bool},
-        optional={
-            "samples_digest": str,
-            "skipped": list,
-            "classes": dict,
-            "buckets": list,
-            "latent_shapes": list,
-        },
+        optional={"samples_digest": str, "skipped": list, "classes": dict, "buckets": list, "latent_shapes": list},
     )
     if manifest["complete"]:
         check_fields(manifest, where, required={"samples": list, "latent_shape": list})

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
@@ -41,6 +41,10 @@ from .videos import captioned_videos
 
 
 logger = logging.getLogger(__name__)
+
+DigitVideos = Callable[[CacheConfig], Sequence[DataSample]]
+
+_DIGIT_COUNT = 256
 
 
 def cache_settings(
@@ -203,15 +207,6 @@ def _identity(sample: DataSample) -> str:
     return hashlib.sha256(f"{sample.key}\n{sample.condition}".encode()).hexdigest()
 
 
-if TYPE_CHECKING:
-    from .generated import LatentGenerator
-
-
-_DIGIT_COUNT = 256
-
-DigitVideos = Callable[[CacheConfig], Sequence[DataSample]]
-
-
 def make_cache(
     config: TrainingConfig,
     cache_config: CacheConfig,
@@ -253,7 +248,17 @@ def make_cache(
         )
     generator = None
     if cache_config.data == GENERATED:
-        generator = _generator(source, config, cache_config, sizes, accelerator)
+        from .generated import LatentGenerator
+
+        with accelerator.main_process_first():
+            teacher = source.teacher.folder.parent
+        generator = LatentGenerator(
+            directory=teacher,
+            config=cache_config,
+            num_classes=sizes.num_classes,
+            seed=config.seed,
+            device=accelerator.device,
+        )
         samples: Sequence[DataSample] = generator.samples()
     else:
         samples = find_samples(source, sizes, cache_config, digit_videos)
@@ -264,7 +269,26 @@ def make_cache(
     if not work:
         return directory
     try:
-        _encode(source, directory, config, cache_config, sizes, samples, accelerator, generator is not None)
+        pipeline = source.load_encoders()
+        if accelerator.device.type != "cpu" and "text_encoder" in pipeline.components:
+            # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
+            pipeline.text_encoder.to(torch.bfloat16)
+        pipeline.to(accelerator.device)
+        build_cache(
+            directory,
+            Encoder(sizes.family, pipeline, cache_config, sizes.num_classes, generated=generator is not None),
+            samples,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            progress=config.progress and accelerator.is_main_process,
+        )
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            finish_cache(directory, samples)
+        accelerator.wait_for_everyone()
+        del pipeline
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     except KeyboardInterrupt as stop:
         stop.args = ("stopped; the same command goes on where the cache is",)
         raise
@@ -297,61 +321,6 @@ def _start(
     if found[1] is not None:
         raise failure or ValueError(found[1])
     return found[0], lock
-
-
-def _encode(
-    source: PipelineSource,
-    directory: Path,
-    config: TrainingConfig,
-    cache_config: CacheConfig,
-    sizes: PipelineSizes,
-    samples: Sequence[DataSample],
-    accelerator: Accelerator,
-    generated: bool = False,
-) -> None:
-    """Encodes the samples, each process its share, and marks the cache complete."""
-    pipeline = source.load_encoders()
-    if accelerator.device.type != "cpu" and "text_encoder" in pipeline.components:
-        # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
-        pipeline.text_encoder.to(torch.bfloat16)
-    pipeline.to(accelerator.device)
-    encoder = Encoder(sizes.family, pipeline, cache_config, sizes.num_classes, generated=generated)
-    build_cache(
-        directory,
-        encoder,
-        samples,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        progress=config.progress and accelerator.is_main_process,
-    )
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        finish_cache(directory, samples)
-    accelerator.wait_for_everyone()
-    del pipeline
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _generator(
-    source: PipelineSource,
-    config: TrainingConfig,
-    cache_config: CacheConfig,
-    sizes: PipelineSizes,
-    accelerator: Accelerator,
-) -> LatentGenerator:
-    """Generator of samples: the pipeline that the model was converted from."""
-    from .generated import LatentGenerator
-
-    with accelerator.main_process_first():
-        teacher = source.teacher.folder.parent
-    return LatentGenerator(
-        directory=teacher,
-        config=cache_config,
-        num_classes=sizes.num_classes,
-        seed=config.seed,
-        device=accelerator.device,
-    )
 
 
 def find_samples(

@@ -29,13 +29,7 @@ _HIGHEST_FPS = 1000
 
 
 def captioned_videos(
-    folder: Path,
-    *,
-    num_frames: int,
-    height: int,
-    width: int,
-    fps: float | None = None,
-    buckets: Sequence[Bucket] = (),
+    folder: Path, *, num_frames: int, height: int, width: int, fps: float | None = None, buckets: Sequence[Bucket] = ()
 ) -> list[DataSample]:
     """The captioned videos of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
 

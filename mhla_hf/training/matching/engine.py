@@ -24,16 +24,7 @@ from ..data.batches import DataOrder
 from ..data.fingerprints import add_tensor, model_fingerprint, spread
 from ..loop import StageLoop
 from ..processes import StopSignals, TrainingStopped
-from .activations import (
-    CACHES,
-    ActivationCache,
-    DiskCache,
-    MemoryCache,
-    OnlineCache,
-    choose_cache,
-    pack,
-    total_size,
-)
+from .activations import CACHES, ActivationCache, DiskCache, MemoryCache, OnlineCache, choose_cache, pack, total_size
 from .distributed import Processes
 from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
 from .stage import STAGE, LayerRun, MatchingStage, trained_names

@@ -13,16 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ...layers.mhla import MHLA
-from .layers import (
-    AttentionLayer,
-    Batch,
-    LayerCall,
-    base_model,
-    evaluating,
-    mhla_layers,
-    original_heads,
-    record_calls,
-)
+from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, mhla_layers, original_heads, record_calls
 
 
 _BASE_LAYER = ".base_layer."

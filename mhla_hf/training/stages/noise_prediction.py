@@ -201,11 +201,9 @@ def variational_bounds(
         timesteps: `[B]`, int64.
         schedule: The noise schedule.
     """
-    noise, interpolation = model_output.float().chunk(2, dim=1)
-    noise, noisy, clean = noise.detach(), noisy.float(), clean.float()
+    noisy, clean = noisy.float(), clean.float()
     posterior_log_variance = _at(schedule.posterior_log_variance, timesteps, clean.ndim)
-    log_variance = _log_variance(interpolation, timesteps, schedule)
-    mean = posterior_mean(_clean_from_noise(noise, noisy, timesteps, schedule), noisy, timesteps, schedule)
+    mean, log_variance = _denoising_step(model_output, noisy, timesteps, schedule)
     true_mean = posterior_mean(clean, noisy, timesteps, schedule)
     divergence = normal_divergence(true_mean, posterior_log_variance, mean, log_variance)
     likelihood = _image_log_likelihood(clean, mean, log_variance)
@@ -248,18 +246,8 @@ def noise_distillation_losses(
     losses = squared_errors(model_output, target[:, :channels])
     if model_output.shape[1] == channels:
         return losses
-    log_variance = _log_variance(model_output[:, channels:].float(), timesteps, schedule)
-    target_log_variance = _log_variance(target[:, channels:].float(), timesteps, schedule)
-    means = [
-        posterior_mean(
-            _clean_from_noise(output[:, :channels].detach().float(), noisy.float(), timesteps, schedule),
-            noisy.float(),
-            timesteps,
-            schedule,
-        )
-        for output in (model_output, target)
-    ]
-    divergence = normal_divergence(means[1], target_log_variance, means[0], log_variance)
+    own, teachers = (_denoising_step(output, noisy.float(), timesteps, schedule) for output in (model_output, target))
+    divergence = normal_divergence(*teachers, *own)
     bits = divergence.flatten(1).mean(1) / math.log(2)
     return losses + VARIATIONAL_BOUND_WEIGHT * schedule.num_timesteps * bits
 
@@ -312,18 +300,17 @@ def _at(values: torch.Tensor, timesteps: torch.Tensor, ndim: int) -> torch.Tenso
     return values.to(timesteps.device)[timesteps].reshape(-1, *[1] * (ndim - 1))
 
 
-def _log_variance(interpolation: torch.Tensor, timesteps: torch.Tensor, schedule: NoiseSchedule) -> torch.Tensor:
-    """The log-variance of a denoising step that predicted values `[B, C, ...]` stand for."""
+def _denoising_step(
+    model_output: torch.Tensor, noisy: torch.Tensor, timesteps: torch.Tensor, schedule: NoiseSchedule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and log-variance of p(x_{t-1} | x_t) for an output `[B, 2 C, ...]`; the mean has no gradient."""
+    noise, interpolation = model_output.float().chunk(2, dim=1)
+    alphas_cumprod = _at(schedule.alphas_cumprod, timesteps, noisy.ndim)
+    clean = (noisy - (1 - alphas_cumprod).sqrt() * noise.detach()) / alphas_cumprod.sqrt()
     posterior = _at(schedule.posterior_log_variance, timesteps, interpolation.ndim)
     share = (interpolation + 1) / 2
-    return share * _at(schedule.betas, timesteps, interpolation.ndim).log() + (1 - share) * posterior
-
-
-def _clean_from_noise(
-    noise: torch.Tensor, noisy: torch.Tensor, timesteps: torch.Tensor, schedule: NoiseSchedule
-) -> torch.Tensor:
-    alphas_cumprod = _at(schedule.alphas_cumprod, timesteps, noisy.ndim)
-    return (noisy - (1 - alphas_cumprod).sqrt() * noise) / alphas_cumprod.sqrt()
+    log_variance = share * _at(schedule.betas, timesteps, interpolation.ndim).log() + (1 - share) * posterior
+    return posterior_mean(clean, noisy, timesteps, schedule), log_variance
 
 
 def _image_log_likelihood(clean: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:

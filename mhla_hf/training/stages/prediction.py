@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -126,6 +126,12 @@ class PredictionStage(Stage):
         self.teacher = None
 
 
+def split_units(model: nn.Module, others: Iterable[str] = ()) -> list[str]:
+    """Classes of modules that sharding gathers by themselves; it refuses names that no module has."""
+    there = {type(module).__name__ for module in model.modules()}
+    return sorted({*unsplit_classes(model), *others} & there)
+
+
 class ObjectivePrediction(nn.Module):
     """The transformer, called as its objective calls it.
 
@@ -137,10 +143,7 @@ class ObjectivePrediction(nn.Module):
         super().__init__()
         self.transformer = transformer
         self.objective = objective
-        # Sharding takes the units to wrap from here, and refuses names that no module has.
-        there = {type(module).__name__ for module in transformer.modules()}
-        units = {*unsplit_classes(transformer), *objective.sharded_classes}
-        self._no_split_modules = sorted(units & there)
+        self._no_split_modules = split_units(transformer, objective.sharded_classes)
 
     def forward(self, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]) -> torch.Tensor:
         """See `Objective.predict`; `levels` are as `whole_numbers` makes them."""

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...utils.compat import unsplit_classes
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
 from ..families.transformers_models import (
@@ -30,7 +29,7 @@ from ..families.transformers_models import (
 from ..matching.layers import without_dropout
 from ..matching.teacher import Teacher, compute_with
 from ..parameters import set_trainable
-from .prediction import PredictionStage
+from .prediction import PredictionStage, split_units
 
 
 IGNORED = -100
@@ -76,7 +75,7 @@ class TokenPredictions(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self._no_split_modules = _split_units(model)
+        self._no_split_modules = split_units(model)
 
     def forward(
         self, inputs: dict[str, Any], target_states: torch.Tensor | None, target_head: Head | None
@@ -100,7 +99,7 @@ class ModelOutputs(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._no_split_modules = _split_units(model)
+        self._no_split_modules = split_units(model)
 
     def forward(self, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
         """The model's output."""
@@ -270,9 +269,3 @@ def _mean(total: torch.Tensor, count: int, accelerator: Accelerator) -> torch.Te
     counts = torch.tensor(float(count), device=total.device)
     everywhere = accelerator.reduce(counts, reduction="sum") if accelerator.num_processes > 1 else counts
     return total * (accelerator.num_processes / everywhere.clamp(min=1))
-
-
-def _split_units(model: nn.Module) -> list[str]:
-    """Modules that sharding gathers by themselves; it refuses names that no module has."""
-    there = {type(module).__name__ for module in model.modules()}
-    return sorted(unsplit_classes(model) & there)
