@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run: what trains, the optimizer's state, and where the run stood.
+"""Checkpoints of a run: the parameters that train, the optimizer's state, and the position of the run.
 
 A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the parameters that train),
 `optimizer.safetensors` (AdamW's moments by parameter name), `ema.safetensors` where an average of the weights is kept,
@@ -42,7 +42,7 @@ _NAME = re.compile(rf"({'|'.join(STAGES)})-(\d+)")
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Where a run stands: the stage (its place in `STAGES`) and the finished optimizer steps of that stage."""
+    """Position of a run: the stage (its place in `STAGES`) and the finished optimizer steps of that stage."""
 
     stage_index: int
     step: int
@@ -142,7 +142,7 @@ def collect_state(
         model: The model.
         optimizer: AdamW over its parameters.
         names: Parameters that train.
-        keep: Whether this process keeps the tensors; the others help to gather them, one parameter at a time.
+        keep: True if this process keeps the tensors; the others help to gather them, one parameter at a time.
 
     Returns:
         Weights by parameter name, and optimizer tensors by `<parameter>::<kind>`, whole and on the CPU.

@@ -111,7 +111,7 @@ def evaluate_batches(model: Any, batches: Sequence[Batch], objective: Objective)
     Args:
         model: A transformer, on any device.
         batches: See `evaluation_batches`.
-        objective: What the batches were made with.
+        objective: The objective that the batches were made with.
     """
     was_training = model.training
     model.eval()

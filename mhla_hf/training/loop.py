@@ -30,7 +30,7 @@ class StageLoop:
         run: The parts shared with the other stages.
         stage: The stage.
         steps_before: Steps of the stages before it, which trackers count too.
-        averages: Whether this is the stage whose weights are averaged where `ema_decay` asks for it. The model ends
+        averages: True for the stage whose weights are averaged where `ema_decay` asks for it. The model ends
             with their average.
 
     Attributes:
@@ -52,7 +52,7 @@ class StageLoop:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are taken."""
+        """True once all steps are taken."""
         return self.step >= self.stage.steps
 
     def run(self, position: Position | None, checkpoint: Path | None) -> tuple[list[float], float]:
@@ -120,7 +120,7 @@ class StageLoop:
         """Takes an optimizer step, reports it, and saves a checkpoint where one is due.
 
         Returns:
-            Whether one of the processes has been told to stop.
+            True if one of the processes has been told to stop.
         """
         began = time.perf_counter()
         loss, logs, told_to_stop = self._optimizer_step()

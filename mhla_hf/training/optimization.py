@@ -135,7 +135,7 @@ class WeightAverage:
         """The averages by parameter name, whole, and the number of steps in them. Every process must call it.
 
         Args:
-            keep: Whether this process keeps them; the others help to gather them.
+            keep: True if this process keeps them; the others help to gather them.
         """
         averages = {}
         for name, average in zip(self.names, self.ema.shadow_params, strict=True):

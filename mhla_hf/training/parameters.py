@@ -179,7 +179,7 @@ def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> N
     Args:
         destination: Directory to make.
         model: The transformer, before its LoRA is merged.
-        component: Which transformer of the pipeline it is.
+        component: Name of the transformer in the pipeline.
     """
     adapter = {f"{component}.{name}": tensor for name, tensor in lora_state_dict(model).items()}
     # Without them diffusers takes the rank for alpha.

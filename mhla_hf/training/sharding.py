@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters sharded over processes, by FSDP 2 or DeepSpeed ZeRO-3: made whole, and cut again.
+"""Parameters sharded over processes, by FSDP 2 or DeepSpeed ZeRO-3: gathered, and sharded again.
 
 FSDP 2 makes `DTensor`s of parameters. Those that DeepSpeed has taken over have a `ds_id`, and one slice in every
 process. Every process must call these functions for the same parameters in the same order.
@@ -23,7 +23,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def uses_deepspeed() -> bool:
-    """Whether `accelerate launch` was told to use DeepSpeed."""
+    """True if `accelerate launch` was told to use DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
 
@@ -148,7 +148,7 @@ def unsharded(model: nn.Module) -> nn.Module:
 
 
 def _is_sliced(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is one of DeepSpeed's."""
+    """True for a parameter that DeepSpeed has taken over."""
     return hasattr(tensor, "ds_id")
 
 

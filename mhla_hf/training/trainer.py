@@ -74,7 +74,7 @@ class Trainer(ABC):
     Attributes:
         source: The directory of `config.model`.
         model: The model that trains.
-        own_model: Whether it was loaded from `source`.
+        own_model: True if it was loaded from `source`.
         dataset: The samples.
         objective: The task of the model.
     """

@@ -262,8 +262,8 @@ class Encoder:
         family: The family.
         pipeline: The pipeline, without its transformer.
         config: The options.
-        num_classes: How many classes the model has; 0 if it is conditioned on text.
-        generated: Whether samples are latents already.
+        num_classes: Number of classes of the model; 0 if it is conditioned on text.
+        generated: True if samples are latents already.
     """
 
     def __init__(

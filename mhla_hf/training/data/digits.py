@@ -22,7 +22,7 @@ from .folders import DataSample
 
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-"""How captions spell the digits 0 to 9."""
+"""The digits 0 to 9 as captions spell them."""
 
 SPLITS = ("train", "held_out")
 """The two disjoint parts: every sixth scan is only ever seen in `held_out`."""

@@ -74,7 +74,7 @@ def family_of_class(class_name: str, what: str = "model") -> Family:
 
     Args:
         class_name: As in `_class_name` of a config.
-        what: What the user calls the model, for the error.
+        what: Name of the model in the error.
 
     Raises:
         ValueError: If such models cannot be trained here.

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .base import TEXT_OPTIONS, Family, encode_with
-from .flow import FLOW_OPTIONS, FlowObjective
-from .objective import Tensors, check_text_width
+from .objective import FLOW_OPTIONS, FlowObjective, Tensors, check_text_width
 
 
 if TYPE_CHECKING:

@@ -120,9 +120,9 @@ class TransformersObjective:
     """Training objective of a model of transformers.
 
     Attributes:
-        predicts_tokens: Whether it is a language model, whose logits are computed for some tokens at a time.
-        target: What distillation matches: `logits`; `last_hidden_state`; `hidden_states` of all layers; or `pooled`,
-            the mean of the last hidden states of a text, or what a vision model pools.
+        predicts_tokens: True for a language model, whose logits are computed for some tokens at a time.
+        target: Output that distillation matches: `logits`; `last_hidden_state`; `hidden_states` of all layers; or
+            `pooled`, the mean of the last hidden states of a text, or the pooled output of a vision model.
         temperature: Of logits.
     """
 
@@ -234,7 +234,7 @@ def matched_states(target: str, output: Any, inputs: Mapping[str, Any]) -> list[
     Args:
         target: See `TransformersObjective`.
         output: Of the model; for anything but logits with `hidden_states`.
-        inputs: What it was called with.
+        inputs: The arguments of that call.
     """
     mask = inputs.get("attention_mask")
     mask = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...utils.json_files import read_json
 from .base import TEXT_OPTIONS, Family, PipelineSizes, encode_with, read_count
-from .flow import FLOW_OPTIONS, FlowObjective
-from .objective import Tensors, check_text_width
+from .objective import FLOW_OPTIONS, FlowObjective, Tensors, check_text_width
 
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ class Record:
 
 
 def pack(calls: Mapping[str, LayerCall]) -> Record:
-    """Takes the calls of one batch apart.
+    """Makes the record of the calls of one batch.
 
     Args:
         calls: By layer.
@@ -92,7 +92,7 @@ def pack(calls: Mapping[str, LayerCall]) -> Record:
 
 
 def unpack(structure: Mapping[str, Any], name: str, read: Callable[[str], torch.Tensor]) -> LayerCall:
-    """Puts the call of one layer together again.
+    """Restores the call of one layer.
 
     Args:
         structure: See [`Record`].
@@ -215,7 +215,7 @@ class OnlineCache(ActivationCache):
 
     Args:
         make: Makes the calls of all layers for a number.
-        size: How many records are kept.
+        size: Number of records to keep.
     """
 
     kind = "none"
@@ -330,7 +330,7 @@ def _elements(batch: Mapping[str, Any]) -> int:
 def choose_cache(
     cache: str, size: int, limit: int | None, directory: Path | None, share: float = 1.0
 ) -> tuple[str, str]:
-    """Chooses the place of the records by the room there is.
+    """Chooses the place of the records by the free space.
 
     Args:
         cache: The user's choice, one of `CACHES` but `"none"`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that share out layers, stop together, and have the same weights in the end."""
+"""Processes that divide the layers among them, stop together, and end with the same weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a model, matched to what its original gives for some batches, in one process or several."""
+"""Matching of a model's layers to those of its original on some batches, in one process or several."""
 
 from __future__ import annotations
 

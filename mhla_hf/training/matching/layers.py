@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MHLA layers of any model here, run with their original attention, recorded, and called again by themselves.
+"""The MHLA layers of any model here, run with their original attention, recorded, and called again one by one.
 
 A freshly converted model holds all weights of its original. With the outputs of its `mhla` modules replaced by what
 softmax attention gives, it *is* the original, so one model is student and teacher at once.
@@ -50,7 +50,7 @@ class AttentionLayer:
 
     @property
     def projects_outside(self) -> bool:
-        """Whether the output projection is not part of the attention module, as in BERT."""
+        """True if the output projection is not part of the attention module, as in BERT."""
         return self.projection is not None and not self.projection_name.startswith(f"{self.name}.")
 
     def __call__(self, arguments: CallArguments, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -398,5 +398,5 @@ def _take_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear map: `nn.Linear`, or the `Conv1D` of transformers."""
+    """True for a linear map: `nn.Linear`, or the `Conv1D` of transformers."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matching: every MHLA layer of a model learns to give what the layer it replaced gave.
+"""Layer matching: every MHLA layer of a model is trained towards the output of the layer that it replaced.
 
 The original runs once over some batches, and input and output of each layer are kept; then every layer trains alone on
 that. Records that do not fit are made again for each step, for all layers at once.
@@ -52,7 +52,7 @@ def match_layers(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> MatchingReport:
-    """Trains the MHLA layers of a model, each alone, towards what the layers of the original give.
+    """Trains the MHLA layers of a model, each alone, towards the outputs of the original's layers.
 
     The original is the model itself, run with its original attention: that is exact for a freshly converted model.
     Of a model whose other parameters have changed since, by calibration or training, give `teacher` or
@@ -68,7 +68,7 @@ def match_layers(
             same. They are visited in an order that follows from `seed`, all of them before any comes again. Tokens
             that an `attention_mask` leaves out do not count.
         steps: Optimizer steps of each layer.
-        num_batches: How many batches there are; only for a function.
+        num_batches: Number of batches; only for a function.
         teacher: The original, of the class that transformers or diffusers has; or a `SharedTeacher` of the model.
         original_parameters: Values of the changed parameters in the original, by name.
         batch_size: Batches that one step learns from.
@@ -153,7 +153,7 @@ def matching_losses(
     teacher: nn.Module | SharedTeacher | None = None,
     original_parameters: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, float]:
-    """How well each MHLA layer matches the original on one batch, given the original's hidden states.
+    """Matching loss of each MHLA layer on one batch, given the original's hidden states.
 
     Args:
         model: A model with MHLA layers.
@@ -202,5 +202,5 @@ def _check_not_offloaded(model: nn.Module) -> None:
 
 
 def _input_device(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs; one whose weights are elsewhere moves them on by itself."""
+    """The device of a model's inputs; a model with offloaded weights moves them on by itself."""
     return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))

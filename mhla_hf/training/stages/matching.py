@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer-matching stage of a run: every MHLA layer learns to put out what the layer it replaced puts out.
+"""The layer-matching stage of a run: every MHLA layer is trained towards the output of the layer that it replaced.
 
 Layers are matched as by `mhla_hf.recovery.match_layers`, all in one step and with the run's own optimizer, checkpoints
 and metrics, on noised samples of the data set.
@@ -106,7 +106,7 @@ class Transfer(MatchingStage):
         return super().module()
 
     def loss(self, module: nn.Module, batch: RecordNumbers, accelerator: Accelerator) -> torch.Tensor:
-        """The matching loss, averaged over layers; records that there are not yet are made."""
+        """The matching loss, averaged over layers; missing records are made first."""
         assert self.records is not None
         for number in self.records.missing(batch.numbers):
             self.records.put(number, pack(self._record(self._inputs(number), _kept)))

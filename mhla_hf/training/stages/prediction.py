@@ -28,7 +28,7 @@ class Stage(ABC):
         steps: Number of optimizer steps.
         learning_rate: Peak learning rate.
         mhla_learning_rate: Peak learning rate of the MHLA parameters.
-        validates: Whether validation samples are made during the stage, in which the whole model trains.
+        validates: True if validation samples are made during the stage, in which the whole model trains.
     """
 
     name: str
