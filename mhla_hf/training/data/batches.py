@@ -51,9 +51,14 @@ class DataOrder:
     rank: int = 0
     buckets: Sequence[int] | None = None
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of all processes in a micro-step."""
+        return self.batch_size * self.world_size
+
     def sample_numbers(self, step: int, micro_step: int = 0) -> list[int]:
         """Running numbers of the samples of a micro-batch; `step` counts from 0."""
-        first = ((step * self.accumulation_steps + micro_step) * self.world_size + self.rank) * self.batch_size
+        first = (step * self.accumulation_steps + micro_step) * self.global_batch_size + self.rank * self.batch_size
         return list(range(first, first + self.batch_size))
 
     def dataset_index(self, number: int) -> int:
@@ -79,11 +84,10 @@ class DataOrder:
         return {}
 
     def _index_in_bucket(self, number: int) -> int:
-        together = self.batch_size * self.world_size
-        turn, position = divmod(number, together)
+        turn, position = divmod(number, self.global_batch_size)
         bucket, batch = self._turn(turn)
         members = self._members[bucket]
-        epoch, place = divmod(batch * together + position, len(members))
+        epoch, place = divmod(batch * self.global_batch_size + position, len(members))
         if (bucket, epoch) not in self._remembered:
             self._remembered.pop((bucket, epoch - 2), None)
             name = f"{self.stage}/bucket {bucket}"
@@ -93,23 +97,22 @@ class DataOrder:
 
     def _turn(self, turn: int) -> tuple[int, int]:
         """The bucket whose turn it is, and how many batches it has had before."""
-        together, most = self.batch_size * self.world_size, len(self._members)
+        bucket_count = len(self._members)
         # After as many epochs each bucket has had all the whole batches that its samples make.
-        last = (turn + most + 1) * together // self.dataset_size + 1
+        last = (turn + bucket_count + 1) * self.global_batch_size // self.dataset_size + 1
         epoch = bisect.bisect_right(range(last + 1), turn, key=lambda epoch: sum(self._batches(epoch))) - 1
         if epoch not in self._remembered:
             self._remembered.pop(epoch - 2, None)
-            first, behind = self._batches(epoch), self._batches(epoch + 1)
-            turns = [(bucket, batch) for bucket in range(most) for batch in range(first[bucket], behind[bucket])]
+            first, end = self._batches(epoch), self._batches(epoch + 1)
+            turns = [(bucket, batch) for bucket in range(bucket_count) for batch in range(first[bucket], end[bucket])]
             generator = _generator(self.seed, f"{self.stage}/buckets", epoch)
-            mixed = torch.randperm(len(turns), generator=generator).tolist()
-            self._remembered[epoch] = [turns[place] for place in mixed]
+            shuffled = torch.randperm(len(turns), generator=generator).tolist()
+            self._remembered[epoch] = [turns[place] for place in shuffled]
         return self._remembered[epoch][turn - sum(self._batches(epoch))]
 
     def _batches(self, epochs: int) -> list[int]:
         """Number of whole batches that each bucket makes in so many epochs."""
-        together = self.batch_size * self.world_size
-        return [epochs * len(members) // together for members in self._members]
+        return [epochs * len(members) // self.global_batch_size for members in self._members]
 
 
 def first_of_buckets(dataset: Any) -> list[int]:
