@@ -257,6 +257,8 @@ class DiskCache(ActivationCache):
     def __init__(self, directory: Path, fingerprint: str) -> None:
         self.directory, self.fingerprint = directory, fingerprint
         information = directory / _INFORMATION
+        # Listed first: another process may write the information at the same time.
+        holds_files = directory.is_dir() and any(not path.name.startswith(".") for path in directory.iterdir())
         if information.is_file():
             stored = read_json(information, "the cache's", required={"format_version": int, "fingerprint": str})
             if (stored["format_version"], stored["fingerprint"]) != (FORMAT_VERSION, fingerprint):
@@ -264,7 +266,7 @@ class DiskCache(ActivationCache):
                     f"{directory} holds activations of another model, data or type; remove it, or choose another "
                     "output."
                 )
-        elif directory.is_dir() and any(not path.name.startswith(".") for path in directory.iterdir()):
+        elif holds_files:
             raise ValueError(f"{directory} is no cache of activations; choose another output.")
         else:
             directory.mkdir(parents=True, exist_ok=True)
