@@ -108,7 +108,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 
 def captioned_images(folder: Path, *, height: int, width: int, buckets: Sequence[Bucket] = ()) -> list[DataSample]:
-    """The captioned images of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
+    """The captioned images of a folder; see `folders.captioned_files`. Those that cannot be used raise when read.
 
     Args:
         folder: The folder.
@@ -117,7 +117,7 @@ def captioned_images(folder: Path, *, height: int, width: int, buckets: Sequence
         buckets: Sizes to choose from for each image, in place of height and width.
 
     Raises:
-        ValueError: See `captions.captioned_files`.
+        ValueError: See `folders.captioned_files`.
     """
     data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width),)
     return [

@@ -31,7 +31,7 @@ _HIGHEST_FPS = 1000
 def captioned_videos(
     folder: Path, *, num_frames: int, height: int, width: int, fps: float | None = None, buckets: Sequence[Bucket] = ()
 ) -> list[DataSample]:
-    """The captioned videos of a folder; see `captions.captioned_files`. Those that cannot be used raise when read.
+    """The captioned videos of a folder; see `folders.captioned_files`. Those that cannot be used raise when read.
 
     Args:
         folder: The folder.
@@ -42,7 +42,7 @@ def captioned_videos(
         buckets: Sizes and lengths to choose from for each video, in place of the others.
 
     Raises:
-        ValueError: See `captions.captioned_files`.
+        ValueError: See `folders.captioned_files`.
     """
     data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width, num_frames),)
 
