@@ -2,7 +2,7 @@
 """MHLA for SANA, whose own self-attention is linear: one summary of all tokens, which MHLA cuts into blocks.
 
 With equal mixing weights MHLA is exactly that attention, whatever the blocks. They are the default start here, so a
-converted model draws the image that it drew before, and fine-tuning goes on from there (an output norm, another start
+converted model draws the image that it drew before, and fine-tuning starts from there (an output norm, another start
 or another `eps` change it at once).
 """
 

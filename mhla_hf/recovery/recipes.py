@@ -22,8 +22,8 @@ from ..utils.messages import shorten_list, shorten_value
 from .recipe_files import find_recipe, read_yaml
 
 
-VIDEO, PICTURES, TEXT = ("wan", "sana-video"), ("dit", "pixart", "sana"), ("causal", "encoder")
-FAMILIES = (*VIDEO, *PICTURES, *TEXT, "vision")
+VIDEO, IMAGES, TEXT = ("wan", "sana-video"), ("dit", "pixart", "sana"), ("causal", "encoder")
+FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 """The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
 `vision` transformers."""
 
@@ -60,11 +60,11 @@ class DataOptions(_Section):
     text_field: str = _option("text", "Field with the text, in JSONL files and data sets.", families=TEXT)
     height: int | None = _option(
         None, "Height in pixels. Default: the model's own, 480 for videos.", minimum=8, maximum=LONGEST_SIDE,
-        families=VIDEO + PICTURES,
+        families=VIDEO + IMAGES,
     )  # fmt: skip
     width: int | None = _option(
         None, "Width in pixels. Default: the model's own, 832 for videos.", minimum=8, maximum=LONGEST_SIDE,
-        families=VIDEO + PICTURES,
+        families=VIDEO + IMAGES,
     )  # fmt: skip
     num_frames: int | None = _option(
         None, "Frames of a video. Default: 81.", minimum=1, maximum=MOST_FRAMES, families=VIDEO

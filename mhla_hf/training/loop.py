@@ -93,7 +93,7 @@ class StageLoop:
             checkpoint = None
         if position is not None and position >= Position.of(stage.name, stage.steps):
             self.step = self._saved = stage.steps
-            # The next stage, or the export, goes on from the weights at the end of this one.
+            # The next stage, or the export, continues from the weights at the end of this one.
             if checkpoint is not None:
                 checkpoints.load_weights(checkpoint, self.model, names, self.averages)
             return

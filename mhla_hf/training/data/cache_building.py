@@ -290,7 +290,7 @@ def make_cache(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     except KeyboardInterrupt as stop:
-        stop.args = ("stopped; the same command goes on where the cache is",)
+        stop.args = ("stopped; the same command resumes the cache",)
         raise
     finally:
         if lock is not None:

@@ -37,7 +37,9 @@ class WanObjective(FlowObjective):
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
         """Refuses image-to-video models."""
-        if config.get("in_channels", 16) != config.get("out_channels", 16):
+        in_channels = config.get("in_channels", 16)
+        # As in diffusers, `null` stands for as many as go in.
+        if in_channels != (config.get("out_channels", 16) or in_channels):
             raise ValueError("model: this is an image-to-video model, which cannot be trained here yet")
 
     @classmethod

@@ -328,3 +328,13 @@ def test_batches_move_as_a_whole():
     assert isinstance(moved, Batch)
     tensors = [moved.latents, moved.noise, moved.levels, *moved.condition.values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"} and len(tensors) == 5
+
+
+class TestWanConfigurations:
+    @pytest.mark.parametrize("config", [{"in_channels": 16, "out_channels": None}, {"in_channels": 16}, {}])
+    def test_text_to_video_is_trained(self, config):
+        WanObjective.check_config(config)
+
+    def test_image_to_video_is_refused(self):
+        with pytest.raises(ValueError, match="model: this is an image-to-video model, which cannot be trained here"):
+            WanObjective.check_config({"in_channels": 36, "out_channels": 16})
