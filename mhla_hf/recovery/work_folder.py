@@ -134,6 +134,8 @@ class WorkFolder:
             if destination.is_dir():
                 remove_directory(destination)
             os.replace(path, destination)
+            # Renaming a hard link to another one of the same file, from a publication that was killed, leaves both.
+            path.unlink(missing_ok=True)
         result.rmdir()
 
     def remove_large(self, names: Iterable[str], *, weights: bool = True) -> None:
