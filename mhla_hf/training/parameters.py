@@ -22,6 +22,8 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 ADAPTER_NAME = "default"
 _MHLA = re.compile(r"(^|\.)mhla\.")
 _LORA = re.compile(r"\.lora_[AB]\.")
+LORA_FILE = "pytorch_lora_weights.safetensors"
+MHLA_FILE = "mhla.safetensors"
 
 
 def is_mhla_parameter(name: str) -> bool:
@@ -164,10 +166,6 @@ def merge_lora(model: nn.Module) -> None:
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, layer.get_base_layer())
-
-
-LORA_FILE = "pytorch_lora_weights.safetensors"
-MHLA_FILE = "mhla.safetensors"
 
 
 def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> None:

@@ -41,6 +41,11 @@ TIMEOUT = timedelta(hours=4)
 _ADDRESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _POLL_SECONDS = 0.1
+# Set by `accelerate launch` and torchrun.
+_LAUNCHER_MARKS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+_SET_PARENT_DEATH_SIGNAL = 1
+# One Ctrl-C can arrive twice: from the terminal, and from a launcher that hands it on.
+_ONE_PRESS_SECONDS = 0.2
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
@@ -203,13 +208,6 @@ def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
         if value is not None
     }
     accelerator.init_trackers(PROJECT, config=plain)
-
-
-# Set by `accelerate launch` and torchrun.
-_LAUNCHER_MARKS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
-_SET_PARENT_DEATH_SIGNAL = 1
-# One Ctrl-C can arrive twice: from the terminal, and from a launcher that hands it on.
-_ONE_PRESS_SECONDS = 0.2
 
 
 class TrainingStopped(KeyboardInterrupt):

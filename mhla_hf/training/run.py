@@ -39,6 +39,7 @@ TRAJECTORY = (
     "mhla_learning_rate", "mixed_precision", "seed", "transfer_cache", "transfer_learning_rate", "transfer_steps",
     "warmup_steps", "weight_decay",
 )  # fmt: skip
+_SHOWN = 8
 
 
 def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
@@ -138,8 +139,6 @@ def find_start(
 
 Callback = Callable[[str, int, float], None]
 """Called with (stage, step, loss)."""
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)

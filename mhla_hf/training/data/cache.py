@@ -36,6 +36,8 @@ NULL_CONDITION = "null_condition.safetensors"
 _PADDED = ("prompt_embeds", "prompt_attention_mask")
 # Settings that are fingerprints of parts of the pipeline.
 _ENCODERS = ("vae", "text_encoder", "tokenizer")
+# Captions often repeat: all digits have ten between them.
+_REMEMBERED_CONDITIONS = 64
 
 
 class LatentDataset:
@@ -249,10 +251,6 @@ def write_tensors(
     }
     with atomic_file(path) as temporary:
         save_file(stored, temporary, metadata=metadata)
-
-
-# Captions often repeat: all digits have ten between them.
-_REMEMBERED_CONDITIONS = 64
 
 
 class Encoder:

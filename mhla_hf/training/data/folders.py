@@ -18,6 +18,15 @@ from ...utils.files import path_inside
 from ...utils.json_files import check_fields, parse_json
 
 
+METADATA_FILES = ("metadata.jsonl", "metadata.csv")
+_FILE_KEYS = ("file_name", "image", "video", "path")
+_CAPTION_KEYS = ("caption", "text", "prompt")
+_TEXT_FIELDS = dict.fromkeys((*_FILE_KEYS, *_CAPTION_KEYS), (str, type(None)))
+# Captions have hundreds of bytes; a file of zeros would be read as one line.
+_LONGEST_LINE = 1 << 20
+_LONGEST_NAME = 1000
+
+
 class UnusableSampleError(ValueError):
     """A file that has to be left out; the message names it and says why."""
 
@@ -175,15 +184,6 @@ def _storage_root(folder: Path) -> Path:
         if parent.name == "snapshots" and (parent.parent / "blobs").is_dir():
             return parent.parent
     return folder
-
-
-METADATA_FILES = ("metadata.jsonl", "metadata.csv")
-_FILE_KEYS = ("file_name", "image", "video", "path")
-_CAPTION_KEYS = ("caption", "text", "prompt")
-_TEXT_FIELDS = dict.fromkeys((*_FILE_KEYS, *_CAPTION_KEYS), (str, type(None)))
-# Captions have hundreds of bytes; a file of zeros would be read as one line.
-_LONGEST_LINE = 1 << 20
-_LONGEST_NAME = 1000
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ MAX_ASPECT_RATIO = 20
 # Errors of the machine and not of a file: a sample must not be missing because of them.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
 _LONGEST_REASON = 200
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+# Pillow goes by the content: without this, a file of any name may reach Ghostscript and other rarely used readers.
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 
 def check_size(path: Path, width: int, height: int) -> None:
@@ -100,11 +103,6 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[-1] if lines else type(error).__name__
     return UnusableSampleError(f"{path} cannot be read as {kind}: {reason[:_LONGEST_REASON]}")
-
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-# Pillow goes by the content: without this, a file of any name may reach Ghostscript and other rarely used readers.
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 
 def captioned_images(folder: Path, *, height: int, width: int, buckets: Sequence[Bucket] = ()) -> list[DataSample]:

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from ..loading import PipelineSource
 
 _DIGIT_VIDEO_DEFAULTS = {"height": 64, "width": 64, "num_frames": 17}
-_DIGIT_PICTURE_SIZE = 64
+_DIGIT_IMAGE_SIZE = 64
 # The factor of a VAE or a patch, or the side of an image in latents, is far below.
 _MOST = 4096
+# Options of models that are conditioned on text.
+TEXT_OPTIONS = frozenset({"max_sequence_length", "prompts", "validation_negative_prompt"})
+_MOST_STAGES = 12
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class PipelineSizes:
             return {**_DIGIT_VIDEO_DEFAULTS, **square, **text}
         side = self.own_size
         if config.data == DIGITS and not self.num_classes:
-            side = min(side, _DIGIT_PICTURE_SIZE)
+            side = min(side, _DIGIT_IMAGE_SIZE)
         side = one_side or side
         return {"height": side, "width": side, **text}
 
@@ -144,11 +147,6 @@ def read_count(config: dict[str, Any], name: str, path: Path, *, default: int | 
             f"the configuration {path}: {name!r} must be an integer from 1 to {most:,}, got {value!r:.40}."
         )
     return value
-
-
-# Options of models that are conditioned on text.
-TEXT_OPTIONS = frozenset({"max_sequence_length", "prompts", "validation_negative_prompt"})
-_MOST_STAGES = 12
 
 
 class Family(ABC):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ..loading import PipelineSource
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
+FLOW_OPTIONS = frozenset({"flow_shift", "logit_mean", "logit_std"})
+# Shift of pipelines at their smallest size, and of models that come without a pipeline.
+DEFAULT_SHIFT = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,11 +237,6 @@ def check_text_width(embeddings: torch.Tensor, width: int) -> None:
     """
     if embeddings.shape[-1] != width:
         raise ValueError(f"the samples have text embeddings of width {embeddings.shape[-1]}, the model takes {width}")
-
-
-FLOW_OPTIONS = frozenset({"flow_shift", "logit_mean", "logit_std"})
-# Shift of pipelines at their smallest size, and of models that come without a pipeline.
-DEFAULT_SHIFT = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from ...layers.mhla import MHLA
 from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, mhla_layers, original_heads, record_calls
 
 
+logger = logging.getLogger(__name__)
+
 _BASE_LAYER = ".base_layer."
 
 
@@ -204,8 +206,6 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
         for parameter, takes in takes_gradients.items():
             parameter.requires_grad_(takes)
 
-
-logger = logging.getLogger(__name__)
 
 Teacher: TypeAlias = nn.Module | SharedTeacher
 """Called like the model."""

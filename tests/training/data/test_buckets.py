@@ -26,7 +26,7 @@ from ..cases import CASES
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 VIDEO_SIZES = PipelineSizes(FAMILIES["wan"], 8, 4, (2, 2), 0, 0)
-PICTURE_SIZES = PipelineSizes(FAMILIES["sana"], 32, 1, (1, 1), 512, 0)
+IMAGE_SIZES = PipelineSizes(FAMILIES["sana"], 32, 1, (1, 1), 512, 0)
 
 
 class TestSizes:
@@ -73,7 +73,7 @@ class TestSizes:
         assert (config.height, config.width, config.num_frames) == (480, 832, 49)
         assert VIDEO_SIZES.complete(config) == config
         assert VIDEO_SIZES.buckets(config) == (Bucket(480, 832, 49), Bucket(832, 480, 17))
-        assert PICTURE_SIZES.complete(CacheConfig(data="x", buckets="512,256")).width == 256
+        assert IMAGE_SIZES.complete(CacheConfig(data="x", buckets="512,256")).width == 256
 
     @pytest.mark.parametrize(
         ("sizes", "options", "message"),
@@ -86,7 +86,7 @@ class TestSizes:
             (VIDEO_SIZES, {"buckets": "480,832,82"}, "num_frames must be a multiple of 4 plus 1, got 82 in bucket"),
             (VIDEO_SIZES, {"buckets": "480,832", "height": 496}, "height cannot be given beside buckets"),
             (VIDEO_SIZES, {"buckets": "999984,16"}, "height must be .* got 999984"),
-            (PICTURE_SIZES, {"buckets": "512,512,5"}, "buckets of sana models have height and width only"),
+            (IMAGE_SIZES, {"buckets": "512,512,5"}, "buckets of sana models have height and width only"),
         ],
     )
     def test_what_does_not_fit_a_pipeline(self, sizes, options, message):
