@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ..config import MAX_LEPE_WEIGHTS, MHLAConfig
 from ..layouts import MAX_BLOCKS
 from ..layouts.blocks import BlockLayout, choose_blocks, positive_axes
+from ..layouts.tables import cached
 from ..layouts.windows import check_window, default_window_size
 
 
@@ -34,16 +35,16 @@ def layout_at(
             f"grid={grid} has {len(grid)} axes, but this layer's blocks {tuple(blocks)} have more or fewer."
         )
     if config.is_sequence:
-        return BlockLayout(grid=grid, block_size=config.block_size, num_prefix_tokens=num_prefix_tokens)
+        return cached(BlockLayout, grid, None, config.block_size, num_prefix_tokens)
     if config.grid is not None and (grid == config.grid or _keeps_block_size(config, grid, config.grid)):
         if config.block_size is not None:
-            return BlockLayout(grid=grid, block_size=config.block_size, num_prefix_tokens=num_prefix_tokens)
+            return cached(BlockLayout, grid, None, config.block_size, num_prefix_tokens)
         # Balanced tiles of the reference's mean length; they need not be a whole number of tokens there.
         counts = [round(n * count / reference) for n, count, reference in zip(grid, blocks, config.grid)]
         counts = [max(1, min(count, n)) for count, n in zip(counts, grid)]
     else:
         counts = [min(count, n) for count, n in zip(blocks, grid)]
-    return BlockLayout(grid=grid, blocks=counts, num_prefix_tokens=num_prefix_tokens)
+    return cached(BlockLayout, grid, tuple(counts), None, num_prefix_tokens)
 
 
 def _keeps_block_size(config: MHLAConfig, grid: Sequence[int], reference_grid: Sequence[int]) -> bool:

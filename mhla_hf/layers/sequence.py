@@ -11,6 +11,7 @@ import torch
 
 from ..layouts.blocks import BlockLayout, check_count, check_flag
 from ..layouts.sequences import SequenceLayout
+from ..layouts.tables import cached
 from ..ops import BACKENDS, MHLAState, choose_backend, empty_state, extend_mixing
 from ..ops.checks import check_mixing, check_operands, check_sequence_normalizer, check_valid
 from ..ops.dispatch import attend_on
@@ -134,7 +135,7 @@ def attend_sequence(
     """[`sequence_attention`] without its checks, on a chosen backend."""
     valid, query, causal = sequence.valid, operands.query, sequence.causal
     if valid is None and sequence.documents is None:
-        dense = BlockLayout(grid=(query.shape[1],), block_size=(block_size,))
+        dense = cached(BlockLayout, (query.shape[1],), None, (block_size,))
         weights = extend_mixing(mixing, dense.num_blocks, causal=causal)
         return attend_on(backend, operands, weights, dense, causal=causal)
     if valid is None:

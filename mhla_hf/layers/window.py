@@ -95,12 +95,11 @@ def _attend_grid(
     window: str,
 ) -> torch.Tensor:
     """Attention of the tokens of a grid to their blocks and those beside them, and to the keys and values before."""
-    layout = BlockLayout(grid=grid, block_size=window_size)
+    layout = cached(BlockLayout, grid, None, window_size)
     seen = cached(_blocks_seen, layout, window, query.device)
     mask = None
     if not layout.is_uniform or window != "block":
-        filled = cached(_slots_filled, layout, query.device)
-        mask = _of_seen(filled[None, None], seen).flatten(-2).unsqueeze(-2)
+        mask = cached(_slots_seen, layout, window, query.device)
     keys, values = (_of_seen(head_blocks(x, layout), seen).flatten(3, 4) for x in (key, value))
     if prefix is not None:
         keys, values = (
@@ -137,30 +136,19 @@ def sequence_window_attention(
     """
     length, device = query.shape[1], query.device
     offsets = _offsets_seen(window, sequence.causal)
-    mask: torch.Tensor | None
     if sequence.valid is None and sequence.documents is None:
-        layout: BlockLayout | SequenceLayout = BlockLayout(grid=(length,), block_size=(window_size,))
-        filled, first_block = cached(_slots_filled, layout, device)[None], None
+        layout: BlockLayout | SequenceLayout = cached(BlockLayout, (length,), None, (window_size,))
+        seen = cached(_neighbours, layout.num_blocks, offsets, device)
+        mask = cached(_tokens_seen, layout, offsets, device)
     else:
         valid = sequence.valid
         if valid is None:
             valid = torch.ones(query.shape[:2], dtype=torch.bool, device=device)
         layout = SequenceLayout(valid, window_size, sequence.documents, sequence.num_documents)
-        filled = layout.token_table(device) < length
-        first_block = layout.first_blocks()
-    if first_block is None:
-        first_block = filled.new_zeros(1, layout.num_blocks, dtype=torch.int32)
-    seen = torch.arange(layout.num_blocks, device=device)[:, None] + torch.tensor(offsets, device=device)
-    seen = torch.where((seen >= 0) & (seen < layout.num_blocks), seen, layout.num_blocks)
-    # Blocks of another document are as good as missing. Those past the last one have no document.
-    document = F.pad(first_block, (0, 1), value=-1)
-    same = document[:, seen] == first_block[:, :, None]
-    mask = (_of_seen(filled[:, None], seen) & same[:, None, ..., None]).unsqueeze(-3)
-    size = filled.shape[-1]
+        seen = cached(_neighbours, layout.num_blocks, offsets, device)
+        mask = _of_documents(layout.token_table(device) < length, layout.first_blocks(), seen)
     if sequence.causal:
-        earlier = torch.ones(size, size, dtype=torch.bool, device=device).tril()
-        own = torch.tensor([offset == 0 for offset in offsets], device=device)
-        mask = mask & (earlier[:, None, :] | ~own[:, None])
+        mask = mask & cached(_up_to_itself, mask.shape[-1], offsets, device)
     mask = mask.flatten(-2)
     if isinstance(layout, SequenceLayout):
         # The empty slots of a block without tokens see zeros, so that nothing divides by zero.
@@ -205,15 +193,52 @@ def _of_seen(blocks: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     return padded.index_select(2, seen.flatten()).unflatten(2, seen.shape)
 
 
-def _offsets_seen(window: str, causal: bool) -> list[int]:
+def _offsets_seen(window: str, causal: bool) -> tuple[int, ...]:
     if window == "block":
-        return [0]
-    return [-1, 0] if causal else [-1, 0, 1]
+        return (0,)
+    return (-1, 0) if causal else (-1, 0, 1)
 
 
-def _slots_filled(layout: BlockLayout, device: torch.device) -> torch.Tensor:
-    """Mask of the slots of each block that hold a token, BoolTensor `[M, N]`."""
-    return layout.token_table(device) < layout.num_tokens
+def _neighbours(num_blocks: int, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The blocks that each block of a sequence sees, LongTensor `[M, S]`; M where there is none."""
+    seen = torch.arange(num_blocks, device=device)[:, None] + torch.tensor(offsets, device=device)
+    return torch.where((seen >= 0) & (seen < num_blocks), seen, num_blocks)
+
+
+def _of_documents(filled: torch.Tensor, first_block: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
+    """Mask of what each block of a sequence sees, BoolTensor `[B, 1, M, 1, S, N]`.
+
+    Args:
+        filled: Mask of the slots that hold a token, `[B, M, N]`.
+        first_block: First block of each block's document, `[B, M]`; `None` where every row is one document.
+        seen: See [`_neighbours`].
+    """
+    if first_block is None:
+        first_block = filled.new_zeros(1, filled.shape[1], dtype=torch.int32)
+    # Blocks of another document are as good as missing. Those past the last one have no document.
+    document = F.pad(first_block, (0, 1), value=-1)
+    same = document[:, seen] == first_block[:, :, None]
+    return (_of_seen(filled[:, None], seen) & same[:, None, ..., None]).unsqueeze(-3)
+
+
+def _tokens_seen(layout: BlockLayout, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[`_of_documents`] for one document without padding."""
+    filled = (layout.token_table(device) < layout.num_tokens)[None]
+    return _of_documents(filled, None, _neighbours(layout.num_blocks, offsets, device))
+
+
+def _up_to_itself(size: int, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Mask of the tokens that a token of a block may look back to, BoolTensor `[N, S, N]`."""
+    earlier = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    own = torch.tensor([offset == 0 for offset in offsets], device=device)
+    return earlier[:, None, :] | ~own[:, None]
+
+
+def _slots_seen(layout: BlockLayout, window: str, device: torch.device) -> torch.Tensor:
+    """Mask of the slots with a token that the blocks of a grid see, BoolTensor `[1, 1, M, 1, L]`."""
+    filled = layout.token_table(device) < layout.num_tokens
+    seen = _blocks_seen(layout, window, device)
+    return _of_seen(filled[None, None], seen).flatten(-2).unsqueeze(-2)
 
 
 def _blocks_seen(layout: BlockLayout, window: str, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..layouts.tables import indices
 from ..ops.numerics import records_gradients
 from .sequence import TokenSequence
 from .window import sequence_window_attention
@@ -97,7 +98,7 @@ def extend_window(
     if not state.is_empty:
         # The past that the new tokens see goes before them, from the start of a block on.
         lead = _reach(window, window_size)
-        position = _first_seen(state.position, window, window_size) + torch.arange(lead, device=query.device)
+        position = _first_seen(state.position, window, window_size) + indices(lead, query.device)
         column = (position % state.size)[:, None, :, None]
         past = [
             ring.gather(2, column.expand(-1, ring.shape[1], -1, ring.shape[3])).transpose(1, 2)
@@ -121,7 +122,7 @@ def _attend_one(
     scale: float | None,
 ) -> torch.Tensor:
     """Attention of one token at `position` `[B]` to the ring, which has it already: `[B, 1, H, V]`."""
-    column, last = torch.arange(state.size, device=query.device), position[:, None]
+    column, last = indices(state.size, query.device), position[:, None]
     # What each column holds is the latest position that belongs there.
     held = last - (last - column) % state.size
     visible = held >= _first_seen(position, window, window_size).clamp(min=0)

@@ -194,9 +194,8 @@ class BlockLayout:
             if dtype != tokens.dtype:
                 grouped = grouped.to(dtype, memory_format=torch.contiguous_format)
             return grouped.reshape(*by_head.shape[:2], self.num_blocks, self.max_block_tokens, by_head.shape[3])
-        slots = cached(_slot_tokens, self, tokens.device)
-        gathered = by_head.index_select(2, slots.clamp(max=self.num_tokens - 1))
-        grouped = gathered.masked_fill_((slots == self.num_tokens)[:, None], 0)
+        slots, is_empty = cached(_readable_slots, self, tokens.device)
+        grouped = by_head.index_select(2, slots).masked_fill_(is_empty, 0)
         return grouped.to(dtype).unflatten(2, (self.num_blocks, self.max_block_tokens))
 
     def _split(self, tokens: torch.Tensor, axis: int) -> torch.Tensor:
@@ -412,6 +411,12 @@ def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:
         prefix = torch.where(slot < layout.num_prefix_tokens, slot, layout.num_tokens)
         token = torch.cat([prefix[None], token])
     return token.flatten()
+
+
+def _readable_slots(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token of each slot, LongTensor `[M·N]`, any one where the slot is empty; and whether it is, `[M·N, 1]`."""
+    slots = _slot_tokens(layout, device)
+    return slots.clamp(max=layout.num_tokens - 1), (slots == layout.num_tokens)[:, None]
 
 
 def _token_table(layout: BlockLayout, device: torch.device) -> torch.Tensor:

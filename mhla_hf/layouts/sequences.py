@@ -15,6 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from .blocks import check_count, check_flag
+from .tables import cached, indices
+
+
+# Tables of pairs of more blocks are made each time: they take too much memory to remember.
+MAX_REMEMBERED_BLOCKS = 256
 
 
 class SequenceLayout:
@@ -69,7 +74,7 @@ class SequenceLayout:
         # Padding goes to a slot past the last one, which is dropped.
         empty = self.num_blocks * block_size
         self._slot_of_token = torch.where(valid, slots, empty)
-        tokens = torch.arange(self.num_tokens, device=valid.device).expand_as(slots)
+        tokens = indices(self.num_tokens, valid.device).expand_as(slots)
         self._token_of_slot = tokens.new_full((valid.shape[0], empty + 1), self.num_tokens)
         self._token_of_slot = self._token_of_slot.scatter(1, self._slot_of_token, tokens)[:, :empty]
 
@@ -141,7 +146,7 @@ class SequenceLayout:
         """The first block of each block's document, int32 `[B, M]`; `None` where every row is one document."""
         if self._index_in_document is None:
             return None
-        index = torch.arange(self.num_blocks, device=self._index_in_document.device)
+        index = indices(self.num_blocks, self._index_in_document.device)
         return (index - self._index_in_document.clamp(min=0)).to(torch.int32)
 
     def _same_document(self) -> torch.Tensor:
@@ -162,6 +167,12 @@ def _check_documents(documents: torch.Tensor, valid: torch.Tensor) -> None:
 
 def earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
     """BoolTensor `[M, M]`, True where the column's block lies before the row's."""
+    if num_blocks > MAX_REMEMBERED_BLOCKS:
+        return _earlier_blocks(num_blocks, device)
+    return cached(_earlier_blocks, num_blocks, device)
+
+
+def _earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
     return torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
 
 
@@ -189,17 +200,28 @@ def mixing_at(mixing: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -
     check_mixing_shape(mixing)
     if rows.is_floating_point() or columns.is_floating_point():
         raise ValueError(f"rows and columns must hold integers, got {rows.dtype} and {columns.dtype}.")
-    last = mixing.shape[-1] - 1
+    row, column = _places_in_mixing(rows, columns, mixing.shape[-1] - 1)
+    weights = mixing[..., row, column]
+    if row.dim() == 2:
+        return weights
+    return weights.unsqueeze(1) if mixing.dim() == 2 else weights.movedim(0, 1)
+
+
+def _places_in_mixing(rows: torch.Tensor, columns: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of the weights that pairs of blocks take; `last` is M - 1."""
     rows, columns = torch.broadcast_tensors(rows, columns)
     distance = rows - columns
     inside = torch.maximum(rows, columns) <= last
     back = distance >= 0
     row = torch.where(inside, rows, torch.where(back, last, 0)).clamp(max=last)
     column = torch.where(inside, columns, torch.where(back, last - distance, -distance)).clamp(0, last)
-    weights = mixing[..., row, column]
-    if rows.dim() == 2:
-        return weights
-    return weights.unsqueeze(1) if mixing.dim() == 2 else weights.movedim(0, 1)
+    return row, column
+
+
+def _leading_places(num_blocks: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`_places_in_mixing`] of all pairs of the first blocks."""
+    index = torch.arange(num_blocks, device=device)
+    return _places_in_mixing(index[:, None], index[None, :], last)
 
 
 def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> torch.Tensor:
@@ -222,8 +244,9 @@ def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> tor
     if num_blocks <= mixing.shape[-1]:
         weights = mixing[..., :num_blocks, :num_blocks]
     else:
-        index = torch.arange(num_blocks, device=mixing.device)
-        weights = mixing_at(mixing, index[:, None], index[None, :])
+        sizes = num_blocks, mixing.shape[-1] - 1, mixing.device
+        places = _leading_places(*sizes) if num_blocks > MAX_REMEMBERED_BLOCKS else cached(_leading_places, *sizes)
+        weights = mixing[..., places[0], places[1]]
     return weights.tril() if causal else weights
 
 

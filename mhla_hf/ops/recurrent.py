@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from ..layouts.blocks import check_count
 from ..layouts.sequences import mixing_at
+from ..layouts.tables import indices
 from ..utils.messages import check_choice
 from . import BACKENDS
 from .checks import check_mixing, check_operands, check_sequence_normalizer, check_tokens, check_valid
@@ -147,7 +148,7 @@ def rewind_state(
     check_state(state, key, value, mixing)
     dtype, size, room = state.current.dtype, state.block_size, state.num_blocks
     # A slot for the current block, which there need not be room for yet.
-    index = torch.arange(room + 1, device=valid.device)
+    index = indices(room + 1, valid.device)
     here = index == current_block(state.position, size)[:, None]
     summaries = state.with_room(room + 1).summaries.to(dtype)
     summaries = torch.where(here[:, None, :, None, None], state.current.unsqueeze(2), summaries)
@@ -262,7 +263,7 @@ def settled_state(
     mixing: torch.Tensor,
 ) -> MHLAState:
     """The state at `position` with these summaries of all blocks; everything derived from them is computed anew."""
-    size, index = state.block_size, torch.arange(summaries.shape[2], device=position.device)
+    size, index = state.block_size, indices(summaries.shape[2], position.device)
     block = current_block(position, size)
     finished = index < block[:, None]
     summaries = torch.where(finished[:, None, :, None, None], summaries, 0)

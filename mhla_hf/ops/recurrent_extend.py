@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, extend_mixing, mixing_at
+from ..layouts.tables import cached, indices
 from .backends import choose_backend
 from .causal import finite_tokens, spoilt_tokens
 from .mixing import mix_summaries, prefix_and_own
@@ -87,7 +88,7 @@ def extend(
     mixing = mixing.to(operands.dtype)
     layout, lead = _layout_after(state, valid, query)
     first = current_block(state.position, state.block_size)
-    blocks = first[:, None] + torch.arange(layout.num_blocks, device=query.device)
+    blocks = first[:, None] + indices(layout.num_blocks, query.device)
     position = state.position + (query.shape[1] if valid is None else valid.sum(dim=1))
     with torch.autocast(query.device.type, enabled=False):
         if state.is_empty:
@@ -150,13 +151,13 @@ def _layout_after(
     """The blocks of the new tokens, and how many slots before them stand for tokens that the state has seen."""
     num_tokens, size = query.shape[1], state.block_size
     if valid is None and state.is_empty:
-        return BlockLayout((num_tokens,), block_size=(size,)), 0
+        return cached(BlockLayout, (num_tokens,), None, (size,)), 0
     if valid is None:
         valid = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
     if state.is_empty:
         return SequenceLayout(valid, size), 0
     filled = state.position - current_block(state.position, size) * size
-    slots = torch.arange(size, device=valid.device) < filled[:, None]
+    slots = indices(size, valid.device) < filled[:, None]
     return SequenceLayout(torch.cat([slots, valid], dim=1), size), size
 
 
@@ -166,7 +167,7 @@ def _mixed_past(mixing: torch.Tensor, blocks: torch.Tensor, state: MHLAState) ->
     Returns:
         `[B, H_m, I, K, V + 1]`.
     """
-    index, heads = torch.arange(state.num_blocks, device=blocks.device), state.prefix.shape[1]
+    index, heads = indices(state.num_blocks, blocks.device), state.prefix.shape[1]
     weights = mixing_at(mixing, blocks[:, :, None], index[None, None])
     # Slots after the finished blocks are zero, but a weight there may be anything.
     weights = torch.where((index < blocks[:, :1])[:, None, None], weights, 0)
@@ -183,7 +184,7 @@ def _advance(
     if state.is_empty:
         everything = F.pad(summaries, (0, 0, 0, 0, 0, room - summaries.shape[2]))
     else:
-        first = torch.arange(summaries.shape[2], device=blocks.device)[:, None, None] == 0
+        first = indices(summaries.shape[2], blocks.device)[:, None, None] == 0
         summaries = summaries + torch.where(first, state.current.unsqueeze(2), 0)
         # One slot more for blocks that there is no room for: those past the last token, which are empty, and the
         # current one, which is kept apart.

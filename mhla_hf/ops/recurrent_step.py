@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..layouts.sequences import mixing_at
+from ..layouts.tables import indices
 from .backends import choose_backend
 from .mixing import mix_summaries, repeat_heads
 from .numerics import Operands, records_gradients
@@ -112,12 +113,12 @@ def _start_block(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, st
     before = (block - 1).clamp(min=0)
     start = starting[:, None, None, None]
     # Entries that start no block write back what stands there.
-    entries = torch.arange(block.shape[0], device=block.device)
+    entries = indices(block.shape[0], block.device)
     slot = before.clamp(max=state.num_blocks - 1)
     filed = torch.where(start, state.current.to(state.summaries.dtype), state.summaries[entries, :, slot])
     # Written in place unless autograd still needs what stood there.
     write = state.summaries.index_put if records_gradients(filed, state.summaries) else state.summaries.index_put_
-    all_heads = torch.arange(state.summaries.shape[1], device=block.device)[None, :]
+    all_heads = indices(state.summaries.shape[1], block.device)[None, :]
     summaries = write((entries[:, None], all_heads, slot[:, None]), filed)
     heads = state.prefix.shape[1]
     own = _weights(mixing, block, before) * repeat_heads(state.current, heads, 1)
@@ -138,9 +139,9 @@ def _upcoming_share(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor,
     if torch.compiler.is_compiling():
         # One more than needed: a single one would be compiled in, and others compiled anew.
         strides = strides + 1
-    index = offset[:, None] + state.block_size * torch.arange(strides, device=block.device)
+    index = offset[:, None] + state.block_size * indices(strides, block.device)
     weights = mixing_at(mixing, (block + 1)[:, None, None], index[:, None, :])
     weights = torch.where((index < block[:, None])[:, None, None], weights, 0)
-    entries = torch.arange(block.shape[0], device=block.device)[:, None]
+    entries = indices(block.shape[0], block.device)[:, None]
     chosen = state.summaries[entries, :, index.clamp(max=state.num_blocks - 1)].transpose(1, 2)
     return mix_summaries(weights, chosen.to(state.current.dtype), state.prefix.shape[1]).squeeze(2)
