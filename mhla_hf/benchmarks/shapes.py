@@ -131,6 +131,7 @@ SHAPES: dict[str, OperatorShape] = {
     for shape in (
         _WAN,
         replace(_WAN, name="wan-720p", grid=(21, 45, 80), quick=False),
+        replace(_WAN, name="wan-720p-h24", grid=(21, 45, 80), heads=24, quick=False),
         replace(_WAN, name="wan-720p-h40", grid=(21, 45, 80), heads=40, quick=False),
         _DIT,
         replace(_DIT, name="dit-512", grid=(32, 32), quick=True),

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/kernels.md: what is predicted for the shapes with a target, stage by stage."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mhla_hf.benchmarks.shapes import SHAPES
+
+from .stages import (
+    Problem,
+    Stage,
+    block_backward,
+    block_forward,
+    causal_forward,
+    fused_backward,
+    fused_forward,
+)
+
+
+MEASURED = Path(__file__).resolve().parents[1] / "results" / "kernels.json"
+"""Report of `python -m benchmarks.kernels time`, where a GPU has been measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Something with a time to predict.
+
+    Attributes:
+        problem: Sizes and options.
+        forward: Stages of the forward pass.
+        backward: Stages of the backward pass, if it is wanted.
+        target: Milliseconds aimed for.
+    """
+
+    problem: Problem
+    forward: Callable[[Problem], list[Stage]] = block_forward
+    backward: Callable[[Problem], list[Stage]] | None = None
+    target: float | None = None
+
+    def passes(self) -> list[tuple[str, list[Stage], bool]]:
+        """Name, stages, and whether summaries are float32, of each pass."""
+        found = [("forward", self.forward(self.problem), False)]
+        return found if self.backward is None else [*found, ("backward", self.backward(self.problem), True)]
+
+    def seconds(self, cached: bool) -> float:
+        """Least time of all stages one after the other."""
+        passes = self.passes()
+        return sum(self.problem.seconds(stage, full, cached) for _, stages, full in passes for stage in stages)
+
+
+def _case(shape: str, normalizer: str, target: float | None = None, **options: Any) -> Case:
+    return Case(problem=Problem(shape=SHAPES[shape], normalizer=normalizer), target=target, **options)
+
+
+_TRAIN: dict[str, Any] = {"backward": block_backward}
+_FUSED: dict[str, Any] = {"forward": fused_forward}
+_FUSED_TRAIN: dict[str, Any] = {"forward": fused_forward, "backward": fused_backward}
+_CAUSAL: dict[str, Any] = {"forward": causal_forward}
+
+CASES: dict[str, Case] = {
+    "wan none": _case("wan", "none", 0.16),
+    "wan query": _case("wan", "query", 0.20),
+    "wan none train": _case("wan", "none", 0.9, **_TRAIN),
+    "wan query train": _case("wan", "query", 0.9, **_TRAIN),
+    "wan fused": _case("wan", "query", 0.28, **_FUSED),
+    "wan fused train": _case("wan", "query", **_FUSED_TRAIN),
+    "wan-720p-h24 none": _case("wan-720p-h24", "none", 0.7),
+    "wan-720p-h24 none train": _case("wan-720p-h24", "none", **_TRAIN),
+    "dit-512 query": _case("dit-512", "query", 0.09),
+    "dit-512 query train": _case("dit-512", "query", 0.40, **_TRAIN),
+    "causal-2k query": _case("causal-2k", "query", 0.15, **_CAUSAL),
+    "causal-32k query": _case("causal-32k", "query", 0.35, **_CAUSAL),
+    "causal-128k query": _case("causal-128k", "query", **_CAUSAL),
+}
+"""What has a target, or is worth knowing beside it."""
+
+
+def stage_table(case: Case) -> str:
+    """A table of all stages of a case, in Markdown."""
+    lines = [
+        "| stage | reads | writes | MB | MB, in L2 | GFLOP | through memory | in L2 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    problem = case.problem
+    for name, stages, full in case.passes():
+        for stage in stages:
+            lines.append(
+                _row(stage.name, _listed(stage.reads), _listed(stage.writes), *_figures(problem, [stage], full))
+            )
+        if case.backward is not None or len(stages) > 1:
+            lines.append(_row(f"**{name}**", "", "", *_figures(problem, stages, full)))
+    if case.backward is not None:
+        seconds = (_time(case.seconds(cached)) for cached in (False, True))
+        lines.append(_row("**forward and backward**", "", "", "", "", "", *seconds))
+    return "\n".join(lines)
+
+
+def _figures(problem: Problem, stages: Sequence[Stage], full: bool) -> list[str]:
+    moved = (sum(problem.memory(stage, full, cached) for stage in stages) for cached in (False, True))
+    seconds = (sum(problem.seconds(stage, full, cached) for stage in stages) for cached in (False, True))
+    operations = sum(sum(stage.products.values()) for stage in stages)
+    products = f"{operations / 1e9:.1f}" if operations else ""
+    return [*(f"{count / 1e6:,.0f}" for count in moved), products, *(_time(value) for value in seconds)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names of tensors, without those that hardly count where there are others."""
+    names = list(dict.fromkeys(names))
+    return ", ".join([name for name in names if name not in ("z", "d", "m", "1/rms")] or names)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"
+
+
+def target_table(measured: Mapping[str, float]) -> str:
+    """A table of all cases with what is aimed for and, in milliseconds, what was measured."""
+    lines = ["| case | blocks | through memory | in L2 | target | measured |", "|---|---|---|---|---|---|"]
+    for name, case in CASES.items():
+        seconds = (_time(case.seconds(cached)) for cached in (False, True))
+        target = "" if case.target is None else _time(case.target / 1e3)
+        found = _time(measured[name] / 1e3) if name in measured else "not yet"
+        lines.append(_row(name, str(case.problem.shape.layout().num_blocks), *seconds, target, found))
+    return "\n".join(lines)
+
+
+def measured_times(path: Path = MEASURED) -> dict[str, float]:
+    """Milliseconds by case from a report of `python -m benchmarks.kernels time`; empty where there is none."""
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+    return {row["case"]: row["milliseconds"] for row in rows if row.get("milliseconds") is not None}
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "targets": lambda: target_table(measured_times()),
+    "wan": lambda: stage_table(CASES["wan none train"]),
+    "dit": lambda: stage_table(CASES["dit-512 query train"]),
+    "fused": lambda: stage_table(CASES["wan fused train"]),
+    "causal-2k": lambda: stage_table(CASES["causal-2k query"]),
+    "causal-32k": lambda: stage_table(CASES["causal-32k query"]),
+}
+"""Tables of the page, by the name in their markers."""
+
+_MARKED = re.compile(r"(<!-- predictions: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
+    """Text with what is between markers, `<!-- predictions: NAME -->` and `<!-- end -->`, replaced by tables."""
+    return _MARKED.sub(lambda match: f"{match[1]}\n{sections[match[2]]()}\n\n{match[3]}", text)

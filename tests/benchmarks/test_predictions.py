@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of the kernels' times: counts by hand, and the tables of the documentation."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.predictions.__main__ import PAGES
+from benchmarks.predictions.stages import CACHE_RATE, MEMORY_RATE, Problem, Stage, block_backward, block_forward
+from benchmarks.predictions.tables import CASES, SECTIONS, target_table, with_tables
+from mhla_hf.benchmarks.shapes import SHAPES
+
+
+TOKENS = 31500 * 12 * 128 * 2
+"""Bytes of q at the Wan shape."""
+
+HALF_SUMMARIES = 150 * 12 * 128 * 128 * 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_of_the_documentation_are_those_that_are_computed(page):
+    text = page.read_text(encoding="utf-8")
+    assert with_tables(text) == text, "run python -m benchmarks.predictions --write"
+
+
+def test_every_table_is_in_the_documentation():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert all(f"<!-- predictions: {name} -->" in text for name in SECTIONS)
+
+
+def test_bytes_by_hand():
+    problem = Problem(shape=SHAPES["wan"])
+    summaries, mixing, outputs = block_forward(problem)
+    weights = 150 * 150 * 4
+    assert problem.memory(summaries, False, cached=False) == 2 * TOKENS + HALF_SUMMARIES
+    assert problem.memory(mixing, False, cached=False) == 2 * HALF_SUMMARIES + weights
+    assert problem.memory(outputs, False, cached=True) == 2 * TOKENS
+    # Five of eight stages have two tensors of tokens each; summaries, written 4 times and read 7 times, are float32.
+    backward = sum(problem.memory(stage, True, cached=False) for stage in block_backward(problem))
+    assert backward == 10 * TOKENS + 11 * 2 * HALF_SUMMARIES + 3 * weights
+    heads = Problem(shape=SHAPES["wan"], per_head=True)
+    assert heads.memory(mixing, False, cached=True) == 12 * weights
+
+
+def test_time_is_that_of_the_slowest_part():
+    problem = Problem(shape=SHAPES["wan"])
+    copy, mixing = Stage("copy", ("q",), ("o",)), Stage("mixing", ("S",), ("S̃",))
+    assert problem.seconds(copy, False, cached=True) == pytest.approx(2 * TOKENS / MEMORY_RATE)
+    assert problem.seconds(mixing, False, cached=True) == pytest.approx(2 * HALF_SUMMARIES / CACHE_RATE)
+    product = Stage("product", (), (), {"tf32": 395e9})
+    assert problem.seconds(product, False, cached=True) == pytest.approx(1e-3)
+
+
+def test_products_by_hand():
+    # 150 blocks of 210 slots, padded to 224, for each of 12 heads.
+    assert Problem(shape=SHAPES["wan"]).token_products() == 2 * 12 * 150 * 224 * 128 * 128
+    # Heads of 72 are padded to 128, blocks of at most 42 slots to 64.
+    assert Problem(shape=SHAPES["dit-512"]).token_products() == 2 * 256 * 30 * 64 * 128 * 128
+    assert Problem(shape=SHAPES["wan"], features=2).token_products() == 2 * 12 * 150 * 224 * 256 * 128
+    # 150 rows padded to 192, as many columns to 160.
+    assert Problem(shape=SHAPES["wan"]).mixing_products() == 2 * 12 * 192 * 160 * 128 * 128
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_in_l2_are_never_slower(name):
+    assert 0 < CASES[name].seconds(cached=True) <= CASES[name].seconds(cached=False)
+
+
+def test_measured_times_enter_the_table():
+    line = next(line for line in target_table({"wan none": 0.153}).splitlines() if line.startswith("| wan none |"))
+    assert line.endswith("| 160 µs | 153 µs |")
