@@ -1,9 +1,11 @@
 # `make demo` and `make test` need only Python >= 3.10, make and the network to PyPI.
 # Variables: VENV (where the virtual environment goes), PYTHON (which interpreter makes it),
 # DEMO (the demo's output folder), WORKERS (test processes), PYTEST_ARGS (more arguments for pytest),
-# LOWEST (where the virtual environment with the lowest transformers goes).
+# LOWEST (where the virtual environment with the lowest transformers goes), TRITON (which one compiles the kernels for
+# `make test-kernels`).
 VENV ?= .venv
 LOWEST ?= .venv-lowest
+TRITON ?= 3.6.0
 CONSTRAINTS ?= constraints.txt
 DEMO ?= demo-output
 WORKERS ?= 2
@@ -18,13 +20,14 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 	tests/test_hub.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_compat.py tests/utils/test_versions.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage test-upstream test-lowest test-versions test-these-versions style quality docs clean
+.PHONY: help demo test test-all coverage test-upstream test-lowest test-versions test-these-versions test-kernels style quality docs clean
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
 	@echo "make test       install into $(VENV) and run the fast tests"
 	@echo "make test-all   run the slow tests too, with coverage;  make coverage  the fast tests with coverage"
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
+	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITON), and judge the result"
 	@echo "make test-versions  the tests of transformers models, with its lowest and newest supported versions"
 	@echo "make style      format the code;  make quality  check format, lint and types"
 	@echo "make docs       build the documentation into site/"
@@ -81,6 +84,15 @@ test-lowest:
 
 test-versions: test-lowest
 	$(MAKE) --no-print-directory test-these-versions
+
+# The Triton of the GPUs that the kernels are tuned for, in a folder of its own: torch brings another one.
+$(VENV)/triton-$(TRITON): $(VENV)/.installed-dev
+	rm -rf $@.new
+	$(bin)/python -m pip install --disable-pip-version-check --no-input --no-deps --target $@.new triton==$(TRITON)
+	rm -rf $@ && mv $@.new $@
+
+test-kernels: $(VENV)/triton-$(TRITON)
+	PYTHONPATH=$(abspath $<) $(pytest) -m "not gpu" tests/ops/test_triton_compiles.py $(PYTEST_ARGS)
 
 style: $(VENV)/.installed-dev
 	$(bin)/ruff check --fix .

@@ -1,26 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the Triton kernels for a GPU that is not there, and prints the registers and memory that they use.
+"""Compiles the Triton kernels for a GPU that is not there, and reports what they use of it.
 
-Run as a program, `python -m tests.ops.kernel_compilation 90 64`, without TRITON_INTERPRET: compute capability times
-ten, and the width of heads. It runs the operators on small CPU tensors, compiles each launch in place of making it,
-and prints a JSON list of `{kernel, types, warps, registers, stack, local, shared}`.
+    python -m tests.ops.kernel_compilation 90 wan dit        compute capability times ten, then cases
+    python -m tests.ops.kernel_compilation 90 --json wan     the same as a JSON list
+    python -m tests.ops.kernel_compilation 90                names of the cases
 
-With series of grids after those, `causal:1100,1200` or `block:8x12,10x10`, it compiles nothing, but runs attention
+Cases are those of `kernel_cases`. The operators run on meta tensors, and each launch is compiled in place of being
+made. Reported are registers, stack, shared memory, bytes that single loads and stores of global memory move, how many
+programs a multiprocessor holds at a time, and how many times the launch fills the whole GPU with them.
+
+With `--count` and series of grids, `causal:1100,1200` or `block:8x12,10x10`, it compiles nothing, but runs attention
 over grid after grid, and prints for each grid of each series how many compilations it would have to wait for.
+
+TRITON_INTERPRET must not be set. Kernels are compiled by the Triton that is installed; for another one, put it into a
+folder (`pip install --no-deps --target FOLDER triton==3.6.0`) and that folder first on PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib
 import json
+import pkgutil
 import re
 import subprocess
-import sys
 import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from torch._library.custom_ops import OPDEFS
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,26 +42,125 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from mhla_hf import BlockLayout
+from mhla_hf.ops import backends
 from mhla_hf.ops.triton import launching
 
 
 COMPILER_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
+@dataclass(frozen=True)
+class Processor:
+    """A GPU, by the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+
+    Attributes:
+        multiprocessors: How many it has.
+        shared: Bytes of shared memory of one.
+        shared_of_program: Bytes that a program can have.
+        threads: Threads of a multiprocessor.
+        programs: Programs of a multiprocessor.
+    """
+
+    multiprocessors: int
+    shared: int
+    shared_of_program: int
+    threads: int = 2048
+    programs: int = 32
+
+    def programs_at_a_time(self, registers: int, warps: int, shared: int) -> int:
+        """Programs that a multiprocessor holds: registers come in units of 8 a thread, shared memory of 128 bytes."""
+        by_registers = 65536 // max(1, -(-registers // 8) * 8 * 32 * warps)
+        # Each program takes 1 KB more for the system.
+        by_shared = self.shared // (-(-shared // 128) * 128 + 1024)
+        return min(by_registers, by_shared, self.threads // (32 * warps), self.programs)
+
+
+# A100, H200, B200 and GeForce RTX 5090. What is compiled for 8.0 has to fit GPUs of 8.6 and 8.9, too, which multiply
+# in the same way and have less shared memory.
+PROCESSORS = {
+    80: Processor(108, shared=164 << 10, shared_of_program=99 << 10),
+    90: Processor(132, shared=228 << 10, shared_of_program=227 << 10),
+    100: Processor(148, shared=228 << 10, shared_of_program=227 << 10),
+    120: Processor(170, shared=100 << 10, shared_of_program=99 << 10, threads=1536, programs=24),
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled kernel uses.
+
+    Attributes:
+        registers: Of a thread.
+        stack: Bytes of a thread's stack; spilled registers lie there.
+        local: Further bytes of local memory.
+        shared: Bytes of shared memory.
+        loads: Number of instructions that load from global memory, by the bytes that each moves.
+        stores: The same of stores.
+    """
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a case.
+
+    Attributes:
+        case: Name of the case.
+        stage: Part of it.
+        kernel: Name of the kernel.
+        types: Types of the data behind its pointers.
+        constants: Sizes that it is compiled for.
+        programs: Number of programs.
+        warps: Of a program.
+        programs_at_a_time: How many a multiprocessor holds.
+        waves: How many times the launch fills the GPU.
+        usage: Of the kernel.
+    """
+
+    case: str
+    stage: str
+    kernel: str
+    types: str
+    constants: str
+    programs: int
+    warps: int
+    programs_at_a_time: int
+    waves: float
+    usage: Usage
+
+
+class Launched:
+    """What a launch returns in place of the compiled kernel: further launches by it do nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: None
+
+
 class Compilations:
     """Takes the place of launching: compiles each kernel once for each combination of types and constants."""
 
     def __init__(self, capability: int) -> None:
+        self.capability = capability
         self.target = GPUTarget("cuda", capability, 32)
         self.backend = make_backend(self.target)
-        self.results: list[dict[str, Any]] = []
-        self.seen: set[str] = set()
+        self.launches: list[Launch] = []
+        self.usages: dict[str, Usage] = {}
+        self.seen: set[tuple[str, str, str]] = set()
         self.only_counts = False
+        self.case = self.stage = ""
+        self.binders = cache(
+            lambda kernel: create_function_from_signature(kernel.signature, kernel.params, self.backend)
+        )
 
-    def launch(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+    def launch(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Launched:
         """Compiles `kernel` for these arguments, specialised as Triton would for a launch."""
-        signature_of = create_function_from_signature(kernel.signature, kernel.params, self.backend)
-        given, specialization, options = signature_of(*args, **keywords)
+        given, specialization, options = self.binders(kernel)(*args, **keywords)
         types = [kind for kind, _ in specialization]
         paths = find_paths_if(types, lambda _, kind: kind == "constexpr")
         constants = {path: get_iterable_path(list(given.values()), path) for path in paths}
@@ -56,130 +169,159 @@ class Compilations:
         attributes = {path: get_iterable_path(hints, path) for path in paths}
         named = {name: given[name] for path, name in enumerate(given) if (path,) in constants}
         description = f"{kernel.__name__} {types} {attributes} {named} {options}"
-        if description in self.seen:
-            return
-        self.seen.add(description)
-        if self.only_counts:
-            return
-        attributes = {path: self.backend.parse_attr(hint) for path, hint in attributes.items()}
-        signature = dict(zip(given, types, strict=True))
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-        compiled = triton.compile(source, target=self.target, options=options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            tool = [COMPILER_TOOLS / "cuobjdump", "-res-usage", file.name]
-            usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-        used = {name: int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK", "LOCAL")}
-        pointers = sorted(set(re.findall(r"'(\*\w+)'", str(types))))
-        self.results.append({
-            "kernel": kernel.__name__, "types": " ".join(pointers), "warps": options.get("num_warps", 4),
-            "registers": used["REG"], "stack": used["STACK"], "local": used["LOCAL"],
-            "shared": compiled.metadata.shared, "constants": description,
-        })  # fmt: skip
-
-
-def run_operators(width: int) -> None:
-    """Launches every kernel: forward without gradients in bfloat16, then forward and backward in all types."""
-    from mhla_hf.ops.triton.block import triton_block_mhla_attention
-    from mhla_hf.ops.triton.causal import triton_causal_mhla_attention
-
-    torch.backends.cuda.matmul.allow_tf32 = True
-    chunked, blocks = BlockLayout((384,), block_size=(128,)), BlockLayout((384,), blocks=(3,))
-    half, full = torch.bfloat16, torch.float32
-    for dtype, trains in ((half, False), (half, True), (torch.float16, True), (full, True)):
-        for attend, layout in ((triton_block_mhla_attention, blocks), (triton_causal_mhla_attention, chunked)):
-            for normalizer, rotated in (("query", False), ("query", True), ("none", False)):
-                tokens = [torch.ones(1, 384, 2, width, dtype=dtype, requires_grad=trains) for _ in range(5)]
-                mixing = torch.ones(3, 3, requires_grad=trains)
-                pair = {"normalizer_query": tokens[3], "normalizer_key": tokens[4]} if rotated else {}
-                output = attend(*tokens[:3], mixing, layout, normalizer=normalizer, **pair)
-                if trains:
-                    output.sum().backward()
-        run_fused(width, dtype, blocks, trains)
-        run_recurrent(width, dtype)
-
-
-def run_recurrent(width: int, dtype: torch.dtype) -> None:
-    """Launches the recurrent form: one token, and prompts for a new state and for one that has seen tokens."""
-    from mhla_hf.ops.recurrent import empty_state
-    from mhla_hf.ops.triton.decode import decode_token
-    from mhla_hf.ops.triton.prompt import extend_state
-
-    state = empty_state(1, 2, width, width, 128, num_blocks=3, summary_dtype=dtype)
-    tensors = state.summaries, state.current, state.prefix, state.upcoming, state.position
-    mixing = torch.ones(3, 3)
-    token, prompt = (torch.ones(1, length, 2, width, dtype=dtype) for length in (1, 384))
-    decode_token(token, token, token, None, None, None, mixing, *tensors, 128, True, 1e-6)
-    table, past = torch.arange(384, dtype=torch.int32).reshape(3, 128), torch.ones(1, 2, 3, width, width + 1)
-    for before in ((None, None, None), (past, state.summaries, state.current)):
-        extend_state(
-            prompt, prompt, prompt, None, None, mixing, mixing, table, *before, state.position, state.position + 384,
-            3, dtype, True, 1e-6,
-        )  # fmt: skip
-
-
-def run_fused(width: int, dtype: torch.dtype, layout: BlockLayout, trains: bool) -> None:
-    """Launches the kernels that have norm, feature map and rotary embeddings inside, if they take heads that wide."""
-    from mhla_hf.ops.triton import fits_fused_kernels, fused
-
-    if not fits_fused_kernels(width, width, True, dtype):
-        return
-    table, angles = layout.token_table(torch.device("cpu")), torch.ones(384, width // 2)
-    for normalizes in (True, False):
-        tokens = torch.ones(1, 384, 2, width, dtype=dtype, requires_grad=trains)
-        norm, output_norm = (torch.ones(size, dtype=dtype, requires_grad=trains) for size in (2 * width, width))
-        shared = "relu", 1e-6, 1.0, 0.0, 1.0
-        summaries, sums, _ = fused.fused_summary(
-            tokens, tokens, norm, angles, angles, table, *shared, normalizes, not trains
+        place = self.case, self.stage, description
+        if self.only_counts or place in self.seen:
+            self.seen.add(place)
+            return Launched()
+        self.seen.add(place)
+        if description not in self.usages:
+            attributes = {path: self.backend.parse_attr(hint) for path, hint in attributes.items()}
+            signature = dict(zip(given, types, strict=True))
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+            self.usages[description] = inspect(triton.compile(source, target=self.target, options=options))
+        usage, warps = self.usages[description], options.get("num_warps", 4)
+        processor, programs = PROCESSORS[self.capability], int(torch.Size(grid).numel())
+        at_a_time = processor.programs_at_a_time(usage.registers, warps, usage.shared)
+        self.launches.append(
+            Launch(
+                self.case,
+                self.stage,
+                kernel.__name__,
+                " ".join(re.findall(r"'\*(\w+)'", str(types))),
+                " ".join(f"{name}={value}" for name, value in named.items() if value is not None),
+                programs,
+                warps,
+                at_a_time,
+                programs / (processor.multiprocessors * max(at_a_time, 1)),
+                usage,
+            )
         )
-        output, _ = fused.fused_attend(
-            tokens, summaries, sums if normalizes else None, tokens, norm, output_norm, angles, angles, table,
-            *shared, 1e-6, 1e-6,
-        )  # fmt: skip
-        if trains:
-            output.sum().backward()
+        return Launched()
+
+    def run(self, case: str) -> None:
+        """Compiles what a case launches."""
+        from .kernel_cases import CASES
+
+        self.case = case
+        for self.stage in CASES[case]():
+            pass
 
 
-def count_compilations(width: int, series: str, compilations: Compilations) -> list[int]:
+def inspect(compiled: Any) -> Usage:
+    """What a kernel compiled for a GPU uses, from its machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        resources = run_tool("cuobjdump", "-res-usage", file.name)
+        code = run_tool("nvdisasm", "-c", file.name)
+    used = [int(re.search(rf"{name}:(\d+)", resources).group(1)) for name in ("REG", "STACK", "LOCAL")]
+    return Usage(*used, compiled.metadata.shared, moved_bytes(code, "LDG", "LDGSTS"), moved_bytes(code, "STG"))
+
+
+def run_tool(name: str, *arguments: str) -> str:
+    """Output of one of the tools for machine code that come with Triton."""
+    return subprocess.run([COMPILER_TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def moved_bytes(code: str, *instructions: str) -> dict[int, int]:
+    """Number of some instructions in machine code, by the bytes that each moves for a thread."""
+    sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+    counts: Counter[int] = Counter()
+    for name, suffixes in re.findall(r"\b(LDG|LDGSTS|STG)((?:\.\w+)*)\b", code):
+        if name in instructions:
+            counts[next((sizes[suffix] for suffix in suffixes.split(".") if suffix in sizes), 4)] += 1
+    return dict(sorted(counts.items()))
+
+
+def count_compilations(series: str, compilations: Compilations) -> list[int]:
     """Runs attention, forward and backward, over some grids of tokens; new compilations at each.
 
     Args:
-        width: Of heads.
         series: `causal:` or `block:`, then grids between commas, each its sizes joined by `x`. Causal attention has
             chunks of 16 tokens, the other two blocks along each axis.
         compilations: Counts them.
     """
-    from mhla_hf.ops.triton.block import triton_block_mhla_attention
-    from mhla_hf.ops.triton.causal import triton_causal_mhla_attention
+    from .kernel_cases import attend
 
     kind, grids = series.split(":")
-    attend = triton_causal_mhla_attention if kind == "causal" else triton_block_mhla_attention
+    causal = kind == "causal"
     compilations.only_counts, compilations.seen = True, set()
     counts = []
     for text in grids.split(","):
         grid = tuple(map(int, text.split("x")))
-        blocks = {"block_size": (16,)} if kind == "causal" else {"blocks": (2,) * len(grid)}
+        blocks = {"block_size": (16,)} if causal else {"blocks": (2,) * len(grid)}
         before, layout = len(compilations.seen), BlockLayout(grid, **blocks)
-        shape = (1, layout.num_tokens, 2, width)
-        tokens = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-        mixing = torch.ones(2, layout.num_blocks, layout.num_blocks, requires_grad=True)
-        attend(*tokens, mixing, layout).sum().backward()
+        stages = attend(
+            layout, 1, 2, 64, normalizer="query", causal=causal, trains=True, dtype=torch.bfloat16, per_head=True
+        )
+        for _ in stages:
+            pass
         counts.append(len(compilations.seen) - before)
     return counts
 
 
-def main() -> None:
-    capability, width = map(int, sys.argv[1:3])
+def print_table(launches: list[Launch]) -> None:
+    """One line for each launch; loads and stores as the number of instructions x bytes."""
+    case = ""
+    for launch in launches:
+        if launch.case != case:
+            case = launch.case
+            print(f"\n{case}")
+            print(f"  {'stage':<19} {'kernel':<25} programs wps regs stack shared /SM  waves  loads; stores")
+        usage = launch.usage
+        loads, stores = (
+            " ".join(f"{count}x{size}" for size, count in counts.items()) for counts in (usage.loads, usage.stores)
+        )
+        print(
+            f"  {launch.stage:<19} {launch.kernel:<25} {launch.programs:>8} {launch.warps:>3} {usage.registers:>4} "
+            f"{usage.stack + usage.local:>5} {usage.shared:>6} {launch.programs_at_a_time:>3} {launch.waves:>6.2f}  "
+            f"{loads}; {stores}"
+        )
+
+
+def prepare(capability: int) -> Compilations:
+    """Makes launches compile for a capability, and the operators take meta tensors."""
     compilations = Compilations(capability)
     # Before the modules of kernels are imported, which copy this name.
-    launching.multiplies_from_shared_memory = lambda device: capability >= 90
+    launching.multiplies_from_shared_memory = lambda device: capability in (90, 100)
+    backends.triton_obstacle = lambda *tokens: None
     JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)
-    if len(sys.argv) > 3:
-        json.dump([count_compilations(width, series, compilations) for series in sys.argv[3:]], sys.stdout)
+    package = importlib.import_module("mhla_hf.ops.triton")
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    for name, operator in OPDEFS.items():
+        if name.startswith("mhla_hf::"):
+            # Meta tensors would get the fake implementation, which launches nothing.
+            operator._abstract_fn = operator._init_fn
+    # There is none for meta tensors.
+    torch.autocast = lambda *args, **keywords: contextlib.nullcontext()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return compilations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capability", type=int, choices=PROCESSORS)
+    parser.add_argument("cases", nargs="*", metavar="case", help="names of cases, or `all`; or series of grids")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument("--count", action="store_true", help="count compilations over series of grids")
+    arguments = parser.parse_intermixed_args()
+    compilations = prepare(arguments.capability)
+    from .kernel_cases import CASES
+
+    if arguments.count:
+        print(json.dumps([count_compilations(series, compilations) for series in arguments.cases]))
         return
-    run_operators(width)
-    json.dump(compilations.results, sys.stdout)
+    unknown = set(arguments.cases) - {*CASES, "all"}
+    if unknown or not arguments.cases:
+        parser.error(f"no case {', '.join(sorted(unknown)) or 'given'}; there are {', '.join(CASES)}")
+    for case in CASES if "all" in arguments.cases else arguments.cases:
+        compilations.run(case)
+    if arguments.json:
+        print(json.dumps([asdict(launch) for launch in compilations.launches]))
+    else:
+        print(f"Triton {triton.__version__}, compute capability {arguments.capability / 10}")
+        print_table(compilations.launches)
 
 
 if __name__ == "__main__":
