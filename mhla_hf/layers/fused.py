@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout
 from ..ops import FEATURE_MAPS, NORMALIZERS
-from ..ops.numerics import records_gradients
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,8 @@ def can_fuse(
 
 def _is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
     """Returns whether the kernels can rotate like this, with one row of the tables a token and no gradients."""
-    if not isinstance(rotary, PairwiseRotary) or records_gradients(rotary.cosine, rotary.sine):
+    # Whether gradients are being recorded makes no difference: checkpointing computes the output with and without.
+    if not isinstance(rotary, PairwiseRotary) or rotary.cosine.requires_grad or rotary.sine.requires_grad:
         return False
     return rotary.cosine.shape == rotary.sine.shape == (1, query.shape[1], 1, query.shape[3] // 2)
 

@@ -24,7 +24,7 @@ from ..ops import FEATURE_MAPS, choose_backend, extend_mixing
 from ..ops.checks import check_layout, check_mixing, check_sequence_normalizer, check_tokens, check_valid
 from ..ops.dispatch import attend_on
 from ..ops.mixing import repeat_heads
-from ..ops.numerics import Operands, accumulation_dtype, records_gradients
+from ..ops.numerics import Operands, accumulation_dtype
 from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
@@ -260,7 +260,7 @@ class MHLA(nn.Module):
                 `query` and `key` are ignored, output norm, gate and LePE are not. Needs `grid`.
             shard: With `grid`, which of its tokens this process holds under context parallelism: T are those, the
                 rotary embedding is theirs. Not for windows. Computed in plain torch, whatever the backend. Summaries
-                travel in float32, but in bfloat16 for bfloat16 tokens where no gradient is recorded.
+                travel in float32, but in bfloat16 for bfloat16 tokens in evaluation mode.
 
         Returns:
             The parts, in the dtype of `value` or a wider one.
@@ -403,8 +403,8 @@ class MHLA(nn.Module):
                     output, state = decode_sequence(operands, mixing, block_size, sequence, backend)
             elif shard is not None:
                 assert layout is not None
-                # As the fused kernels keep them.
-                half = value.dtype == torch.bfloat16 and not records_gradients(*operands.tokens, mixing)
+                # Not by whether gradients are recorded: checkpointing computes the same output with and without.
+                half = value.dtype == torch.bfloat16 and not self.training
                 output = sharded_mhla_attention(
                     *operands.tokens, mixing, layout, shard, normalizer_query=plain_query, normalizer_key=plain_key,
                     normalizer=config.normalizer, eps=config.eps, summary_dtype=torch.bfloat16 if half else None,

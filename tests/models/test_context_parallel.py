@@ -201,8 +201,8 @@ def work(rank: int, path: Path, count: int, cases: list[tuple[str, torch.dtype]]
     model.enable_parallelism(config=ContextParallelConfig(ring_degree=count))
     dist.all_reduce = all_reduce
     with torch.no_grad():
-        others["half"] = model(**wan_inputs(**EVEN, dtype=torch.bfloat16), return_dict=False)[0]
-    model(**wan_inputs(**EVEN, dtype=torch.bfloat16), return_dict=False)
+        others["half"] = model.eval()(**wan_inputs(**EVEN, dtype=torch.bfloat16), return_dict=False)[0]
+    model.train()(**wan_inputs(**EVEN, dtype=torch.bfloat16), return_dict=False)
     others["reduced"] = reduced
     if rank == 0:
         torch.save((models, layers, others), path / "results.pt")
