@@ -37,6 +37,7 @@ from .device_functions import (
 )
 from .launching import (
     as_rows,
+    launch,
     matrix_options,
     multiplies_exactly,
     padded,
@@ -148,24 +149,26 @@ def _summary_flops(key, value, *args, **kwargs) -> int:
 @triton.jit(do_not_specialize=COUNTS)
 def attend_kernel(
     query, plain, summary, key_sum, divisor, table, output, denominator,
-    factor, eps, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
+    first_line, lines, factor, eps, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """output_t = factor · query_tᵀ summary_b(t), divided by plain_t · key_sum_b(t) + eps.
 
-    HEADS is the number of heads of `summary`, REPEATS the query heads that share one. With `key_sum`, the divisor is
-    written to `denominator`, and `plain` is the query where it is None. Without it, the divisor is `divisor` + eps,
-    `[B, T, H]`, or 1 where that is None.
+    HEADS is the number of heads of `summary`, REPEATS the query heads that share one; for a group of lines from
+    `first_line` on, `summary` is `[lines, M, WIDTH, VALUE]` and `key_sum` `[lines, M, PLAIN]`. With `key_sum`, the
+    divisor is written to `denominator`, and `plain` is the query where it is None. Without it, the divisor is
+    `divisor` + eps, `[B, T, H]`, or 1 where that is None.
     """
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
-    batch, row_head, block, part = place_of_program(splits * COLUMN_TILES, num_blocks, HEADS * REPEATS)
-    head, split, column_tile = row_head // REPEATS, part // COLUMN_TILES, part % COLUMN_TILES
+    batch, row_head, block, part, matrix = place_of_program(
+        splits * COLUMN_TILES, num_blocks, first_line, lines, HEADS, REPEATS
+    )
+    split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     column = tl.arange(0, BLOCK_WIDTH)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     plain_column = tl.arange(0, BLOCK_PLAIN)
-    matrix = (batch * HEADS + head) * num_blocks + block
     weights = load_matrix(summary + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
     if key_sum is not None:
         sums = tl.load(key_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
@@ -225,23 +228,17 @@ def block_attend(
     programs, value_tile, options = matrix_options(query, summary, table, value)
     output = token_tensor(query, table, value)
     denominator = query.new_empty(query.shape[:3] if key_sum is not None else (0,), dtype=torch.float32)
-    with torch.cuda.device_of(query):
-        attend_kernel[(programs,)](
-            as_rows(query),
-            as_rows(plain),
-            summary.contiguous(),
-            None if key_sum is None else key_sum.contiguous(),
-            None if divisor is None else divisor.contiguous(),
-            output=output,
-            denominator=denominator,
-            factor=factor,
-            eps=eps,
-            VALUE=value,
-            PLAIN=plain_width,
-            BLOCK_VALUE=value_tile,
-            BLOCK_PLAIN=padded(plain_width),
-            **options,
-        )
+    launch(
+        attend_kernel, programs,
+        as_rows(query),
+        as_rows(plain),
+        summary.contiguous(),
+        None if key_sum is None else key_sum.contiguous(),
+        None if divisor is None else divisor.contiguous(),
+        table, output, denominator,
+        factor=factor, eps=eps, VALUE=value, PLAIN=plain_width, BLOCK_VALUE=value_tile,
+        BLOCK_PLAIN=padded(plain_width), **options,
+    )  # fmt: skip
     return output, denominator
 
 

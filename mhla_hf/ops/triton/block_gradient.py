@@ -28,15 +28,15 @@ from .device_functions import (
     slot_tokens,
     store_rows,
 )
-from .launching import as_rows, dense_like, matrix_options, padded, product_flops, token_tensor
+from .launching import as_rows, dense_like, launch, matrix_options, padded, product_flops, token_tensor
 from .outer import outer
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
     rows, outputs, queries, matrices, vectors, scale, table, result, second, weight,
-    matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots, splits,
-    split_slots,
+    first_line, lines, matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch,
+    slots, splits, split_slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_VECTOR: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -50,11 +50,12 @@ def apply_kernel(
     -scale_t result_t · query_t from `queries`, free of the rounding of the outputs, where one tile holds all columns.
     """
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    batch, row_head, block, part = place_of_program(splits * COLUMN_TILES, num_blocks, HEADS * REPEATS)
-    head, split, column_tile = row_head // REPEATS, part // COLUMN_TILES, part % COLUMN_TILES
+    batch, row_head, block, part, matrix = place_of_program(
+        splits * COLUMN_TILES, num_blocks, first_line, lines, HEADS, REPEATS
+    )
+    split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    matrix = (batch * HEADS + head) * num_blocks + block
     start = matrices + matrix * (WIDTH * COLUMNS)
     weights = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
     if vectors is not None:
@@ -138,26 +139,19 @@ def apply(
     apart = vectors is not None and vectors_dtype is not None
     second = token_tensor(rows, table, vector_width, vectors_dtype) if apart else rows.new_empty(0)
     weight = rows.new_empty(rows.shape[:3] if outputs is not None else (0,), dtype=torch.float32)
-    with torch.cuda.device_of(rows):
-        apply_kernel[(programs,)](
-            as_rows(rows),
-            None if from_products else as_rows(outputs),
-            as_rows(queries) if from_products else None,
-            matrices,
-            vectors,
-            scale,
-            result=result,
-            second=second if apart else None,
-            weight=None if outputs is None else weight,
-            matrix_stride_row=1 if transpose else columns,
-            matrix_stride_column=rows.shape[-1] if transpose else 1,
-            factor=factor,
-            COLUMNS=columns,
-            VECTOR=vector_width,
-            BLOCK_COLUMNS=column_tile,
-            BLOCK_VECTOR=padded(vector_width),
-            **options,
-        )
+    launch(
+        apply_kernel, programs,
+        as_rows(rows),
+        None if from_products else as_rows(outputs),
+        as_rows(queries) if from_products else None,
+        matrices, vectors, scale, table, result,
+        second if apart else None,
+        None if outputs is None else weight,
+        matrix_stride_row=1 if transpose else columns,
+        matrix_stride_column=rows.shape[-1] if transpose else 1,
+        factor=factor, COLUMNS=columns, VECTOR=vector_width, BLOCK_COLUMNS=column_tile,
+        BLOCK_VECTOR=padded(vector_width), **options,
+    )  # fmt: skip
     return result, second, weight
 
 

@@ -166,7 +166,7 @@ def causal_attend_kernel(
     query, key, value, plain_query, plain_key, prefix, prefix_sum, limit, mixing,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     table, output, denominator,
-    factor, eps, num_tokens, num_blocks, table_stride_batch, slots,
+    factor, eps, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     PLAIN: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_PLAIN: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
@@ -178,7 +178,7 @@ def causal_attend_kernel(
     divided. Rows from the chunk's `limit` on become NaN.
     """
     batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, HEADS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
+        num_blocks, slots, first_line, lines, HEADS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
     )
     key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
     column, plain_column = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_PLAIN)

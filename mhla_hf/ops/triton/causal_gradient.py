@@ -46,7 +46,7 @@ def query_gradient_kernel(
     gradient, output, query, key, value, prefix, prefix_sum, scale, limit, mixing,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     table, result, weight, share,
-    share_stride_part, factor, num_tokens, num_blocks, table_stride_batch, slots,
+    share_stride_part, factor, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def query_gradient_kernel(
     columns, free of the rounding of the outputs (dense `[B, T, HEADS, VALUE]`), otherwise from those.
     """
     batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, HEADS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
+        num_blocks, slots, first_line, lines, HEADS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
     )
     key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
     column = column_tile * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
@@ -193,7 +193,8 @@ def key_gradient_kernel(
     rows, inner, other, matrices, vectors, scale, weight, limit, mixing,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     table, result,
-    matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots,
+    matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots, first_line,
+    lines,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +205,7 @@ def key_gradient_kernel(
     are given. HEADS is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
     """
     batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, HEADS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
+        num_blocks, slots, first_line, lines, HEADS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
     )
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -314,7 +315,7 @@ def plain_gradient_kernel(
     rows, other, vectors, weight, limit, mixing,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     table, result, share,
-    share_stride_part, num_tokens, num_blocks, table_stride_batch, slots,
+    share_stride_part, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, VECTOR_REPEATS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr, OF_QUERY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -325,7 +326,9 @@ def plain_gradient_kernel(
     head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
     queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
     """
-    batch, head, block, row_tile, _ = tile_of_program(num_blocks, slots, HEADS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN)
+    batch, head, block, row_tile, _ = tile_of_program(
+        num_blocks, slots, first_line, lines, HEADS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN
+    )
     column = tl.arange(0, BLOCK_PLAIN)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     block_table = table + batch * table_stride_batch + block * slots

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .device_functions import COUNTS
+from .device_functions import COUNTS, head_rows
 from .launching import as_rows, dense_like
 
 
@@ -96,7 +96,7 @@ def weight_at(weights, head, row, column, mask=None):
 
 @triton.jit
 def _token_row(rows, batch, head, column, WIDTH: tl.constexpr):
-    start = rows.data + batch * rows.stride_batch + head * rows.stride_head
+    start, _ = head_rows(rows, batch, head)
     return tl.load(start + column, mask=column < WIDTH, other=0.0).to(tl.float32)
 
 

@@ -14,41 +14,64 @@ import triton.language as tl
 # Arguments that change with the tokens given. Kernels are not compiled anew where one happens to be 1 or a multiple of
 # 16; strides of rows stay out of this, since wide loads need to know of them.
 COUNTS = (
-    "num_tokens", "num_blocks", "blocks", "slots", "splits", "split_slots", "lines", "count", "share", "column_share",
-    "column_shares", "table_stride_batch", "share_stride_part", "valid_stride_batch", "starts_stride_batch",
-    "mixing_stride_batch", "mixing_stride_head", "mixing_stride_diagonal",
+    "num_tokens", "num_blocks", "blocks", "slots", "splits", "split_slots", "split_stride", "first_line", "lines",
+    "count", "share", "column_share", "column_shares", "table_stride_batch", "share_stride_part",
+    "valid_stride_batch", "starts_stride_batch", "mixing_stride_batch", "mixing_stride_head",
+    "mixing_stride_diagonal",
 )  # fmt: skip
 
 
 @triton.jit
-def place_of_program(parts, num_blocks, HEADS: tl.constexpr):
-    """Batch entry, head, block and part of the block of this program, of a launch over all of them on one axis.
+def place_of_program(parts, num_blocks, first_line, lines, HEADS: tl.constexpr, REPEATS: tl.constexpr):
+    """Batch entry, head of the rows, block and part of the block of this program, and its matrix.
 
-    Heads run fastest: they lie side by side in the row of a token, so programs that run at the same time read
-    neighbouring bytes. Parts come next, since those of a block read the same rows, and batch entries last.
+    Launches run over a group of *lines*: `lines` of them from `first_line` on. A line is a head of a batch entry,
+    batch · HEADS + head, and has a matrix for each block; REPEATS heads of the rows share it. The matrix returned is
+    counted within the group, whose matrices are `[lines, num_blocks, ...]`.
+
+    Lines run fastest: heads lie side by side in the row of a token, so programs that run at the same time read
+    neighbouring bytes. Parts come next, since those of a block read the same rows, and blocks last.
     """
     program = tl.program_id(0)
-    head, rest = program % HEADS, program // HEADS
-    part, rest = rest % parts, rest // parts
-    return (rest // num_blocks).to(tl.int64), head.to(tl.int64), (rest % num_blocks).to(tl.int64), part
+    row_lines = lines * REPEATS
+    row_line, rest = program % row_lines, program // row_lines
+    part, block = rest % parts, (rest // parts).to(tl.int64)
+    place = (first_line * REPEATS + row_line).to(tl.int64)
+    matrix = row_line // REPEATS * num_blocks + block
+    return place // (HEADS * REPEATS), place % (HEADS * REPEATS), block, part, matrix
 
 
 @triton.jit
 def tile_of_program(
-    num_blocks, slots,
+    num_blocks, slots, first_line, lines,
     HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Batch entry, head, block, row tile and column tile of this program, whose parts are tiles of a block."""
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     parts = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
-    batch, head, block, part = place_of_program(parts, num_blocks, HEADS)
+    batch, head, block, part, _ = place_of_program(parts, num_blocks, first_line, lines, HEADS, 1)
     return batch, head, block, part // COLUMN_TILES, part % COLUMN_TILES
+
+
+@triton.jit
+def row_strides(rows):
+    """Strides of batch entry, token and head of [`launching.Rows`], in elements."""
+    UNIT: tl.constexpr = 128 // rows.data.dtype.element_ty.primitive_bitwidth
+    if rows.aligned is not None:
+        # Rounded off to a multiple of 16 bytes, which the compiler takes note of.
+        strides = (
+            rows.stride_batch // UNIT * UNIT, rows.stride_token // UNIT * UNIT, rows.stride_head // UNIT * UNIT
+        )  # fmt: skip
+    else:
+        strides = (rows.stride_batch, rows.stride_token, rows.stride_head)
+    return strides
 
 
 @triton.jit
 def head_rows(rows, batch, head):
     """Pointer and token stride of one head of [`launching.Rows`]."""
-    return rows.data + batch * rows.stride_batch + head * rows.stride_head, rows.stride_token
+    stride_batch, stride_token, stride_head = row_strides(rows)
+    return rows.data + batch * stride_batch + head * stride_head, stride_token
 
 
 @triton.jit

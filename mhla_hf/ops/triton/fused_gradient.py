@@ -33,6 +33,7 @@ from .device_functions import (
     load_matrix,
     load_rows,
     product,
+    row_strides,
     slot_tokens,
     store_rows,
 )
@@ -279,8 +280,9 @@ def output_gradient_kernel(
             values *= inverse[:, None]
         if gate is not None:
             token, head = row // HEADS, row % HEADS
-            places = (token // num_tokens) * gate.stride_batch + (token % num_tokens) * gate.stride_token
-            places += head * gate.stride_head
+            stride_batch, stride_token, stride_head = row_strides(gate)
+            places = (token // num_tokens) * stride_batch + (token % num_tokens) * stride_token
+            places += head * stride_head
             gates = load_rows((gate.data, 1), places, present, column, VALUE).to(tl.float32)
             sigmoid = tl.sigmoid(gates)
             slope = gradients * values * (sigmoid * (1 + gates * (1 - sigmoid)))

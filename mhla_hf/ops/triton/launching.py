@@ -1,12 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of kernels: tile sizes, arguments that several kernels share, and the precision of products."""
+"""Launches of kernels: plans, tile sizes, arguments that several kernels share, and the precision of products.
+
+Triton binds, classifies and hashes every argument of every launch, which takes 15 to 30 µs. [`launch`] does it once:
+a *plan* is the compiled kernel together with the arguments that need no look, and later launches start it directly.
+What a plan may hold:
+
+- Its key has everything that a compilation can depend on: the kernel and the device, the type and the 16-byte
+  alignment of every tensor, its strides where the kernel takes them, which tensors are None, and the values of all
+  other arguments.
+- Plans hold no tensor and no address. Tensors come with each launch, and so do counts that change while all else
+  stays, such as the first line of a group: Triton must not specialise a kernel for those (`COUNTS`).
+- Rules that a host function derives from shapes and types are cached by themselves (`functools.cache`), from plain
+  values, never from tensors. What a user may change between two calls is an argument of such a function, never looked
+  up in it: whether TF32 is allowed, for one.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ..backends import tf32_is_allowed
 
@@ -18,38 +32,140 @@ MAX_TILE = 128 * 128
 
 
 class Rows(NamedTuple):
-    """A token tensor `[B, T, H, D]` as kernels take it.
+    """A token tensor `[B, T, H, D]` as kernels take it; they read its strides by `device_functions.row_strides`.
 
     Attributes:
         data: The tensor; its last axis is dense.
         stride_batch: Stride of a batch entry.
         stride_token: Stride of a token.
         stride_head: Stride of a head.
+        aligned: 1 where every row of every head starts at a multiple of 16 bytes, so that loads may be that wide.
+            Triton finds this out only for strides that are multiples of 16 elements. Then each stride has half of 16
+            bytes added, which kernels round off: the compiler sees a multiple of 16 bytes, and compiles nothing anew
+            for a stride that is a multiple of more.
     """
 
     data: torch.Tensor
     stride_batch: int
     stride_token: int
     stride_head: int
+    aligned: int | None
 
 
 def as_rows(tokens: torch.Tensor | None) -> Rows | None:
     """Rows of `[B, T, H, D]`, copied only where the last axis is not dense; None stays None."""
     if tokens is None:
         return None
-    tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
-    return Rows(tokens, *tokens.stride()[:3])
+    batch, token, head, channel = tokens.stride()
+    if channel != 1 and tokens.shape[3] != 1:
+        tokens = tokens.contiguous()
+        batch, token, head, _ = tokens.stride()
+    unit = 16 // tokens.element_size()
+    if (batch | token | head) % unit or tokens.data_ptr() % 16:
+        return Rows(tokens, batch, token, head, None)
+    half = unit // 2
+    return Rows(tokens, batch + half, token + half, head + half, 1)
 
 
-def block_arguments(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, Any]:
-    """Kernel arguments for a table of slots, `[B, M, N]` or `[M, N]` for all batch entries, of `[B, T, H, D]`."""
+# Plans kept, over all kernels. Beyond that, all are made anew: sizes have been many, and most will not come back.
+MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _metadata(argument: Any) -> Any:
+    """Everything of a tensor, or of a tuple with tensors, that a compilation can depend on."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return tuple(map(_metadata, argument)) if isinstance(argument, tuple) else argument
+
+
+class Launch:
+    """A kernel with all its arguments but the grid and the counts that change from launch to launch; see [`prepare`].
+
+    Calling it launches the kernel: with the grid, and with the counts in the order of the kernel's parameters.
+    """
+
+    __slots__ = ("device", "kernel", "key", "keywords", "plan", "tensors")
+
+    def __init__(self, kernel: Any, tensors: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        first = tensors[0]
+        self.device = (first if isinstance(first, torch.Tensor) else first[0]).get_device()
+        self.kernel, self.tensors, self.keywords = kernel, tensors, keywords
+        self.key = kernel, self.device, _metadata(tensors), tuple(keywords), tuple(keywords.values())
+        self.plan = _plans.get(self.key)
+
+    def __call__(self, grid: int | tuple[int, int, int], *counts: int) -> None:
+        grid = (grid, 1, 1) if isinstance(grid, int) else grid
+        if self.device >= 0 and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self._start(grid, counts)
+        return self._start(grid, counts)
+
+    def _start(self, grid: tuple[int, int, int], counts: tuple[int, ...]) -> None:
+        if self.plan is None:
+            self._plan(grid, counts)
+        else:
+            compiled, rest = self.plan
+            compiled[grid](*self.tensors, *counts, *rest)
+
+    def _plan(self, grid: tuple[int, int, int], counts: tuple[int, ...]) -> None:
+        """The first launch: by Triton, which returns what it has compiled. Triton's interpreter returns nothing."""
+        compiled = self.kernel[grid](*self.tensors, *counts, **self.keywords)
+        # Triton for AMD looks at the sizes of tensors, too.
+        if compiled is None or torch.version.hip is not None:
+            return
+        names = self.kernel.arg_names[len(self.tensors) + len(counts) :]
+        self.plan = compiled, tuple(self.keywords[name] for name in names)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[self.key] = self.plan
+
+
+def prepare(kernel: Any, *tensors: torch.Tensor | tuple[Any, ...] | None, **keywords: Any) -> Launch:
+    """A kernel and its arguments, ready to be launched several times with other grids and counts.
+
+    Args:
+        kernel: Made by `triton.jit`. Its parameters are tensors first, then counts that change from launch to launch,
+            which have to be in its `do_not_specialize` and less than 2³¹, then everything else.
+        *tensors: Tensors, [`Rows`] and other tuples with tensors in them, and None, in the order of its parameters.
+            The first one is there, on the device of all.
+        **keywords: All other arguments, hashable, and Triton's options such as `num_warps`. No tensors.
+
+    Returns:
+        The launch, to be called with a grid and the counts. It keeps the tensors, so it should not outlive the call.
+    """
+    return Launch(kernel, tensors, keywords)
+
+
+def launch(kernel: Any, grid: int | tuple[int, int, int], *tensors: Any, **keywords: Any) -> None:
+    """Launches a kernel without changing counts once; arguments as in [`prepare`]."""
+    Launch(kernel, tensors, keywords)(grid)
+
+
+def ceil_divide(number: int, divisor: int) -> int:
+    """Quotient, rounded up. `triton.cdiv` may be called in kernels too, and takes 2 µs for that."""
+    return -(-number // divisor)
+
+
+@cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU, which torch looks up anew each time."""
+    return torch.cuda.get_device_capability(device)
+
+
+def table_sizes(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, int]:
+    """Kernel arguments beside a table of slots, `[B, M, N]` or `[M, N]` for all batch entries, of `[B, T, H, D]`."""
     return {
-        "table": table,
         "num_tokens": tokens.shape[1],
         "num_blocks": table.shape[-2],
         "table_stride_batch": table.stride(0) if table.dim() == 3 else 0,
         "slots": table.shape[-1],
     }
+
+
+def block_arguments(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, Any]:
+    """[`table_sizes`] and the table."""
+    return {"table": table, **table_sizes(table, tokens)}
 
 
 def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
@@ -64,7 +180,7 @@ def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
 
 def padded(width: int) -> int:
     """Width inside of a kernel: the next power of two, 16 at least (the smallest matrix product)."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def column_tile(width: int, columns: int) -> int:
@@ -93,10 +209,10 @@ def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
     Returns:
         Number of shares, and slots of each, a multiple of `tile`.
     """
-    tiles = triton.cdiv(slots, tile)
-    shares = max(1, min(tiles, triton.cdiv(FEW_PROGRAMS, max(programs, 1))))
-    share = triton.cdiv(tiles, shares)
-    return triton.cdiv(tiles, share), share * tile
+    tiles = ceil_divide(slots, tile)
+    shares = max(1, min(tiles, ceil_divide(FEW_PROGRAMS, max(programs, 1))))
+    share = ceil_divide(tiles, shares)
+    return ceil_divide(tiles, share), share * tile
 
 
 def multiplies_exactly(tokens: torch.dtype) -> bool:
@@ -130,7 +246,7 @@ def multiplies_from_shared_memory(device: torch.device) -> bool:
 
     Elsewhere one factor goes through the registers of every warp, which leaves them less room for the rest.
     """
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return device.type != "cuda" or compute_capability(device)[0] in (9, 10)
 
 
 def is_padded(width: int) -> bool:
@@ -182,10 +298,12 @@ def matrix_options(
         # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
         fewest = 16 if rows.dtype == torch.float32 else 32
         tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
-    programs = batch * heads * blocks * triton.cdiv(columns, columns_tile)
+    programs = batch * heads * blocks * ceil_divide(columns, columns_tile)
     splits, share = split_slots(table.shape[-1], tokens_tile, programs)
     options = {
-        **block_arguments(table, rows),
+        **table_sizes(table, rows),
+        "first_line": 0,
+        "lines": batch * groups,
         "splits": splits,
         "split_slots": share,
         "HEADS": groups,
@@ -239,10 +357,12 @@ def chunk_options(
     tokens_tile = min(token_tile(slots, width), most_tokens)
     options = {
         **block_arguments(table, tokens),
+        "first_line": 0,
+        "lines": tokens.shape[0] * tokens.shape[2],
         "HEADS": tokens.shape[2],
         "BLOCK_TOKENS": tokens_tile,
         "PRECISION": product_precision(tokens.dtype, matrices.dtype),
         "num_warps": 4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8,
         "num_stages": 2,
     }
-    return columns_tile, triton.cdiv(columns, columns_tile) * triton.cdiv(slots, tokens_tile), options
+    return columns_tile, ceil_divide(columns, columns_tile) * ceil_divide(slots, tokens_tile), options

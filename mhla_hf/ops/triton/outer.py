@@ -33,13 +33,15 @@ from .device_functions import (
 from .launching import (
     as_matrices,
     as_rows,
-    block_arguments,
+    ceil_divide,
     column_tile,
     is_padded,
+    launch,
     multiplies_from_shared_memory,
     padded,
     product_precision,
     split_slots,
+    table_sizes,
     token_tile,
     warps,
 )
@@ -48,21 +50,22 @@ from .launching import (
 @triton.jit(do_not_specialize=COUNTS)
 def outer_kernel(
     left, right, plain, scale, weight, limit, table, products, sums, first_bad,
-    factor, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots, lines,
+    first_line, lines, factor, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots, split_stride,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     LIMIT_REPEATS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums above over one share of a block's slots.
 
-    HEADS is the number of heads of `products` `[splits, B, HEADS, M, LEFT, RIGHT]`; each sums REPEATS heads of the
-    rows. `scale` and `weight` are `[B, T, HEADS · REPEATS]`. `plain` is `left` where it is None, and nothing is summed
-    where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads of the rows share
-    one. With `first_bad` `[parts, B, HEADS, M]`, a part for each share and column tile, numbers that are not finite
-    count as zero and the first slot that has one is written there, or `slots`. `lines` is B · HEADS · M.
+    HEADS is the number of heads of the products; each sums REPEATS heads of the rows. For a group of lines from
+    `first_line` on, `products` is `[splits, lines, M, LEFT, RIGHT]`, with `split_stride` = lines · M matrices a split.
+    `scale` and `weight` are `[B, T, HEADS · REPEATS]`. `plain` is `left` where it is None, and nothing is summed where
+    `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads of the rows share one.
+    With `first_bad` `[parts, lines, M]`, a part for each share and column tile, numbers that are not finite count as
+    zero and the first slot that has one is written there, or `slots`.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
-    batch, head, block, part = place_of_program(splits * COLUMN_TILES, num_blocks, HEADS)
+    batch, head, block, part, matrix = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, HEADS, 1)
     split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     left_column = tl.arange(0, BLOCK_LEFT)
     right_column = column_tile * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
@@ -109,8 +112,7 @@ def outer_kernel(
                     row_weight = tl.load(weight + per_token, mask=present, other=0.0)
                     plain_rows *= row_weight[:, None]
                 total += tl.sum(plain_rows, axis=0)
-    matrix = (batch * HEADS + head) * num_blocks + block
-    split_matrix = split.to(tl.int64) * lines + matrix
+    split_matrix = split.to(tl.int64) * split_stride + matrix
     inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
     pointers = products + split_matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
     tl.store(pointers, to_matrix(accumulator * factor, products.dtype.element_ty, PRECISION), mask=inside)
@@ -118,7 +120,7 @@ def outer_kernel(
         if column_tile == 0:
             tl.store(sums + split_matrix * PLAIN + plain_column, total, mask=plain_column < PLAIN)
     if first_bad is not None:
-        tl.store(first_bad + part.to(tl.int64) * lines + matrix, found_bad)
+        tl.store(first_bad + part.to(tl.int64) * split_stride + matrix, found_bad)
 
 
 def outer(
@@ -169,44 +171,24 @@ def outer(
     limits = few_registers, exact, is_padded(width)
     if any(limits):
         tile = min(tile, 16 if sum(limits) > 1 else 32)
-    tiles, lines = triton.cdiv(value, value_tile), batch * num_heads * blocks
-    splits, share = split_slots(slots, tile, tiles * lines)
+    tiles, lines = ceil_divide(value, value_tile), batch * num_heads
+    splits, share = split_slots(slots, tile, tiles * lines * blocks)
     product_dtype = dtype if splits == 1 else torch.float32
     products = left.new_empty(splits, batch, num_heads, blocks, width, value, dtype=product_dtype)
     sums_shape = (splits, batch, num_heads, blocks, plain_width) if total else (0,)
     sums = left.new_empty(sums_shape, dtype=torch.float32)
     parts = splits * tiles
     first_bad = left.new_empty((parts, batch, num_heads, blocks) if finite else (0,), dtype=torch.int32)
-    with torch.cuda.device_of(left):
-        outer_kernel[(lines * parts,)](
-            as_rows(left),
-            as_rows(right),
-            as_rows(plain),
-            scale,
-            weight,
-            limit,
-            **block_arguments(table, left),
-            products=products,
-            sums=sums if total else None,
-            first_bad=first_bad if finite else None,
-            factor=factor,
-            splits=splits,
-            split_slots=share,
-            lines=lines,
-            HEADS=num_heads,
-            REPEATS=heads // num_heads,
-            LEFT=width,
-            RIGHT=value,
-            PLAIN=plain_width,
-            BLOCK_LEFT=padded(width),
-            BLOCK_RIGHT=value_tile,
-            BLOCK_PLAIN=padded(plain_width),
-            BLOCK_TOKENS=tile,
-            LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1],
-            PRECISION=precision,
-            num_warps=warps(width, value_tile),
-            num_stages=2,
-        )
+    launch(
+        outer_kernel, lines * blocks * parts,
+        as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table,
+        products, sums if total else None, first_bad if finite else None,
+        **table_sizes(table, left), first_line=0, lines=lines, factor=factor, splits=splits, split_slots=share,
+        split_stride=lines * blocks, HEADS=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value,
+        PLAIN=plain_width, BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width),
+        BLOCK_TOKENS=tile, LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
+        num_warps=warps(width, value_tile), num_stages=2,
+    )  # fmt: skip
     if finite:
         first_bad = first_bad[0] if parts == 1 else first_bad.amin(0)
     if splits == 1:
