@@ -2,7 +2,7 @@
 """Prints the tables of predictions, or writes them into the documentation.
 
 python -m benchmarks.predictions            # prints all tables
-python -m benchmarks.predictions --write    # replaces those of docs/kernels.md
+python -m benchmarks.predictions --write    # replaces those of the documentation
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pathlib import Path
 from .tables import SECTIONS, with_tables
 
 
-PAGES = [Path(__file__).resolve().parents[2] / "docs" / "kernels.md"]
+_DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs"
+PAGES = [_DOCUMENTATION / "kernels.md", _DOCUMENTATION / "choosing.md"]
 
 
 def main() -> None:
     """Prints or writes all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the tables of docs/kernels.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables of the documentation")
     if parser.parse_args().write:
         for page in PAGES:
             page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -170,7 +170,8 @@ def causal_forward(problem: Problem) -> list[Stage]:
 def fused_forward(problem: Problem) -> list[Stage]:
     """Forward pass from the projections to the input of the output projection."""
     rows, gate = _fused_parts(problem)
-    learned = problem.token_products(right=problem.shape.width) if problem.features > 1 else 0.0
+    width = problem.shape.width
+    learned = problem.token_products(width, width) if problem.features > 1 else 0.0
     products = {"bf16": problem.token_products() + learned}
     summaries, mixing, outputs = block_forward(problem)
     ending = ", norm, gate" if gate else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 from mhla_hf.benchmarks.shapes import SHAPES
 
+from .choosing import choices_table, parts_table, recovery_summary
 from .stages import (
     Problem,
     Stage,
@@ -149,8 +150,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "fused": lambda: stage_table(CASES["wan fused train"]),
     "causal-2k": lambda: stage_table(CASES["causal-2k query"]),
     "causal-32k": lambda: stage_table(CASES["causal-32k query"]),
+    "parts": parts_table,
+    "choices": lambda: choices_table(recovery_summary()),
 }
-"""Tables of the page, by the name in their markers."""
+"""Tables of the pages, by the name in their markers."""
 
 _MARKED = re.compile(r"(<!-- predictions: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks, times and sweeps of the kernels.
+
+    python -m benchmarks.kernels compile [--sweep]           # all cases in parallel, into Triton's cache
+    python -m benchmarks.kernels check --json check.json     # what the tests cannot show
+    python -m benchmarks.kernels time --json time.json       # every case, and each of its kernels
+    python -m benchmarks.kernels sweep --json sweep.json     # launch options
+
+Without a GPU, kernels are interpreted at small sizes, which shows that the program works and nothing about time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+
+if not torch.cuda.is_available():
+    # Triton makes up its mind when it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def main() -> None:
+    """Runs one command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["compile", "run", "check", "time", "sweep"])
+    parser.add_argument("--json", type=Path, help="file to write, after every row")
+    parser.add_argument("--cases", help="names of cases, or their beginnings, separated by commas; all by default")
+    parser.add_argument("--checks", help="names of checks, separated by commas; all by default")
+    parser.add_argument("--seconds", type=float, default=500.0, help="begin nothing new after this time")
+    parser.add_argument("--quick", action="store_true", help="small sizes, on a GPU too")
+    parser.add_argument("--sweep", action="store_true", help="compile what a sweep launches")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    names = None if arguments.cases is None else [name.strip() for name in arguments.cases.split(",")]
+    from mhla_hf.benchmarks.measuring import check_environment
+    from mhla_hf.benchmarks.shapes import check_names
+
+    from .cases import kernel_cases
+    from .checks import CHECKS, run_checks
+    from .compilation import compile_in_parallel, run_part
+    from .report import Report
+    from .sweep import sweep_cases
+    from .timing import time_cases
+
+    checks = list(CHECKS) if arguments.checks is None else [name.strip() for name in arguments.checks.split(",")]
+    try:
+        check_environment()
+        check_names("checks", checks, CHECKS)
+        cases = list(kernel_cases(names, quick=arguments.quick))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    if arguments.command == "compile":
+        chosen = [] if arguments.cases is None else ["--cases", arguments.cases]
+        flags = [f"--{name}" for name in ("quick", "sweep") if getattr(arguments, name)]
+        compile_in_parallel([*chosen, *flags], arguments.jobs, arguments.seconds)
+    elif arguments.command == "run":
+        run_part(cases, *map(int, arguments.part.split("/")), arguments.sweep)
+    else:
+        report = Report(arguments.command, arguments.json, arguments.seconds)
+        if arguments.command == "check":
+            sys.exit(not run_checks(checks, report))
+        {"time": time_cases, "sweep": sweep_cases}[arguments.command](cases, report)
+
+
+if __name__ == "__main__":
+    main()

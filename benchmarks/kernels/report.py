@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report that is written after every row, so that a run that is cut off leaves what it has found."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mhla_hf.utils.files import write_json
+from mhla_hf.utils.machine import machine_facts
+
+from .cases import DEVICE, DTYPE, ON_GPU
+
+
+_PROPERTIES = ("major", "minor", "multi_processor_count", "L2_cache_size", "total_memory")
+
+
+class Report:
+    """Rows with the machine that they were found on.
+
+    Args:
+        name: Of the command.
+        path: JSON file to write after every row; None for none.
+        seconds: Time after which nothing new is begun.
+    """
+
+    def __init__(self, name: str, path: Path | None, seconds: float) -> None:
+        self.path, self.stop = path, time.monotonic() + seconds
+        facts = machine_facts(DEVICE)
+        if ON_GPU:
+            properties = torch.cuda.get_device_properties(DEVICE)
+            facts |= {name: getattr(properties, name, None) for name in _PROPERTIES}
+        self.content: dict[str, Any] = {
+            "benchmark": f"kernels {name}",
+            "machine": facts,
+            "options": {"dtype": str(DTYPE).removeprefix("torch."), "interpreted": not ON_GPU},
+            "results": [],
+            "left_out": [],
+        }
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """Rows so far."""
+        return self.content["results"]
+
+    def is_late(self, what: str) -> bool:
+        """Whether the time is over; notes what is left out then."""
+        if time.monotonic() < self.stop:
+            return False
+        print(f"{what}: no time left", flush=True)
+        self.content["left_out"].append(what)
+        self.write()
+        return True
+
+    def add(self, row: dict[str, Any], line: str) -> None:
+        """Adds a row, writes the file and prints a line."""
+        self.results.append(row)
+        print(line, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file."""
+        if self.path is not None:
+            write_json(self.path, self.content)

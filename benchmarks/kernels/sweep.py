@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweeps of launch options: every kernel of a case alone, then the best of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+from mhla_hf.benchmarks.measuring import failure_reason
+
+from .cases import ON_GPU, KernelCase, Tensors
+from .checks import LIMITS, relative_error
+from .report import Report
+from .timing import device_milliseconds
+
+
+WARPS, STAGES, TOKEN_TILES = (4, 8), (1, 2, 3, 4), (16, 32, 64)
+"""Values that are tried of `num_warps`, `num_stages`, and of `BLOCK_TOKENS` where a kernel has it."""
+
+Options = dict[str, Any]
+
+
+class Overrides:
+    """Options that launches take in place of their own.
+
+    Attributes:
+        options: Options by the kernel's name.
+        seen: Own options of every kernel that was launched.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, Options] = {}
+        self.seen: dict[str, Options] = {}
+
+
+@contextmanager
+def overridden_launches() -> Iterator[Overrides]:
+    """Has every launch of a kernel take what the overrides say of it."""
+    from mhla_hf.ops.triton.launching import Launch
+
+    overrides, original = Overrides(), Launch.__init__
+
+    def initialize(launch: Launch, kernel: Any, tensors: tuple[Any, ...], keywords: Options) -> None:
+        overrides.seen.setdefault(kernel.__name__, keywords)
+        original(launch, kernel, tensors, {**keywords, **overrides.options.get(kernel.__name__, {})})
+
+    Launch.__init__ = initialize  # type: ignore[method-assign]
+    try:
+        yield overrides
+    finally:
+        Launch.__init__ = original  # type: ignore[method-assign]
+
+
+def candidates(seen: Mapping[str, Options]) -> list[dict[str, Options]]:
+    """Overrides to try, of one kernel each, that differ from its own options."""
+    found = []
+    for kernel, own in seen.items():
+        tiles = [tile for tile in TOKEN_TILES if tile <= own["BLOCK_TOKENS"]] if "BLOCK_TOKENS" in own else [None]
+        for warps, stages, tile in product(WARPS, STAGES, tiles):
+            options = {"num_warps": warps, "num_stages": stages, **({} if tile is None else {"BLOCK_TOKENS": tile})}
+            if any(own.get(name) != value for name, value in options.items()):
+                found.append({kernel: options})
+        if not ON_GPU:
+            # One for each kernel, to see that it goes through.
+            del found[len({name for choice in found for name in choice}) :]
+    return found
+
+
+def sweep_cases(cases: Iterable[KernelCase], report: Report) -> None:
+    """Times every case with every candidate, and with the best of every kernel together, into a report.
+
+    A row has `case`, `overrides`, `milliseconds` and the relative `error` of all outputs against those of the own
+    options: a candidate that changes results is none.
+    """
+    for case in cases:
+        if report.is_late(case.name):
+            continue
+        with overridden_launches() as overrides:
+            expected = case.run()
+            own = _measured(case, expected, overrides, {}, report)
+            best: dict[str, tuple[float, Options]] = {}
+            for choice in candidates(overrides.seen):
+                if report.is_late(f"{case.name} {choice}"):
+                    break
+                milliseconds = _measured(case, expected, overrides, choice, report)
+                ((kernel, options),) = choice.items()
+                if milliseconds < best.get(kernel, (own,))[0]:
+                    best[kernel] = milliseconds, options
+            if best and not report.is_late(f"{case.name}, the best together"):
+                together = {kernel: options for kernel, (_, options) in best.items()}
+                _measured(case, expected, overrides, together, report)
+
+
+def _measured(
+    case: KernelCase, expected: Tensors, overrides: Overrides, choice: dict[str, Options], report: Report
+) -> float:
+    """Milliseconds of a case with some overrides; infinity where it fails or gives something else."""
+    row: dict[str, Any] = {"case": case.name, "overrides": choice, "milliseconds": None}
+    overrides.options = choice
+    try:
+        errors = [relative_error(a, b) for a, b in zip(case.run(), expected, strict=True)]
+        row["error"] = max(errors)
+        row["milliseconds"] = device_milliseconds(case.run, rounds=15)
+        # Gradients of mixing weights are sums of many products, in another order.
+        wrong = row["error"] > LIMITS[expected[0].dtype]
+        text = f"{row['milliseconds']:.4f} ms" + (f", WRONG: error {row['error']:.1e}" if wrong else "")
+    except Exception as error:  # What fails is a result, and others go on.
+        row["reason"], wrong = failure_reason(error), True
+        text = row["reason"]
+    finally:
+        overrides.options = {}
+    report.add(row, f"{case.name}, {choice or 'own options'}: {text}")
+    return float("inf") if wrong else row["milliseconds"]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.kernels`, with interpreted kernels at small sizes where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.kernels import checks
+from benchmarks.kernels.cases import kernel_cases
+from benchmarks.kernels.checks import CHECKS, Outcome, relative_error, run_checks
+from benchmarks.kernels.report import Report
+from benchmarks.kernels.timing import time_cases
+from benchmarks.predictions.tables import CASES
+from mhla_hf.ops.backends import TRITON_INSTALLED
+from tests import ROOT
+
+
+pytestmark = pytest.mark.skipif(not TRITON_INSTALLED, reason="needs triton")
+
+
+@pytest.fixture
+def report(tmp_path):
+    return Report("test", tmp_path / "report.json", seconds=600)
+
+
+def stored(report: Report) -> dict:
+    return json.loads(report.path.read_text(encoding="utf-8"))
+
+
+def test_cases_are_those_that_are_predicted():
+    assert [case.name for case in kernel_cases(quick=True)] == list(CASES)
+    assert [case.name for case in kernel_cases(["wan fused"], quick=True)] == ["wan fused", "wan fused train"]
+    with pytest.raises(ValueError, match="cases='won' must be one of wan none, wan query"):
+        list(kernel_cases(["won"]))
+    for case in kernel_cases(quick=True):
+        assert case.shape.causal == case.case.problem.shape.causal and case.shape.tokens <= 60
+
+
+@pytest.mark.parametrize("name", ["wan fused", "dit-512 query train", "causal-2k query"])
+def test_cases_compute_what_torch_computes(name):
+    case = next(kernel_cases([name], quick=True))
+    for got, expected in zip(case.run(), case.run(backend="torch"), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_times(report):
+    time_cases(kernel_cases(["wan query"], quick=True), report)
+    rows = {row["case"]: row for row in stored(report)["results"]}
+    assert list(rows) == ["wan query", "wan query train"]
+    assert rows["wan query"]["target_milliseconds"] == 0.20
+    assert all(row["milliseconds"] > 0 and row["host_milliseconds"] > 0 for row in rows.values())
+
+
+def test_what_fails_is_a_row(report, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("out of resources. More of it.")
+
+    monkeypatch.setattr("benchmarks.kernels.cases.mhla", fail)
+    time_cases(kernel_cases(["wan none"], quick=True), report)
+    assert [row["reason"] for row in stored(report)["results"]] == ["RuntimeError: out of resources"] * 2
+
+
+def test_nothing_is_begun_after_the_time(tmp_path):
+    report = Report("test", tmp_path / "report.json", seconds=0)
+    time_cases(kernel_cases(["wan none"], quick=True), report)
+    run_checks(["offsets"], report)
+    assert stored(report)["left_out"] == ["wan none", "wan none train", "offsets"] and not report.results
+
+
+def test_checks_pass(report):
+    assert run_checks(["offsets", "streams", "scale", "graphs", "compiled"], report)
+    assert {row["check"] for row in stored(report)["results"]} >= {"offsets"}
+
+
+def test_one_comparison_of_values_passes():
+    outcome = next(checks.values())
+    assert outcome.passed and len(outcome.detail.split()) == 5
+
+
+def test_what_is_wrong_fails(report, monkeypatch, capsys):
+    def fail():
+        yield Outcome("first", True)
+        raise RuntimeError("an illegal memory access. Compile with")
+
+    monkeypatch.setitem(CHECKS, "wrong", lambda: iter([Outcome("bits", False, "0.5")]))
+    monkeypatch.setitem(CHECKS, "broken", fail)
+    assert not run_checks(["wrong", "broken"], report)
+    assert [(row["name"], row["passed"]) for row in report.results] == [
+        ("bits", False), ("first", True), ("broken", False)
+    ]  # fmt: skip
+    assert capsys.readouterr().out.endswith("failed:\nwrong: bits\nbroken: broken\n")
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0])) == pytest.approx(1 / 18**0.5)
+
+
+def test_the_program(tmp_path):
+    path = tmp_path / "time.json"
+    command = [sys.executable, "-m", "benchmarks.kernels", "time", "--quick", "--cases"]
+    done = subprocess.run([*command, "causal-2k", "--json", path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [row["case"] for row in json.loads(path.read_text(encoding="utf-8"))["results"]] == ["causal-2k query"]
+    done = subprocess.run([*command, "won"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: cases='won' must be one of")
