@@ -5,9 +5,11 @@
     python benchmarks/recovery.py --jobs 2
 
 MHLA, MHLA with a softmax window beside it, and linear attention (MHLA with one block) go through the default recipe
-of their family, alike in everything else, with several seeds. Figures and a plot go to `benchmarks/results/`. Each
-job runs on one thread; CPU seconds are those of all its stages. Earlier results are kept, so an interrupted
-run resumes. The language model is left out unless its directory is given; `python_language_model.py` makes one.
+of their family, alike in everything else, with several seeds. `--variants` names others for the demo's Wan, with ReLU,
+shared mixing weights or a window of blocks, which docs/choosing.md compares. Figures and a plot go to
+`benchmarks/results/`. Each job runs on one thread; CPU seconds are those of all its stages. Earlier results are kept,
+so an interrupted run resumes. The language model is left out unless its directory is given;
+`python_language_model.py` makes one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,26 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 STAGES = ("calibrate", "match", "distill")
 TITLES = {"mhla": "MHLA", "window": "MHLA + window", "linear": "linear"}
+"""Variants of every model."""
+
 COLORS = {"mhla": "#1f77b4", "window": "#2ca02c", "linear": "#d95f02"}
+_RELU = {"mhla.feature_map": "relu", "mhla.rope": "after_feature_map"}
+_SHARED = {"mhla.mixing_heads": "shared"}
+_BLOCK = {"mhla.window": "block"}
+OPTIONS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "relu": (False, _RELU),
+    "relu_window": (True, _RELU),
+    "relu_block": (True, _RELU | _BLOCK),
+    "relu_shared": (False, _RELU | _SHARED),
+    "relu_shared_window": (True, _RELU | _SHARED),
+    "relu_shared_block": (True, _RELU | _SHARED | _BLOCK),
+    "mhla_block": (True, _BLOCK),
+    "mhla_shared": (False, _SHARED),
+    "mhla_shared_window": (True, _SHARED),
+    "mhla_shared_block": (True, _SHARED | _BLOCK),
+}
+"""Variants of the demo's Wan: whether there is a window, and changes to the default recipe."""
+
 MODELS = {
     "digits": "Wan of the demo, two thirds of the layers",
     "digits_all": "Wan of the demo, all layers",
@@ -46,7 +67,7 @@ class Case:
 
     Attributes:
         model: A key of `MODELS`.
-        variant: A key of `TITLES`.
+        variant: A key of `TITLES`, or of `OPTIONS` for the demo's Wan.
         seed: Of data order and noise.
     """
 
@@ -83,8 +104,9 @@ def _digits(case: Case, folder: Path) -> dict[str, Any]:
     demo = Demo(DemoConfig(output=folder, seed=case.seed, layers=layers, progress=False))
     base = demo.base_pipeline()
     train, held_out = demo.data(base)
-    variant = "mhla_window" if case.variant == "window" else case.variant
-    return demo.recover(variant, base, train, held_out)
+    window, changes = OPTIONS.get(case.variant, (case.variant == "window", {}))
+    variant = "mhla_window" if window else "linear" if case.variant == "linear" else "mhla"
+    return demo.recover(variant, base, train, held_out, changes)
 
 
 def _minilm(case: Case, folder: Path) -> dict[str, Any]:
@@ -147,7 +169,7 @@ def summary(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]
     """Mean over the seeds of the main figure after each stage, its range in the end, and CPU seconds."""
     table: dict[str, dict[str, dict[str, float]]] = {}
     for model in MODELS:
-        for variant in TITLES:
+        for variant in (*TITLES, *OPTIONS):
             runs = [points(value) for name, value in results.items() if name.startswith(f"{model}/{variant}/")]
             if not runs:
                 continue
@@ -186,6 +208,7 @@ def main() -> None:
     """Runs what is not measured yet, and writes figures and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["digits", "digits_all", "minilm"], choices=list(MODELS))
+    parser.add_argument("--variants", nargs="+", default=list(TITLES), choices=[*TITLES, *OPTIONS])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="recoveries at a time")
     parser.add_argument("--language-model", type=Path, help="directory of a language model and its held_out.txt")
@@ -203,7 +226,13 @@ def main() -> None:
         models.append("language")
     stored = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {"results": {}}
     results: dict[str, Any] = stored["results"]
-    cases = [Case(m, variant, seed) for seed in range(arguments.seeds) for m in models for variant in TITLES]
+    cases = [
+        Case(model, variant, seed)
+        for seed in range(arguments.seeds)
+        for model in models
+        for variant in arguments.variants
+        if variant in TITLES or model.startswith("digits")
+    ]
     pending = [case for case in cases if case.name not in results]
 
     def measure(case: Case) -> None:

@@ -8,7 +8,7 @@ resumes with the interrupted stage, and a recovery from its last checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -154,8 +154,23 @@ class Demo:
                 )
         return sets[0], sets[1]
 
-    def recover(self, name: str, base: Path, train: DigitLatents, held_out: DigitLatents) -> dict[str, Any]:
-        """Recovers a variant, unless that is done, and returns the report of its recovery."""
+    def recover(
+        self,
+        name: str,
+        base: Path,
+        train: DigitLatents,
+        held_out: DigitLatents,
+        changes: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Recovers a variant, unless that is done, and returns the report of its recovery.
+
+        Args:
+            name: One of [`VARIANTS`].
+            base: Directory of the base pipeline.
+            train: Videos to train on.
+            held_out: Videos to measure with.
+            changes: Values of the recipe in place of the variant's, by their path.
+        """
         config = self.config
         with self.progress.stage(f"Recover with {TITLES[name]}") as stage:
 
@@ -168,7 +183,7 @@ class Demo:
                 data,
                 layers=config.layers,
                 window=WINDOW if name == "mhla_window" else None,
-                changes=self._changes(name, base),
+                changes={**self._changes(name, base), **(changes or {})},
                 resume=True,
                 seed=config.seed,
                 device="cpu",

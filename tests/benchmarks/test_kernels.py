@@ -14,6 +14,7 @@ from benchmarks.kernels import checks
 from benchmarks.kernels.cases import kernel_cases
 from benchmarks.kernels.checks import CHECKS, Outcome, relative_error, run_checks
 from benchmarks.kernels.report import Report
+from benchmarks.kernels.sweep import _measured, overridden_launches, sweep_cases
 from benchmarks.kernels.timing import time_cases
 from benchmarks.predictions.tables import CASES
 from mhla_hf.ops.backends import TRITON_INSTALLED
@@ -75,6 +76,27 @@ def test_nothing_is_begun_after_the_time(tmp_path):
 def test_checks_pass(report):
     assert run_checks(["offsets", "streams", "scale", "graphs", "compiled"], report)
     assert {row["check"] for row in stored(report)["results"]} >= {"offsets"}
+
+
+def test_sweeps_measure_each_kernel_by_itself(report):
+    sweep_cases([next(kernel_cases(["wan none"], quick=True))], report)
+    rows = stored(report)["results"]
+    assert rows[0]["overrides"] == {} and rows[0]["error"] == 0
+    tried = [name for row in rows for name in row["overrides"] if len(row["overrides"]) == 1]
+    assert {"outer_kernel", "attend_kernel"} <= set(tried)
+    assert all(row["milliseconds"] > 0 for row in rows)
+
+
+def test_a_candidate_that_changes_results_is_none(report, capsys):
+    case = next(kernel_cases(["wan none"], quick=True))
+    (expected,) = case.run()
+    with overridden_launches() as overrides:
+        assert _measured(case, (expected + 1,), overrides, {}, report) == float("inf")
+        choice = {"attend_kernel": {"BLOCK_TOKENS": 24}}
+        assert _measured(case, (expected,), overrides, choice, report) == float("inf")
+    assert "WRONG" in capsys.readouterr().out and report.results[1]["reason"]
+    # Launches are as they were.
+    torch.testing.assert_close(case.run()[0], expected, rtol=0, atol=0)
 
 
 def test_one_comparison_of_values_passes():

@@ -6,8 +6,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.predictions.__main__ import PAGES
+from benchmarks.predictions.choosing import CHOICES, choices_table
 from benchmarks.predictions.stages import CACHE_RATE, MEMORY_RATE, Problem, Stage, block_backward, block_forward
 from benchmarks.predictions.tables import CASES, SECTIONS, target_table, with_tables
+from benchmarks.recovery import OPTIONS, TITLES
 from mhla_hf.benchmarks.shapes import SHAPES
 
 
@@ -64,6 +66,27 @@ def test_products_by_hand():
 @pytest.mark.parametrize("name", CASES)
 def test_groups_in_l2_are_never_slower(name):
     assert 0 < CASES[name].seconds(cached=True) <= CASES[name].seconds(cached=False)
+
+
+def test_choices_are_variants_of_the_recoveries():
+    variants = {choice.measured["digits"] for choice in CHOICES}
+    assert variants == {*TITLES, *OPTIONS} and len(CHOICES) == len(variants)
+    for choice in CHOICES:
+        window, changes = OPTIONS.get(choice.measured["digits"], (choice.measured["digits"] == "window", {}))
+        assert window == (choice.window is not None)
+        assert (changes.get("mhla.window") == "block") == (choice.window == "block")
+        assert (changes.get("mhla.mixing_heads") == "shared") != choice.per_head
+        assert (changes.get("mhla.feature_map") == "relu") != choice.hedgehog
+
+
+def test_models_are_slower_with_more_beside_mhla():
+    by_title = {choice.title: choice for choice in CHOICES}
+    plain, window = by_title["ReLU, shared"], by_title["ReLU, shared, block window"]
+    assert plain.layer_seconds(True) < window.layer_seconds(True) < window.layer_seconds(False)
+    assert plain.speedup(True) > window.speedup(True) > window.speedup(True, softmax_layers=10) > 1
+    assert plain.speedup(True, softmax_layers=30) == pytest.approx(1)
+    missing = choices_table({"digits": {"relu_shared": {"converted": 9.0, "match": 7.25}}})
+    assert "| +7.2 % | – |" in missing and missing.count("–") > 20
 
 
 def test_measured_times_enter_the_table():
