@@ -2,12 +2,15 @@
 # Variables: VENV (where the virtual environment goes), PYTHON (which interpreter makes it),
 # DEMO (the demo's output folder), WORKERS (test processes), PYTEST_ARGS (more arguments for pytest),
 # LOWEST (where the virtual environment with the lowest transformers goes), TRITON (which one compiles the kernels for
-# `make test-kernels`).
+# `make test-kernels`), HUB_KERNEL and REPO_ID (the folder of the exported kernel, and the repository on the Hub that it
+# is for).
 VENV ?= .venv
 LOWEST ?= .venv-lowest
 TRITON ?= 3.6.0
 CONSTRAINTS ?= constraints.txt
 DEMO ?= demo-output
+HUB_KERNEL ?= mhla-kernel
+REPO_ID ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10 python; do \
@@ -20,7 +23,8 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 	tests/test_hub.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_compat.py tests/utils/test_versions.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage test-upstream test-lowest test-versions test-these-versions test-kernels style quality docs clean
+.PHONY: help demo hub-kernel test test-all coverage test-upstream test-lowest test-versions test-these-versions test-kernels \
+	style quality docs clean
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
@@ -29,6 +33,7 @@ help:
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
 	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITON), and judge the result"
 	@echo "make test-versions  the tests of transformers models, with its lowest and newest supported versions"
+	@echo "make hub-kernel export the operator as a kernel for the Hub into $(HUB_KERNEL), for REPO_ID=owner/name"
 	@echo "make style      format the code;  make quality  check format, lint and types"
 	@echo "make docs       build the documentation into site/"
 	@echo "make clean      remove caches and build products"
@@ -48,6 +53,9 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(bin)/python
 
 demo: $(VENV)/.installed-demo
 	$(bin)/mhla-hf demo $(DEMO)
+
+hub-kernel: $(VENV)/.installed-hub-kernel
+	$(bin)/python -m hub_kernel $(HUB_KERNEL) $(if $(REPO_ID),--repo-id $(REPO_ID))
 
 # One thread for each worker: more would only get in each other's way.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small Hub on 127.0.0.1: what pushing a model and loading it again need of the real one's HTTP API.
 
-Repositories live in memory, uploads go inline into the commit (no LFS), every revision is the newest one. Standard
-library only. Use it as a context manager and give its `environment` to the process that is to talk to it: the
-address is read when `huggingface_hub` is imported.
+Repositories live in memory, uploads go inline into the commit (no LFS), every revision is the newest one. Kernels
+have branches besides. Standard library only. Use it as a context manager and give its `environment` to the process
+that is to talk to it: the address is read when `huggingface_hub` is imported.
 """
 
 import base64
@@ -24,6 +24,7 @@ class Repository:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
+        self.branches = ["main"]
 
     @property
     def revision(self) -> str:
@@ -39,11 +40,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ("GET", r"/api/whoami-v2", "who_am_i"),
         ("POST", r"/api/repos/create", "create"),
         ("POST", r"/api/validate-yaml", "validate_card"),
-        ("GET", r"/api/models/(?P<name>[^/]+/[^/]+)(?:/revision/[^/]+)?", "describe"),
-        ("GET", r"/api/models/(?P<name>[^/]+/[^/]+)/tree/[^/]+(?:/(?P<folder>.+))?", "list_files"),
-        ("POST", r"/api/models/(?P<name>[^/]+/[^/]+)/preupload/[^/]+", "choose_upload"),
-        ("POST", r"/api/models/(?P<name>[^/]+/[^/]+)/commit/[^/]+", "commit"),
-        ("GET HEAD", r"/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>.+)", "download"),
+        ("GET", r"/api/(?:models|kernels)/(?P<name>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?", "describe"),
+        ("GET", r"/api/kernels/(?P<name>[^/]+/[^/]+)/refs", "list_branches"),
+        ("POST", r"/api/kernels/(?P<name>[^/]+/[^/]+)/branch/(?P<branch>[^/]+)", "create_branch"),
+        ("GET", r"/api/(?:models|kernels)/(?P<name>[^/]+/[^/]+)/tree/[^/]+(?:/(?P<folder>.+))?", "list_files"),
+        ("POST", r"/api/(?:models|kernels)/(?P<name>[^/]+/[^/]+)/preupload/[^/]+", "choose_upload"),
+        ("POST", r"/api/(?:models|kernels)/(?P<name>[^/]+/[^/]+)/commit/[^/]+", "commit"),
+        ("GET HEAD", r"(?:/kernels)?/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>.+)", "download"),
     )
 
     @property
@@ -110,7 +113,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def create(self) -> None:
         request = json.loads(self.body)
         name = f"{request.get('organization') or self.hub.user}/{request['name']}"
-        url = f"{self.hub.url}/{name}"
+        url = f"{self.hub.url}/{'kernels/' if request.get('type') == 'kernel' else ''}{name}"
         if name in self.hub.repositories:
             return self.answer({"error": "You already created this model repo", "url": url}, 409)
         self.hub.repositories[name] = Repository()
@@ -119,24 +122,42 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def validate_card(self) -> None:
         self.answer({"errors": [], "warnings": []})
 
-    def describe(self, name: str) -> None:
+    def describe(self, name: str, revision: "str | None" = None) -> None:
         if repository := self.repository(name):
+            if revision and revision.startswith("v") and revision not in repository.branches:
+                return self.fail("RevisionNotFound", "Invalid rev id")
             files = [{"rfilename": path} for path in sorted(repository.files)]
             flags = {"private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
             self.answer(
                 {"_id": "0", "id": name, "modelId": name, "sha": repository.revision, "siblings": files, **flags}
             )
 
+    def list_branches(self, name: str) -> None:
+        if repository := self.repository(name):
+            branches = [
+                {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": repository.revision}
+                for branch in repository.branches
+            ]
+            self.answer({"branches": branches, "tags": [], "converts": []})
+
+    def create_branch(self, name: str, branch: str) -> None:
+        if repository := self.repository(name):
+            repository.branches.append(branch)
+            self.answer({})
+
     def list_files(self, name: str, folder: "str | None") -> None:
         if repository := self.repository(name):
             prefix = f"{folder}/" if folder else ""
-            self.answer(
-                [
-                    {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                    for path, content in sorted(repository.files.items())
-                    if path.startswith(prefix)
-                ]
-            )
+            entries = {
+                path: {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for path, content in sorted(repository.files.items())
+                if path.startswith(prefix)
+            }
+            if "recursive=true" not in self.path.lower():
+                paths = {f"{prefix}{path.removeprefix(prefix).split('/')[0]}" for path in entries}
+                folder_of = {"type": "directory", "oid": "0" * 40}
+                entries = {path: entries.get(path, {**folder_of, "path": path}) for path in sorted(paths)}
+            self.answer(list(entries.values()))
 
     def choose_upload(self, name: str) -> None:
         if self.repository(name):
