@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from mhla_hf.benchmarks.attention import Inputs, make_inputs, mhla, mhla_path
+from mhla_hf.benchmarks.attention import Inputs, hedgehog_path, make_inputs, mhla, mhla_path
 from mhla_hf.benchmarks.shapes import OperatorShape, check_names
 
-from ..predictions.stages import fused_forward
+from ..predictions.stages import fused_forward, hedgehog_forward
 from ..predictions.tables import CASES, Case
 
 
@@ -45,11 +45,6 @@ class KernelCase:
         return self.case.backward is not None
 
     @property
-    def is_fused(self) -> bool:
-        """Whether it goes from projections to the input of the output projection."""
-        return self.case.forward is fused_forward
-
-    @property
     def inputs(self) -> Inputs:
         """Random inputs, the same for each case of a shape."""
         return _inputs(self.shape)
@@ -67,13 +62,12 @@ class KernelCase:
         """
         inputs = self.inputs if inputs is None else inputs
         trains = self.trains if trains is None else trains
-        attend: Callable[..., torch.Tensor] = mhla
-        options: dict[str, Any] = {"backend": backend}
-        if self.is_fused:
-            attend, options = mhla_path, {"backend": backend, "fused": backend == "triton"}
+        attend: Callable[..., torch.Tensor] = {
+            fused_forward: partial(mhla_path, fused=backend == "triton"), hedgehog_forward: hedgehog_path
+        }.get(self.case.forward, mhla)  # fmt: skip
         inputs = inputs.differentiable() if trains else inputs
         with torch.set_grad_enabled(trains):
-            output = attend(inputs, self.shape, self.case.problem.normalizer, "", **options)
+            output = attend(inputs, self.shape, self.case.problem.normalizer, "", backend=backend)
         if not trains:
             return (output,)
         wanted = (*inputs.tokens, inputs.mixing)

@@ -16,7 +16,7 @@ from typing import Any
 
 from mhla_hf.benchmarks.shapes import SHAPES
 
-from .stages import MEMORY_RATE, PRODUCT_RATES, Problem, fused_forward
+from .stages import MEMORY_RATE, PRODUCT_RATES, Problem, Stage, fused_forward, hedgehog_forward
 
 
 RECOVERY = Path(__file__).resolve().parents[1] / "results" / "recovery.json"
@@ -119,7 +119,7 @@ class Choice:
     def kernel_seconds(self, cached: bool) -> float:
         """Least time of the kernels."""
         problem = self.kernels()
-        return sum(problem.seconds(stage, False, cached) for stage in fused_forward(problem))
+        return sum(problem.seconds(stage, False, cached) for stage in _kernels(problem))
 
     def layer_seconds(self, compiled: bool) -> float:
         """Least time of a layer between its projections; summaries go through memory."""
@@ -130,6 +130,10 @@ class Choice:
         own = (LAYERS - softmax_layers) * self.layer_seconds(compiled)
         kept = softmax_layers / LAYERS * (SOFTMAX_SECONDS - REST_SECONDS)
         return SOFTMAX_SECONDS / (REST_SECONDS + kept + own)
+
+
+def _kernels(problem: Problem) -> list[Stage]:
+    return hedgehog_forward(problem) if problem.features > 1 else fused_forward(problem)
 
 
 def _choices() -> list[Choice]:
@@ -170,7 +174,7 @@ def parts_table() -> str:
         ("hedgehog, mixing weights per head", 2, True),
     ):
         problem = Problem(shape=_WAN, normalizer="query", per_head=per_head, features=features, gate=False)
-        stages = fused_forward(problem)
+        stages = _kernels(problem)
         moved, cached = (sum(problem.memory(stage, False, part) for stage in stages) for part in (False, True))
         slow, fast = (sum(problem.seconds(stage, False, part) for stage in stages) for part in (False, True))
         lines.append(f"| {title} | kernels | {cached / 1e6:,.0f}–{moved / 1e6:,.0f} | {_range(fast, slow)} |")

@@ -9,7 +9,7 @@ overlap come on top.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mhla_hf.benchmarks.shapes import OperatorShape
 
@@ -170,9 +170,7 @@ def causal_forward(problem: Problem) -> list[Stage]:
 def fused_forward(problem: Problem) -> list[Stage]:
     """Forward pass from the projections to the input of the output projection."""
     rows, gate = _fused_parts(problem)
-    width = problem.shape.width
-    learned = problem.token_products(width, width) if problem.features > 1 else 0.0
-    products = {"bf16": problem.token_products() + learned}
+    products = {"bf16": problem.token_products()}
     summaries, mixing, outputs = block_forward(problem)
     ending = ", norm, gate" if gate else ""
     stages = [
@@ -209,8 +207,51 @@ def fused_backward(problem: Problem) -> list[Stage]:
         Stage("gradient of normed k", ("k", "v", "dS", *z, *rows), ("dn",), full),
     ]
     if problem.norms:
-        stages.append(Stage("through both norms", ("q", "k", "dn", "dn", "1/rms", "1/rms"), ("dq", "dk")))
+        stages.append(_THROUGH_NORMS)
     return stages
+
+
+def hedgehog_forward(problem: Problem) -> list[Stage]:
+    """Forward pass with hedgehog features, which pass through no memory; norm of the output and gate are torch's."""
+    rows, _ = _fused_parts(problem)
+    width = problem.shape.width
+    # Summaries are wider than a program's tile of 128 x 128, and each tile of their columns makes the features anew.
+    tiles = max(1, problem.features * width * width // 128**2)
+    products = {"bf16": problem.token_products() + tiles * problem.token_products(width, width)}
+    summaries, mixing, outputs = block_forward(problem)
+    return [
+        *_norms(problem),
+        Stage("norm, rotate, map, summaries", (*summaries.reads, *rows), summaries.writes, products),
+        mixing,
+        Stage("norm, rotate, map, outputs", (*outputs.reads, *rows), outputs.writes, products),
+    ]
+
+
+def hedgehog_backward(problem: Problem) -> list[Stage]:
+    """Backward pass of [`hedgehog_forward`]: that of the operator between the features and back through them."""
+    rows, _ = _fused_parts(problem)
+    width = problem.shape.width
+    once = {"bf16": 2 * problem.token_products(width, width)}
+    thrice = {"bf16": 6 * problem.token_products(width, width)}
+    wide = {"q": "φ(q)", "k": "φ(k)", "dq": "dφ(q)", "dk": "dφ(k)"}
+    between = [
+        replace(
+            stage,
+            name=stage.name.replace("of q:", "of φ(q):").replace("of k:", "of φ(k):"),
+            reads=tuple(wide.get(name, name) for name in stage.reads),
+            writes=tuple(wide.get(name, name) for name in stage.writes),
+        )
+        for stage in block_backward(problem)
+    ]
+    stages = [
+        Stage("features again", ("q", "k", *rows), ("φ(q)", "φ(k)"), once),
+        *between,
+        Stage("gradients of normed q and k, and of W", ("q", "k", "dφ(q)", "dφ(k)", *rows), ("dn", "dn"), thrice),
+    ]
+    return [*stages, _THROUGH_NORMS] if problem.norms else stages
+
+
+_THROUGH_NORMS = Stage("through both norms", ("q", "k", "dn", "dn", "1/rms", "1/rms"), ("dq", "dk"))
 
 
 def _norms(problem: Problem) -> list[Stage]:

@@ -21,6 +21,8 @@ from .stages import (
     causal_forward,
     fused_backward,
     fused_forward,
+    hedgehog_backward,
+    hedgehog_forward,
 )
 
 
@@ -55,13 +57,16 @@ class Case:
         return sum(self.problem.seconds(stage, full, cached) for _, stages, full in passes for stage in stages)
 
 
-def _case(shape: str, normalizer: str, target: float | None = None, **options: Any) -> Case:
-    return Case(problem=Problem(shape=SHAPES[shape], normalizer=normalizer), target=target, **options)
+def _case(shape: str, normalizer: str, target: float | None = None, features: int = 1, **options: Any) -> Case:
+    problem = Problem(shape=SHAPES[shape], normalizer=normalizer, features=features, per_head=features > 1)
+    return Case(problem=problem, target=target, **options)
 
 
 _TRAIN: dict[str, Any] = {"backward": block_backward}
 _FUSED: dict[str, Any] = {"forward": fused_forward}
 _FUSED_TRAIN: dict[str, Any] = {"forward": fused_forward, "backward": fused_backward}
+_HEDGEHOG: dict[str, Any] = {"features": 2, "forward": hedgehog_forward}
+_HEDGEHOG_TRAIN: dict[str, Any] = {**_HEDGEHOG, "backward": hedgehog_backward}
 _CAUSAL: dict[str, Any] = {"forward": causal_forward}
 
 CASES: dict[str, Case] = {
@@ -71,6 +76,8 @@ CASES: dict[str, Case] = {
     "wan query train": _case("wan", "query", 0.9, **_TRAIN),
     "wan fused": _case("wan", "query", 0.28, **_FUSED),
     "wan fused train": _case("wan", "query", **_FUSED_TRAIN),
+    "wan hedgehog": _case("wan", "query", **_HEDGEHOG),
+    "wan hedgehog train": _case("wan", "query", **_HEDGEHOG_TRAIN),
     "wan-720p-h24 none": _case("wan-720p-h24", "none", 0.7),
     "wan-720p-h24 none train": _case("wan-720p-h24", "none", **_TRAIN),
     "dit-512 query": _case("dit-512", "query", 0.09),
@@ -148,6 +155,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "wan": lambda: stage_table(CASES["wan none train"]),
     "dit": lambda: stage_table(CASES["dit-512 query train"]),
     "fused": lambda: stage_table(CASES["wan fused train"]),
+    "hedgehog": lambda: stage_table(CASES["wan hedgehog train"]),
     "causal-2k": lambda: stage_table(CASES["causal-2k query"]),
     "causal-32k": lambda: stage_table(CASES["causal-32k query"]),
     "parts": parts_table,

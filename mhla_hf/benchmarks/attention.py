@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import MHLAConfig
-from ..layers import HeadNorms, PairwiseRotary
+from ..layers import MHLA, HeadNorms, PairwiseRotary
 from ..layers.fused import OutputNorm, fused_attention
 from ..layers.mixing import initial_mixing
 from ..ops import mhla_attention
@@ -214,6 +214,30 @@ def mhla_path(
         backend=backend,
     )
     return output_norm(output) * F.silu(inputs.gate)
+
+
+@cache
+def _hedgehog_layer(shape: OperatorShape, normalizer: str, backend: str, device: torch.device) -> MHLA:
+    config = MHLAConfig(
+        blocks=shape.layout().blocks, feature_map="hedgehog", rope="before_feature_map", mixing_heads="per_head",
+        normalizer=normalizer, eps=EPS, backend=backend,
+    )  # fmt: skip
+    hidden_size = shape.heads * shape.width
+    return MHLA(config, hidden_size=hidden_size, num_heads=shape.heads, head_dim=shape.width).to(device)
+
+
+def hedgehog_path(
+    inputs: Inputs, shape: OperatorShape, normalizer: str | None, *_: object, backend: str
+) -> torch.Tensor:
+    """A layer with hedgehog features and mixing weights of each head, as recoveries make it, from projections on.
+
+    Arguments and result are those of [`mhla_path`]; there is no output norm and no gate.
+    """
+    norms, rotary = _path_modules(shape, inputs.value.dtype, inputs.value.device)[:2]
+    layer = _hedgehog_layer(shape, normalizer or "query", backend, inputs.value.device)
+    mixing = inputs.mixing.expand(shape.heads, -1, -1)
+    options = {"grid": shape.grid, "norms": norms, "rotary": rotary}
+    return torch.func.functional_call(layer, {"mixing": mixing}, inputs.tokens, options)
 
 
 def softmax_path(inputs: Inputs, shape: OperatorShape, *_: object) -> torch.Tensor:

@@ -107,6 +107,17 @@ CONTESTANTS: dict[str, Contestant] = {
         _path("mhla-path-torch", "torch"),
         _path("mhla-path-triton", "triton", "kernels"),
         _path("mhla-path-fused", "triton", "kernels", "fused", fused=True),
+        *(
+            Contestant(
+                f"mhla-path-hedgehog-{backend}",
+                "mhla",
+                partial(attention.hedgehog_path, backend=backend),
+                ("bidirectional", *requires),
+                usual=False,
+                whole_path=True,
+            )
+            for backend, requires in (("torch", ()), ("triton", ("kernels",)))
+        ),
         Contestant("softmax-path", "softmax", attention.softmax_path, ("bidirectional",), (None,), whole_path=True),
         Contestant("fla-simple-gla", "linear", _GATED, _FLA, (None,)),
     )

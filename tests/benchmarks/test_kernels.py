@@ -42,7 +42,7 @@ def test_cases_are_those_that_are_predicted():
         assert case.shape.causal == case.case.problem.shape.causal and case.shape.tokens <= 60
 
 
-@pytest.mark.parametrize("name", ["wan fused", "dit-512 query train", "causal-2k query"])
+@pytest.mark.parametrize("name", ["wan fused", "wan hedgehog train", "dit-512 query train", "causal-2k query"])
 def test_cases_compute_what_torch_computes(name):
     case = next(kernel_cases([name], quick=True))
     for got, expected in zip(case.run(), case.run(backend="torch"), strict=True):

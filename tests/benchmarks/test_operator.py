@@ -144,8 +144,24 @@ def test_whole_paths_compute_the_same(normalizer):
     for fused in (False, True):
         got = mhla_path(inputs, FLAT, normalizer, backend="triton", fused=fused)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    for backend in ("torch", "triton"):
+        got = CONTESTANTS[f"mhla-path-hedgehog-{backend}"].attend(inputs, FLAT, normalizer, "eager")
+        torch.testing.assert_close(got, hedgehog_by_hand(inputs, normalizer), rtol=1e-4, atol=1e-4)
     assert REQUIREMENTS["fused"](FLAT, torch.float32, CPU) is None
     assert "too wide" in (REQUIREMENTS["fused"](replace(FLAT, width=256), torch.bfloat16, CPU) or "")
+
+
+def hedgehog_by_hand(inputs, normalizer):
+    """Hedgehog features of normed and rotated queries and keys, with W = 1 as it is in a new layer."""
+    tokens = [F.rms_norm(x.flatten(2), (24,), eps=EPS).unflatten(2, (3, 8)) for x in inputs.tokens[:2]]
+    angles = (torch.arange(24)[:, None] * torch.linspace(1, 0, 4))[:, None]
+    cosine, sine = angles.cos(), angles.sin()
+    for index, x in enumerate(tokens):
+        even, odd = x[..., ::2], x[..., 1::2]
+        turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(-2)
+        tokens[index] = torch.cat((turned, -turned), -1).softmax(-1)
+    options = {"normalizer": normalizer, "causal": False, "eps": EPS}
+    return naive_mhla_attention(*tokens, inputs.value, inputs.mixing, FLAT.layout(), **options)
 
 
 def test_whole_path_of_softmax_norms_and_rotates():
