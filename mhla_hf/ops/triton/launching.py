@@ -142,6 +142,24 @@ def launch(kernel: Any, grid: int | tuple[int, int, int], *tensors: Any, **keywo
     Launch(kernel, tensors, keywords)(grid)
 
 
+class Stage(NamedTuple):
+    """A launch over lines, which an operator repeats for one group of lines after the other.
+
+    Attributes:
+        run: The launch, whose counts are its first line and its number of lines.
+        programs: Programs of a line.
+        repeats: Lines of the launch for each line of a group.
+    """
+
+    run: Launch
+    programs: int
+    repeats: int = 1
+
+    def __call__(self, first_line: int, lines: int) -> None:
+        lines *= self.repeats
+        self.run(lines * self.programs, first_line * self.repeats, lines)
+
+
 def ceil_divide(number: int, divisor: int) -> int:
     """Quotient, rounded up. `triton.cdiv` may be called in kernels too, and takes 2 µs for that."""
     return -(-number // divisor)

@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixing of block summaries, forward and backward, with weights that are not rounded to the summaries' type.
+"""Mixing of block summaries, and its gradients, with weights that are not rounded to the summaries' type.
 
     S̃_i = Σ_b m_ib S_b          dS_b = Σ_i m_ib dS̃_i          dm_ib = Σ dS̃_i · S_b
 
 A summary is a row of `columns` numbers (K · V of them). float32 weights meet bfloat16 summaries as the sum of two
 bfloat16 numbers, which costs one more product and keeps 16 bits of them; cuBLAS would need the weights rounded.
 
-Shape letters: B batch, H heads, G heads of the summaries (H or a divisor), M blocks, K and V widths.
+An operator takes three steps, each of which works on groups of lines (see [`launching.lines_of_group`]):
+
+1. [`prepare_weights`] writes the weights once, split or rounded as products need them and padded with zeros, so that
+   the kernels load them wide and without masks. Transposed weights, and those of which only what lies below the
+   diagonal counts, become plain matrices here.
+2. [`prepare_mixing`] gives a stage, `stage(first_line, lines)`, that mixes the summaries of a group into another
+   buffer. The sums of keys z go the same way, exactly: they are summaries with one column for each channel.
+   With transposed weights it computes dS from dS̃.
+3. [`prepare_mixing_gradient`] gives a stage that adds the part of a group to the gradient of the weights, which
+   [`MixingGradient.total`] returns at the end.
+
+[`mix_blocks`] does all lines at once, and is differentiable.
+
+Shape letters: B batch, H heads, G heads of the summaries (H or a divisor), S heads of the mixed summaries (H where
+each has weights of its own, else G), M blocks, K and V widths, L lines of a group.
 """
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,104 +34,127 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..mixing import mix_summaries
-from .device_functions import COUNTS, product, to_matrix
-from .launching import dense_like, padded, product_precision, split_slots
+from .device_functions import COUNTS, raw_product, to_matrix, to_tf32
+from .launching import Stage, ceil_divide, dense_like, launch, padded, prepare, product_precision, split_slots
 
 
-# Pairs of batch entry and head whose share of a gradient is kept apart before they are summed.
+# Lines whose share of the gradient of common weights is kept apart before they are summed.
 SHARES = 64
 
 
-@triton.jit
-def _split_product(weights, summaries, PRECISION: tl.constexpr):
-    """weights @ summaries for float32 weights."""
-    result = product(weights, summaries, PRECISION)
-    if PRECISION == "bf16":
-        result += product(weights - weights.to(tl.bfloat16).to(tl.float32), summaries, PRECISION)
-    return result
+@triton.jit(do_not_specialize=(*COUNTS, "stride_row", "stride_column"))
+def weights_kernel(
+    mixing, rounded, exact,
+    mixing_stride_batch, mixing_stride_head, stride_row, stride_column, heads, blocks,
+    LOWER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Weights for [`mix_kernel`], `[batch, heads, ..., size, size]`, padded with zeros to a multiple of TILE.
+
+    `rounded` are two halves in bfloat16, whose sum they are, or the nearest numbers of TF32 in float32; `exact` are
+    they themselves in float32. Either may be None. LOWER: what lies on and above the diagonal (1), or on and below it
+    (2), becomes zero.
+    """
+    tiles = (blocks + TILE - 1) // TILE
+    column_tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    row_tile, matrix = rest % tiles, (rest // tiles).to(tl.int64)
+    row = (row_tile * TILE + tl.arange(0, TILE))[:, None]
+    column = (column_tile * TILE + tl.arange(0, TILE))[None, :]
+    used = (row < blocks) & (column < blocks)
+    if LOWER == 1:
+        used = used & (column < row)
+    if LOWER == 2:
+        used = used & (column > row)
+    start = mixing + matrix // heads * mixing_stride_batch + matrix % heads * mixing_stride_head
+    weights = tl.load(start + row * stride_row + column * stride_column, mask=used, other=0.0).to(tl.float32)
+    size = tiles * TILE
+    place = row * size + column
+    if rounded is not None:
+        if rounded.dtype.element_ty == tl.bfloat16:
+            high = weights.to(tl.bfloat16)
+            halves = rounded + matrix * 2 * size * size + place
+            tl.store(halves, high)
+            tl.store(halves + size * size, (weights - high.to(tl.float32)).to(tl.bfloat16))
+        else:
+            tl.store(rounded + matrix * size * size + place, to_tf32(weights))
+    if exact is not None:
+        tl.store(exact + matrix * size * size + place, weights)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def mix_kernel(
-    mixing, summaries, mixed,
-    mixing_stride_batch, mixing_stride_head, mixing_stride_row, mixing_stride_column, columns, blocks,
+    weights, summaries, mixed,
+    first_line, lines, mixing_stride_batch, mixing_stride_head, columns, blocks,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, SUM_REPEATS: tl.constexpr, LOWER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """mixed_i = Σ_b m_ib summary_b, `[B, HEADS, blocks, columns]` from `[B, G, blocks, columns]`.
+    """mixed_i = Σ_b m_ib summary_b, `[lines, blocks, columns]`, for a group of lines from `first_line` on.
 
-    HEADS are those of `mixed`. Without SUM_REPEATS, G = HEADS / REPEATS and REPEATS heads in a row share one of
-    `summaries`; with it, G = HEADS · REPEATS and REPEATS of them are mixed and summed (the gradient of the former).
-    Strides say where a head's weights lie and whether they are transposed. LOWER: weights on and above the diagonal
-    (1) or on and below it (2, for transposed ones) are zero, and not read.
+    HEADS are those of `mixed`. Without SUM_REPEATS, REPEATS lines in a row share one of `summaries`; with it, REPEATS
+    of them are mixed and summed for each (the gradient of the former). `weights` are those of [`weights_kernel`], and
+    strides say which of these matrices a line has. LOWER says which of their tiles are not zero.
     """
     row_tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
-    column_tiles = (columns + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     row_tile, rest = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
-    column_tile, line = rest % column_tiles, (rest // column_tiles).to(tl.int64)
-    batch, head = line // HEADS, line % HEADS
+    line, column_tile = (rest % lines).to(tl.int64), rest // lines
+    batch, head = (first_line + line) // HEADS, (first_line + line) % HEADS
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    size = row_tiles * BLOCK_ROWS
+    HALVES: tl.constexpr = 2 if PRECISION == "bf16" else 1
     first = 0
     stop = blocks
     if LOWER == 1:
         stop = tl.minimum(blocks, (row_tile + 1) * BLOCK_ROWS)
     if LOWER == 2:
-        first = (row_tile * BLOCK_ROWS) // BLOCK_INNER * BLOCK_INNER
+        first = row_tile * BLOCK_ROWS // BLOCK_INNER * BLOCK_INNER
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for repeat in range(REPEATS if SUM_REPEATS else 1):
         weight_head = head * REPEATS + repeat if SUM_REPEATS else head
-        summary_head = weight_head if SUM_REPEATS else head // REPEATS
-        groups = HEADS * REPEATS if SUM_REPEATS else HEADS // REPEATS
-        weights_start = mixing + batch * mixing_stride_batch + weight_head * mixing_stride_head
-        summary_start = summaries + (batch * groups + summary_head) * blocks * columns
+        summary_line = line * REPEATS + repeat if SUM_REPEATS else line // REPEATS
+        matrix = batch * mixing_stride_batch + weight_head * mixing_stride_head
+        weight_rows = weights + matrix * HALVES * size * size + row[:, None] * size
+        summary_rows = summaries + summary_line * blocks * columns + column[None, :]
         for offset in range(first, stop, BLOCK_INNER):
             inner = offset + tl.arange(0, BLOCK_INNER)
-            used = (row < blocks)[:, None] & (inner < blocks)[None, :]
-            if LOWER == 1:
-                used = used & (inner[None, :] < row[:, None])
-            if LOWER == 2:
-                used = used & (inner[None, :] > row[:, None])
-            pointers = weights_start + row[:, None] * mixing_stride_row + inner[None, :] * mixing_stride_column
-            weights = tl.load(pointers, mask=used, other=0.0)
-            pointers = summary_start + inner.to(tl.int64)[:, None] * columns + column[None, :]
-            rows = tl.load(pointers, mask=(inner < blocks)[:, None] & (column < columns)[None, :], other=0.0)
-            accumulator += _split_product(weights, rows, PRECISION)
-    start = mixed + (batch * HEADS + head) * blocks * columns
-    pointers = start + row.to(tl.int64)[:, None] * columns + column[None, :]
+            inside = (inner < blocks)[:, None] & (column < columns)[None, :]
+            rows = tl.load(summary_rows + inner.to(tl.int64)[:, None] * columns, mask=inside, other=0.0)
+            total += raw_product(tl.load(weight_rows + inner[None, :]), rows, PRECISION)
+            if HALVES == 2:
+                total += raw_product(tl.load(weight_rows + size * size + inner[None, :]), rows, PRECISION)
+    pointers = mixed + line * blocks * columns + row.to(tl.int64)[:, None] * columns + column[None, :]
     inside = (row < blocks)[:, None] & (column < columns)[None, :]
-    tl.store(pointers, to_matrix(accumulator, mixed.dtype.element_ty, PRECISION), mask=inside)
+    tl.store(pointers, to_matrix(total, mixed.dtype.element_ty, PRECISION), mask=inside)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def mixing_gradient_kernel(
     gradients, summaries, result,
-    columns, count, share, column_share, blocks,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr,
-    column_shares,
-    LOWER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    first_slot, lines, adds, columns, blocks, line_share, column_share_tiles, column_shares,
+    slot_matrices,
+    REPEATS: tl.constexpr, LOWER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """result_ib = Σ gradient_i · summary_b over a share of the batch entries and heads and a share of the columns.
+    """result_ib = Σ gradient_i · summary_b over a share of the lines of a group, and a share of the columns.
 
-    `gradients` is `[B, HEADS, M, columns]`, `summaries` `[B, HEADS / REPEATS, M, columns]` and `result` float32
-    `[shares, column_shares, M, M]`. Programs run over tiles of it, then over both kinds of shares: `share` of the
-    `count` = B · HEADS pairs in a row, and `column_share` columns, a multiple of BLOCK_COLUMNS. LOWER leaves out what
-    lies on and above the diagonal.
+    `gradients` is `[lines, M, columns]`, `summaries` `[lines / REPEATS, M, columns]` and `result` float32
+    `[slots, slot_matrices, M, M]`, a slot for each `line_share` lines of the group, from `first_slot` on, and a matrix
+    for each of the `column_shares`; what is there is added to where `adds` is 1, not 0. Programs run over tiles of it
+    first. LOWER leaves out what lies on and above the diagonal.
     """
     tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
     other_tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row_tile, part = rest % tiles, rest // tiles
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     other = other_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    pairs, column_part = part // column_shares, part % column_shares
-    first, stop = column_part * column_share, tl.minimum((column_part + 1) * column_share, columns)
-    accumulator = tl.zeros((BLOCK_ROWS, BLOCK_ROWS), tl.float32)
+    slot, column_part = part // column_shares, part % column_shares
+    # Counted in tiles, so that the compiler knows where they start, and loads are wide.
+    first = column_part * column_share_tiles * BLOCK_COLUMNS
+    stop = tl.minimum(first + column_share_tiles * BLOCK_COLUMNS, columns)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_ROWS), tl.float32)
     if not LOWER or other_tile <= row_tile:
-        for index in range(pairs * share, tl.minimum((pairs + 1) * share, count)):
-            batch, head = index // HEADS, index % HEADS
-            gradient_start = gradients + tl.cast(index, tl.int64) * blocks * columns
-            groups = HEADS // REPEATS
-            summary_start = summaries + tl.cast(batch * groups + head // REPEATS, tl.int64) * blocks * columns
+        for line in range(slot * line_share, tl.minimum((slot + 1) * line_share, lines)):
+            gradient_start = gradients + tl.cast(line, tl.int64) * blocks * columns
+            summary_start = summaries + tl.cast(line // REPEATS, tl.int64) * blocks * columns
             for offset in range(first, stop, BLOCK_COLUMNS):
                 column = offset + tl.arange(0, BLOCK_COLUMNS)
                 inside = (column < columns)[None, :]
@@ -125,12 +162,32 @@ def mixing_gradient_kernel(
                 left = tl.load(gradient_start + pointers, mask=(row < blocks)[:, None] & inside, other=0.0)
                 pointers = other.to(tl.int64)[:, None] * columns + column[None, :]
                 right = tl.load(summary_start + pointers, mask=(other < blocks)[:, None] & inside, other=0.0)
-                accumulator += product(left, tl.trans(right), PRECISION)
+                total += raw_product(left, tl.trans(right), PRECISION)
     used = (row < blocks)[:, None] & (other < blocks)[None, :]
     if LOWER:
-        accumulator = tl.where(other[None, :] < row[:, None], accumulator, 0.0)
-    start = result + part.to(tl.int64) * blocks * blocks
-    tl.store(start + row[:, None] * blocks + other[None, :], accumulator, mask=used)
+        total = tl.where(other[None, :] < row[:, None], total, 0.0)
+    place = ((first_slot + slot).to(tl.int64) * slot_matrices + column_part) * blocks * blocks
+    pointers = result + place + row[:, None] * blocks + other[None, :]
+    total += tl.load(pointers, mask=used & (row < blocks * adds)[:, None], other=0.0)
+    tl.store(pointers, total, mask=used)
+
+
+class Weights(NamedTuple):
+    """Mixing weights as [`mix_kernel`] takes them, padded; see [`weights_kernel`].
+
+    Attributes:
+        rounded: For summaries; None where these are multiplied exactly.
+        exact: For sums of keys, and for such summaries; None where neither is asked for.
+        stride_batch: Matrices from one batch entry's to the next; 0 where all share them.
+        stride_head: The same of heads.
+        lower: 1 where the weights on and above the diagonal are zero, 2 for those on and below it, otherwise 0.
+    """
+
+    rounded: Tensor | None
+    exact: Tensor | None
+    stride_batch: int
+    stride_head: int
+    lower: int
 
 
 def mixing_strides(mixing: Tensor) -> tuple[int, ...]:
@@ -151,49 +208,193 @@ def diagonal_arguments(mixing: Tensor) -> dict[str, Any]:
     }
 
 
-def _precision(summaries: Tensor, exact: bool) -> str:
-    return product_precision(torch.float16 if exact else torch.bfloat16, summaries.dtype)
+def has_head_weights(mixing: Tensor) -> bool:
+    """Whether every query head has weights of its own in `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`."""
+    return mixing.dim() > 2 and mixing.shape[-3] != 1
 
 
-def _launch(
+def _row_tile(blocks: int) -> int:
+    return min(64, padded(blocks))
+
+
+def prepare_weights(
+    mixing: Tensor, dtype: torch.dtype, *, exact: bool, sums: bool, transpose: bool = False, lower: bool = False
+) -> Weights:
+    """Mixing weights, made ready by one launch.
+
+    Args:
+        mixing: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`.
+        dtype: Type of the summaries.
+        exact: Multiply float32 summaries exactly, see [`launching.multiplies_exactly`]; otherwise through TF32.
+        sums: Whether sums of keys will be mixed, too.
+        transpose: Transpose them, for gradients.
+        lower: Take what lies on and above the diagonal of `mixing` for zero.
+    """
+    blocks = mixing.shape[-1]
+    batch_stride, head_stride, row, column = mixing_strides(mixing)
+    batch, heads = (1,) * (4 - mixing.dim()) + mixing.shape[:-2]
+    tile = _row_tile(blocks)
+    tiles = ceil_divide(blocks, tile)
+    size = tiles * tile
+    halves = dtype == torch.bfloat16
+    rounded = full = None
+    if halves or not exact:
+        shape = (batch, heads, 2, size, size) if halves else (batch, heads, size, size)
+        rounded = mixing.new_empty(shape, dtype=dtype)
+    if sums or rounded is None:
+        full = mixing.new_empty(batch, heads, size, size, dtype=torch.float32)
+    triangle = 0 if not lower else 2 if transpose else 1
+    launch(
+        weights_kernel, batch * heads * tiles**2, mixing, rounded, full,
+        mixing_stride_batch=batch_stride, mixing_stride_head=head_stride,
+        stride_row=column if transpose else row, stride_column=row if transpose else column,
+        heads=heads, blocks=blocks, LOWER=triangle, TILE=tile, num_warps=4,
+    )  # fmt: skip
+    return Weights(rounded, full, 0 if batch == 1 else heads, 0 if heads == 1 else 1, triangle)
+
+
+def prepare_mixing(
+    weights: Weights, summaries: Tensor, mixed: Tensor, *, heads: int, repeats: int = 1, sum_repeats: bool = False
+) -> Stage:
+    """The stage that mixes summaries, or sums of keys, of a group of lines.
+
+    Args:
+        weights: Made ready for them.
+        summaries: `[L, M, ...]` of the group's lines, dense. Sums of keys are `[L, M, P]` in float32.
+        mixed: To be written, `[L · repeats, M, ...]` of the same type, dense.
+        heads: Heads of `mixed` in a batch entry: S.
+        repeats: S / G, lines of `mixed` for each of `summaries`.
+        sum_repeats: The gradient: `summaries` are those of `mixed` above, `[L · repeats, M, ...]`, of which `repeats`
+            are mixed with transposed weights and summed for each line of `mixed` `[L, M, ...]`; heads is then G.
+
+    Returns:
+        The stage, whose lines are those of a group, with G heads to a batch entry.
+    """
+    blocks, columns = summaries.shape[1], summaries[0, 0].numel()
+    is_sum = summaries.dim() == 3
+    exact = is_sum or weights.rounded is None
+    rows_tile = _row_tile(blocks)
+    # Exact products hold both halves of their factors.
+    columns_tile = min(64 if exact else 128, padded(columns))
+    run = prepare(
+        mix_kernel, weights.exact if exact else weights.rounded, summaries, mixed,
+        mixing_stride_batch=weights.stride_batch, mixing_stride_head=weights.stride_head, columns=columns,
+        blocks=blocks, HEADS=heads, REPEATS=repeats, SUM_REPEATS=sum_repeats, LOWER=weights.lower,
+        BLOCK_ROWS=rows_tile, BLOCK_COLUMNS=columns_tile, BLOCK_INNER=min(32, padded(blocks)),
+        PRECISION="tf32x3" if exact else product_precision(torch.bfloat16, summaries.dtype),
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    programs = ceil_divide(blocks, rows_tile) * ceil_divide(columns, columns_tile)
+    return Stage(run, programs, 1 if sum_repeats else repeats)
+
+
+class MixingGradient:
+    """Gradient of the mixing weights, added up over groups of lines.
+
+    Args:
+        mixing: The weights; see [`prepare_weights`].
+        gradients: Gradients of the group's mixed summaries, `[L · repeats, M, K, V]`, dense.
+        summaries: Its summaries, `[L, M, K, V]`, dense.
+        batch: B.
+        heads: S.
+        repeats: S / G.
+        exact: As in [`prepare_weights`].
+        lower: As there.
+        sums: Gradients of the group's mixed sums of keys, `[L · repeats, M, P]`, and its sums, `[L, M, P]`; float32.
+    """
+
+    def __init__(
+        self,
+        mixing: Tensor,
+        gradients: Tensor,
+        summaries: Tensor,
+        *,
+        batch: int,
+        heads: int,
+        repeats: int,
+        exact: bool,
+        lower: bool = False,
+        sums: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.shape, self.batch, self.heads, self.repeats = mixing.shape, batch, heads, repeats
+        blocks, lines = mixing.shape[-1], gradients.shape[0]
+        self.is_shared = mixing.shape[:-2].numel() == 1
+        self.line_share = ceil_divide(lines, SHARES) if self.is_shared else 1
+        tile = _row_tile(blocks)
+        self.tiles = ceil_divide(blocks, tile) ** 2
+        shares = ceil_divide(lines, self.line_share)
+        columns = summaries[0, 0].numel()
+        columns_tile = min(32, padded(columns))
+        # Sums over all columns are long, and few programs would wait for memory most of the time.
+        column_shares, share = split_slots(columns, columns_tile, self.tiles * shares)
+        slots = shares if self.is_shared else batch * heads
+        self.partial = gradients.new_empty(slots, column_shares, blocks, blocks, dtype=torch.float32)
+        tasks = [(gradients, summaries, exact, column_shares, share // columns_tile)]
+        if sums is not None:
+            tasks.append((*sums, True, 1, ceil_divide(sums[1].shape[-1], columns_tile)))
+        self.launches = []
+        for left, right, is_exact, shares, share_tiles in tasks:
+            run = prepare(
+                mixing_gradient_kernel, left, right, self.partial,
+                columns=right[0, 0].numel(), blocks=blocks, line_share=self.line_share,
+                column_share_tiles=share_tiles, column_shares=shares, slot_matrices=column_shares,
+                REPEATS=repeats, LOWER=lower, BLOCK_ROWS=tile, BLOCK_COLUMNS=columns_tile,
+                PRECISION="tf32x3" if is_exact else "tf32", num_warps=4, num_stages=4,
+            )  # fmt: skip
+            self.launches.append((run, shares))
+
+    def __call__(self, first_line: int, lines: int) -> None:
+        """Adds the part of a group, whose lines have G heads to a batch entry. The first group has the most lines."""
+        lines, first = lines * self.repeats, first_line * self.repeats
+        programs = self.tiles * ceil_divide(lines, self.line_share)
+        for index, (run, shares) in enumerate(self.launches):
+            # Lines with weights of their own have slots of their own, too.
+            slot, adds = (0, first_line > 0) if self.is_shared else (first, False)
+            run(programs * shares, slot, lines, int(adds or index > 0))
+
+    def total(self) -> Tensor:
+        """The gradient of the weights, float32, over all groups."""
+        if self.is_shared:
+            return self.partial.sum((0, 1)).reshape(self.shape)
+        return self.partial.sum(1).unflatten(0, (self.batch, self.heads)).sum_to_size(self.shape)
+
+
+def mix_all(
     mixing: Tensor,
     summaries: Tensor,
     heads: int,
-    repeats: int,
     *,
-    transpose: bool,
-    sum_repeats: bool,
-    lower: bool,
     exact: bool,
+    lower: bool = False,
+    transpose: bool = False,
+    weights: Weights | None = None,
 ) -> Tensor:
-    batch, _, blocks = summaries.shape[:3]
-    columns = summaries.shape[3] * summaries.shape[4]
-    mixed = summaries.new_empty(batch, heads, *summaries.shape[2:])
-    batch_stride, head_stride, row, column = mixing_strides(mixing)
-    rows_tile, columns_tile = min(64, padded(blocks)), min(128, padded(columns))
-    grid = (batch * heads * triton.cdiv(blocks, rows_tile) * triton.cdiv(columns, columns_tile),)
-    with torch.cuda.device_of(summaries):
-        mix_kernel[grid](
-            mixing,
-            summaries,
-            mixed,
-            batch_stride,
-            head_stride,
-            column if transpose else row,
-            row if transpose else column,
-            columns,
-            blocks=blocks,
-            HEADS=heads,
-            REPEATS=repeats,
-            SUM_REPEATS=sum_repeats,
-            LOWER=0 if not lower else 2 if transpose else 1,
-            BLOCK_ROWS=rows_tile,
-            BLOCK_COLUMNS=columns_tile,
-            BLOCK_INNER=min(32, padded(blocks)),
-            num_warps=4,
-            num_stages=3,
-            PRECISION=_precision(summaries, exact),
+    """Mixed summaries, or sums of keys, of all lines at once.
+
+    Args:
+        mixing: See [`prepare_weights`].
+        summaries: `[B, G, M, K, V]`, or sums `[B, G, M, P]` in float32, which are multiplied exactly; dense.
+        heads: S. With `transpose`, those of the result: G.
+        exact: See [`prepare_weights`].
+        lower: See there.
+        transpose: Multiply with the transposed weights, and sum what has shared a head: `summaries` have S heads, and
+            the result has G.
+        weights: The weights made ready, where they have been, and in place of the three before.
+
+    Returns:
+        `[B, heads, M, ...]` in the dtype of `summaries`.
+    """
+    batch, given = summaries.shape[:2]
+    if weights is None:
+        weights = prepare_weights(
+            mixing, summaries.dtype, exact=exact, sums=summaries.dim() == 4, transpose=transpose, lower=lower
         )
+    mixed = summaries.new_empty(batch, heads, *summaries.shape[2:])
+    stage = prepare_mixing(
+        weights, summaries.flatten(0, 1), mixed.flatten(0, 1),
+        heads=heads, repeats=max(heads, given) // min(heads, given), sum_repeats=transpose,
+    )  # fmt: skip
+    stage(0, batch * min(heads, given))
     return mixed
 
 
@@ -211,8 +412,7 @@ def mix_blocks(mixing: Tensor, summaries: Tensor, heads: int, lower: bool, exact
     Returns:
         `[B, heads, M, K, V]` in the dtype of `summaries`.
     """
-    repeats = heads // summaries.shape[1]
-    return _launch(mixing, summaries, heads, repeats, transpose=False, sum_repeats=False, lower=lower, exact=exact)
+    return mix_all(mixing, summaries, heads, lower=lower, exact=exact)
 
 
 @mix_blocks.register_fake
@@ -226,44 +426,13 @@ def mix_blocks_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of mixing and summaries: Σ_bh gradient_i · S_b, and Σ_i m_ib gradient_i."""
     gradient = gradient.contiguous()
-    batch, groups, blocks = summaries.shape[:3]
-    repeats = heads // groups
-    grad_summaries = _launch(
-        mixing, gradient, groups, repeats, transpose=True, sum_repeats=True, lower=lower, exact=exact
-    )
-    shared_by_all = mixing.dim() == 2 or mixing.shape[:-2].numel() == 1
-    share = triton.cdiv(batch * heads, SHARES) if shared_by_all else 1
-    shares = triton.cdiv(batch * heads, share)
-    tile = min(64, padded(blocks))
-    tiles = triton.cdiv(blocks, tile) ** 2
-    columns = summaries.shape[3] * summaries.shape[4]
-    column_tile = min(64, padded(columns))
-    # Sums over all columns are long, and few programs would wait for memory most of the time.
-    column_shares, column_share = split_slots(columns, column_tile, tiles * shares)
-    partial = mixing.new_empty(shares, column_shares, blocks, blocks, dtype=torch.float32)
-    with torch.cuda.device_of(summaries):
-        mixing_gradient_kernel[(tiles * shares * column_shares,)](
-            gradient,
-            summaries,
-            partial,
-            columns,
-            batch * heads,
-            share,
-            column_share,
-            blocks=blocks,
-            HEADS=heads,
-            REPEATS=repeats,
-            column_shares=column_shares,
-            LOWER=lower,
-            BLOCK_ROWS=tile,
-            BLOCK_COLUMNS=column_tile,
-            num_warps=4,
-            num_stages=3,
-            PRECISION=_precision(summaries, exact),
-        )
-    if shared_by_all:
-        return partial.sum((0, 1)).reshape(mixing.shape), grad_summaries
-    return partial.sum(1).unflatten(0, (batch, heads)).sum_to_size(mixing.shape), grad_summaries
+    batch, groups = summaries.shape[:2]
+    grad_mixing = MixingGradient(
+        mixing, gradient.flatten(0, 1), summaries.flatten(0, 1),
+        batch=batch, heads=heads, repeats=heads // groups, exact=exact, lower=lower,
+    )  # fmt: skip
+    grad_mixing(0, batch * groups)
+    return grad_mixing.total(), mix_all(mixing, gradient, groups, lower=lower, exact=exact, transpose=True)
 
 
 @mix_blocks_backward.register_fake
@@ -316,8 +485,7 @@ def mix_summaries_and_sums(
         `[B, H, M, K, V]` and `[B, H, M, P]` (or None), with G for H where all heads share the weights.
     """
     weights = mixing.float()
-    per_head = weights.dim() > 2 and weights.shape[-3] != 1
-    heads = num_heads if per_head else summaries.shape[1]
+    heads = num_heads if has_head_weights(weights) else summaries.shape[1]
     mixed = mix_blocks(weights, summaries, heads, False, exact)
     if key_sums is None:
         return mixed, None
