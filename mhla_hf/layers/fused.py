@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout
 from ..ops import FEATURE_MAPS, NORMALIZERS
+from ..ops.kernel_check import kernels_pass
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def can_fuse(
         and (rotary is None or (config.rope == "after_feature_map" and _is_plain_rotary(rotary, query)))
         and (output_norm is None or is_plain_norm(output_norm, query.device))
         and fits_fused_kernels(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
+        and kernels_pass("fused", query, value)
     )
 
 

@@ -23,6 +23,7 @@ from ..layouts.resampling import resample_mixing
 from ..ops import FEATURE_MAPS, choose_backend, extend_mixing
 from ..ops.checks import check_layout, check_mixing, check_sequence_normalizer, check_tokens, check_valid
 from ..ops.dispatch import attend_on
+from ..ops.kernel_check import kernels_pass
 from ..ops.mixing import repeat_heads
 from ..ops.numerics import Operands, accumulation_dtype
 from ..ops.sharded import TokenShard, sharded_mhla_attention
@@ -385,6 +386,10 @@ class MHLA(nn.Module):
             `[B, T, H, V]` in the dtype of `value`, and the state after these tokens where the sequence had one.
         """
         config = self.config
+        if backend == "triton":
+            width = query.shape[3] * FEATURE_MAPS[config.feature_map].width_factor
+            if not kernels_pass(_kernel_family(config, sequence, query.shape[1]), query, value, width):
+                backend = "torch"
         changed = rotary is not None or scaling is not None
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
         with torch.autocast(query.device.type, enabled=False):
@@ -441,6 +446,13 @@ class MHLA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"
+
+
+def _kernel_family(config: MHLAConfig, sequence: TokenSequence | None, num_tokens: int) -> str:
+    """The kernels that serve where the fused ones do not, see `ops.kernel_cases`."""
+    if sequence is not None and sequence.state is not None:
+        return "decode" if num_tokens == 1 else "prompt"
+    return "causal" if (config.causal if sequence is None else sequence.causal) else "block"
 
 
 def _check_widths(**widths: Any) -> None:

@@ -125,7 +125,10 @@ def sequence_attention(
     check_operands(operands)
     check_mixing(mixing, query.shape[2], query.device)
     check_valid(sequence.valid, key)
-    backend = choose_backend(backend, query, key, value, operands.normalizer_query, operands.normalizer_key)
+    family = "causal" if sequence.causal else "block"
+    backend = choose_backend(
+        backend, query, key, value, operands.normalizer_query, operands.normalizer_key, family=family
+    )
     return attend_sequence(operands, mixing, block_size, sequence, backend)
 
 

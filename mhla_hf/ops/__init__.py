@@ -25,6 +25,7 @@ _PUBLIC_NAMES = {
     "choose_backend": "backends",
     "empty_state": "recurrent",
     "extend_mixing": ".layouts.sequences",
+    "kernel_errors": "kernel_cases",
     "mhla_attention": "dispatch",
     "mhla_extend": "recurrent_extend",
     "mhla_step": "recurrent_step",
@@ -47,6 +48,7 @@ __all__ = [
     "choose_backend",
     "empty_state",
     "extend_mixing",
+    "kernel_errors",
     "mhla_attention",
     "mhla_extend",
     "mhla_step",
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from .causal import causal_mhla_attention
     from .dispatch import attend_blocks, mhla_attention
     from .feature_maps import FEATURE_MAPS
+    from .kernel_cases import kernel_errors
     from .naive import naive_mhla_attention, naive_mhla_weights
     from .normalizers import NORMALIZERS
     from .recurrent import MHLAState, empty_state, rewind_state

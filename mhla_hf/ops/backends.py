@@ -13,6 +13,7 @@ import torch
 
 from ..utils.messages import check_choice
 from . import BACKENDS
+from .kernel_check import kernels_pass
 
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def choose_backend(
     *others: torch.Tensor | None,
     products: bool = True,
     width: int | None = None,
+    family: str | None = None,
 ) -> str:
     """Chooses between `"torch"` and `"triton"` for some token tensors, `[B, T, H, D]` each.
 
@@ -56,6 +58,8 @@ def choose_backend(
         *others: Queries or keys of the normaliser, or None.
         products: Whether the kernels multiply matrices. Those that do not serve exact float32 as well as any type.
         width: Width of the features that the kernels will be given, where it is not that of `query`.
+        family: Family of kernels that would serve, one of `kernel_cases.FAMILIES`: it has to have passed its check,
+            see [`kernels_pass`]. None where the caller looks to that.
 
     Returns:
         `"torch"` or `"triton"`.
@@ -73,7 +77,7 @@ def choose_backend(
     if obstacle is None and wanted == "auto":
         obstacle = _not_worth_it(value, products)
     if obstacle is None:
-        return "triton"
+        return "triton" if family is None or kernels_pass(family, query, value, width) else "torch"
     if not torch.compiler.is_compiling():
         _log_once(wanted == "triton", obstacle)
     return "torch"

@@ -75,7 +75,8 @@ def mhla_attention(
         return attend_naively(operands, mixing, layout, causal)
     if causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
-    backend = choose_backend(backend, query, key, value, normalizer_query)
+    family = "causal" if causal else "block"
+    backend = choose_backend(backend, query, key, value, normalizer_query, family=family)
     return attend_on(backend, operands, mixing, layout, causal=causal)
 
 
@@ -105,7 +106,8 @@ def attend_blocks(
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
     """
     operands = Operands(query, key, value, **options)
-    backend = choose_backend(backend, query, key, value, operands.normalizer_query)
+    family = "causal" if causal else "block"
+    backend = choose_backend(backend, query, key, value, operands.normalizer_query, family=family)
     return attend_on(backend, operands, mixing, layout, causal=causal)
 
 

@@ -76,7 +76,7 @@ def mhla_extend(
             f"state has room for {state.num_blocks} finished blocks, but these tokens finish {finished}: "
             "see MHLAState.with_room."
         )
-    backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key)
+    backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key, family="prompt")
     return extend(operands, mixing, state, valid, backend)
 
 

@@ -52,7 +52,9 @@ def mhla_step(
     check_recurrent(operands, mixing, state, valid, backend)
     if query.shape[1] != 1:
         raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
-    backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key, products=False)
+    backend = choose_backend(
+        backend, query, key, value, normalizer_query, normalizer_key, products=False, family="decode"
+    )
     return step(operands, mixing, state, valid, backend)
 
 

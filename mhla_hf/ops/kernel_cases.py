@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small cases of every family of kernels, compared with plain torch in float64 on the CPU.
+
+For the check of kernels before their first use (`kernel_check`) and for `mhla-hf doctor --kernels`. Inputs have a
+generator of their own and are rounded to the kernels' type first, so that only the computation errs.
+
+Shape letters: B batch, T tokens, H heads, G key/value heads, K query/key width, V value width, M blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..layouts.blocks import BlockLayout
+from .block import attend_by_block
+from .dispatch import attend_on
+from .feature_maps import FEATURE_MAPS
+from .numerics import Operands
+from .recurrent import MHLAState, empty_state
+from .recurrent_extend import extend
+from .recurrent_step import step
+
+
+HEADS, KEY_HEADS = 4, 2
+NORM_EPS = 1e-6
+# Tensors by name. Not so to mypy, which does not know the parameters that the names stand for.
+Results = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of the tokens of a case.
+
+    Attributes:
+        grid: Token grid of attention in both directions, which the blocks do not divide evenly.
+        blocks: Its blocks.
+        length: Tokens of causal attention and of prompts.
+        block_size: Tokens of a causal block.
+    """
+
+    grid: tuple[int, int]
+    blocks: tuple[int, int]
+    length: int
+    block_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One family of kernels.
+
+    Attributes:
+        inputs: Draws inputs in float64 from a generator, sizes and widths.
+        kernels: Computes results from inputs by kernels.
+        reference: The same by plain torch.
+        has_gradients: Whether the kernels have a backward pass.
+        fits: Whether there are kernels for widths K and V and a type.
+    """
+
+    inputs: Callable[[torch.Generator, Sizes, int, int], Results]
+    kernels: Callable[[Results, Sizes], Results]
+    reference: Callable[[Results, Sizes], Results]
+    has_gradients: bool = False
+    fits: Callable[[int, int, torch.dtype], bool] = lambda width, value_width, dtype: True
+
+
+# Blocks of more tokens than a program reads at a time; and as little as an interpreter can bear.
+SMALL = Sizes(grid=(7, 62), blocks=(2, 3), length=300, block_size=80)
+TINY = Sizes(grid=(3, 5), blocks=(2, 2), length=11, block_size=4)
+
+
+def kernel_errors(
+    family: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int | None = None,
+    *,
+    backward: bool,
+    sizes: Sizes | None = None,
+) -> dict[str, float]:
+    """Largest relative errors of a family of kernels on a small input.
+
+    Args:
+        family: One of [`FAMILIES`].
+        device: The GPU; the CPU where Triton interprets kernels.
+        dtype: Type of the tokens.
+        width: K.
+        value_width: V; K if not given.
+        backward: Whether to compute gradients too.
+        sizes: Sizes of the tokens; `SMALL` if not given, or `TINY` where Triton interprets.
+
+    Returns:
+        ‖x - reference‖ / ‖reference‖ for the output, the tensors of a new state and the gradients, by name. Empty
+        where the family has no gradients and these are asked for, or no kernels for these widths.
+    """
+    case = FAMILIES[family]
+    value_width = value_width or width
+    if (backward and not case.has_gradients) or not case.fits(width, value_width, dtype):
+        return {}
+    sizes = sizes or (TINY if device.type == "cpu" else SMALL)
+    inputs = case.inputs(torch.Generator().manual_seed(0), sizes, width, value_width)
+    rounded = {name: _rounded(name, tensor, dtype) for name, tensor in inputs.items()}
+    expected = _results(case.reference, {name: x.double() for name, x in rounded.items()}, sizes, backward)
+    actual = _results(case.kernels, {name: x.to(device) for name, x in rounded.items()}, sizes, backward)
+    return _errors(actual, expected)
+
+
+def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Those are float32 beside tokens of any type.
+    return tensor.float() if name in ("mixing", "cosine", "sine") else tensor.to(dtype)
+
+
+def _results(compute: Callable[..., Results], inputs: Results, sizes: Sizes, backward: bool) -> Results:
+    if not backward:
+        with torch.no_grad():
+            return compute(inputs, sizes)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items() if name not in ("cosine", "sine")}
+    output = compute({**inputs, **leaves}, sizes)["output"]
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, list(leaves.values()), direction.to(output.device, output.dtype))
+    named = {f"gradient of {name}": gradient for name, gradient in zip(leaves, gradients)}
+    return {"output": output.detach(), **named}
+
+
+def _errors(actual: Results, expected: Results) -> dict[str, float]:
+    # Gradients may cancel to next to nothing, beside terms of the size of the others.
+    floor = 1e-3 * max(reference.norm().item() for reference in expected.values())
+    return {
+        name: (actual[name].cpu().double() - reference).norm().item() / max(reference.norm().item(), floor)
+        for name, reference in expected.items()
+    }
+
+
+def _draw(generator: torch.Generator, *shape: int, positive: bool = False) -> torch.Tensor:
+    if positive:
+        return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") + 0.05
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _tokens(generator: torch.Generator, batch: int, length: int, width: int, value_width: int) -> Results:
+    """Features, and a pair of their own for the normaliser, which has to stay positive."""
+    return {
+        "query": _draw(generator, batch, length, HEADS, width),
+        "key": _draw(generator, batch, length, KEY_HEADS, width),
+        "value": _draw(generator, batch, length, KEY_HEADS, value_width),
+        "normalizer_query": _draw(generator, batch, length, HEADS, width, positive=True),
+        "normalizer_key": _draw(generator, batch, length, KEY_HEADS, width, positive=True),
+    }
+
+
+def _operands(inputs: Results) -> tuple[Operands, torch.Tensor]:
+    tokens = {name: tensor for name, tensor in inputs.items() if name != "mixing"}
+    return Operands(**tokens), inputs["mixing"]
+
+
+def _layout(sizes: Sizes, causal: bool) -> BlockLayout:
+    if causal:
+        return BlockLayout((sizes.length,), block_size=(sizes.block_size,))
+    return BlockLayout(sizes.grid, sizes.blocks)
+
+
+def _attention(causal: bool) -> Case:
+    def inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+        layout = _layout(sizes, causal)
+        mixing = _draw(generator, HEADS, layout.num_blocks, layout.num_blocks, positive=True)
+        tokens = _tokens(generator, 1, layout.num_tokens, width, value_width)
+        return {**tokens, "mixing": mixing.tril() if causal else mixing}
+
+    def on(backend: str) -> Callable[[Results, Sizes], Results]:
+        def compute(inputs: Results, sizes: Sizes) -> Results:
+            operands, mixing = _operands(inputs)
+            mixing = mixing.tril() if causal else mixing
+            return {"output": attend_on(backend, operands, mixing, _layout(sizes, causal), causal=causal)}
+
+        return compute
+
+    return Case(inputs, on("triton"), on("torch"), has_gradients=True)
+
+
+STATE = ("summaries", "current", "prefix", "upcoming")
+
+
+def _recurrent_inputs(length: Callable[[Sizes], int]) -> Callable[..., Results]:
+    def inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+        past = 2 * sizes.block_size
+        tokens = _tokens(generator, 2, past + length(sizes), width, value_width)
+        count = math.ceil((past + length(sizes)) / sizes.block_size)
+        return {**tokens, "mixing": _draw(generator, count, count, positive=True).tril()}
+
+    return inputs
+
+
+def _past_state(inputs: Results, sizes: Sizes) -> tuple[MHLAState, Results]:
+    """The state after the first tokens, computed by plain torch in float64 on the CPU, and the tokens after them.
+
+    One entry of the batch starts a block with its next token, the other one is in the middle of one.
+    """
+    past = 2 * sizes.block_size
+    mixing = inputs["mixing"]
+    tokens = {name: tensor for name, tensor in inputs.items() if name != "mixing"}
+    before = {name: tensor[:, :past].cpu().double() for name, tensor in tokens.items()}
+    key, value = before["key"], before["value"]
+    state = empty_state(
+        2, KEY_HEADS, key.shape[3], value.shape[3], sizes.block_size, num_blocks=mixing.shape[-1],
+        dtype=torch.float64, device="cpu",
+    )  # fmt: skip
+    valid = torch.ones(2, past, dtype=torch.bool, device="cpu")
+    valid[1, : sizes.block_size // 2 + 1] = False
+    _, state = extend(Operands(**before), mixing.cpu().double(), state, valid, "torch")
+    return state, {name: tensor[:, past:] for name, tensor in tokens.items()}
+
+
+def _recurrent(one_by_one: bool, backend: str) -> Callable[[Results, Sizes], Results]:
+    def compute(inputs: Results, sizes: Sizes) -> Results:
+        state, tokens = _past_state(inputs, sizes)
+        device, dtype = inputs["query"].device, torch.float64 if backend == "torch" else torch.float32
+        held = {name: getattr(state, name).to(device, dtype) for name in STATE}
+        state = dataclasses.replace(state, **held, position=state.position.to(device))
+        outputs = []
+        for part in zip(*[x.split(1 if one_by_one else x.shape[1], dim=1) for x in tokens.values()]):
+            operands = Operands(**dict(zip(tokens, part)))
+            move = step if one_by_one else extend
+            output, state = move(operands, inputs["mixing"], state, None, backend)
+            outputs.append(output)
+        tensors = {f"state.{name}": getattr(state, name) for name in STATE}
+        tensors["state.position"] = state.position.double()
+        return {"output": torch.cat(outputs, dim=1), **tensors}
+
+    return compute
+
+
+# The fused kernels: norms of queries and keys, feature map, rotary embedding, output norm and gate.
+
+
+def _fused_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+    layout = _layout(sizes, causal=False)
+    length, angles = layout.num_tokens, _draw(generator, layout.num_tokens, width // 2)
+    tokens = _tokens(generator, 1, length, width, value_width)
+    return {
+        **{name: tokens[name] for name in ("query", "key", "value")},
+        "mixing": _draw(generator, layout.num_blocks, layout.num_blocks, positive=True),
+        "cosine": angles.cos(),
+        "sine": angles.sin(),
+        "query_norm": _draw(generator, HEADS * width, positive=True),
+        "key_norm": _draw(generator, KEY_HEADS * width, positive=True),
+        "output_norm": _draw(generator, value_width, positive=True),
+        "gate": _draw(generator, 1, length, HEADS, value_width),
+    }
+
+
+def _by_fused_kernels(inputs: Results, sizes: Sizes) -> Results:
+    # Imported here alone: Triton need not be installed.
+    from .triton import fused_mhla_attention
+
+    output = fused_mhla_attention(
+        inputs["query"], inputs["key"], inputs["value"], inputs["mixing"], _layout(sizes, causal=False),
+        feature_map="relu", feature_map_eps=1e-3, normalizer="query", eps=1e-6, scaling=0.5,
+        rotary=(inputs["cosine"], inputs["sine"]), gate=inputs["gate"],
+        **{name: (inputs[name], NORM_EPS) for name in ("query_norm", "key_norm", "output_norm")},
+    )  # fmt: skip
+    return {"output": output}
+
+
+def _like_fused_kernels(inputs: Results, sizes: Sizes) -> Results:
+    features: Results = {}
+    for name in ("query", "key"):
+        tokens = inputs[name]
+        weight = inputs[f"{name}_norm"]
+        tokens = F.rms_norm(tokens.flatten(2), weight.shape, weight, NORM_EPS).view(tokens.shape) * 0.5
+        features[f"normalizer_{name}"] = FEATURE_MAPS["relu"].forward(tokens) + 1e-3
+        features[name] = _rotated(features[f"normalizer_{name}"], inputs["cosine"], inputs["sine"])
+    operands = Operands(**features, value=inputs["value"])
+    output = attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))
+    output = F.rms_norm(output, output.shape[-1:], inputs["output_norm"], NORM_EPS)
+    return {"output": output * F.silu(inputs["gate"])}
+
+
+def _rotated(tokens: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = cosine[:, None], sine[:, None]
+    return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1).flatten(-2)
+
+
+def _fits_fused(width: int, value_width: int, dtype: torch.dtype) -> bool:
+    from .triton import fits_fused_kernels
+
+    return fits_fused_kernels(width, value_width, True, dtype)
+
+
+FAMILIES: dict[str, Case] = {
+    "block": _attention(causal=False),
+    "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True, fits=_fits_fused),
+    "causal": _attention(causal=True),
+    "prompt": Case(
+        _recurrent_inputs(lambda sizes: sizes.length), _recurrent(False, "triton"), _recurrent(False, "torch")
+    ),
+    "decode": Case(_recurrent_inputs(lambda sizes: 2), _recurrent(True, "triton"), _recurrent(True, "torch")),
+}
+"""Families of kernels by name."""
