@@ -39,6 +39,7 @@ COLORS = {"mhla": "#1f77b4", "window": "#2ca02c", "linear": "#d95f02"}
 _RELU = {"mhla.feature_map": "relu", "mhla.rope": "after_feature_map"}
 _SHARED = {"mhla.mixing_heads": "shared"}
 _BLOCK = {"mhla.window": "block"}
+_BARE = {"mhla.lepe_kernel": None}
 OPTIONS: dict[str, tuple[bool, dict[str, Any]]] = {
     "relu": (False, _RELU),
     "relu_window": (True, _RELU),
@@ -46,7 +47,11 @@ OPTIONS: dict[str, tuple[bool, dict[str, Any]]] = {
     "relu_shared": (False, _RELU | _SHARED),
     "relu_shared_window": (True, _RELU | _SHARED),
     "relu_shared_block": (True, _RELU | _SHARED | _BLOCK),
+    "relu_shared_bare": (False, _RELU | _SHARED | _BARE),
+    "relu_bare": (False, _RELU | _BARE),
+    "mhla_bare": (False, _BARE),
     "mhla_block": (True, _BLOCK),
+    "mhla_shared_bare": (False, _SHARED | _BARE),
     "mhla_shared": (False, _SHARED),
     "mhla_shared_window": (True, _SHARED),
     "mhla_shared_block": (True, _SHARED | _BLOCK),

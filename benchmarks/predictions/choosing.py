@@ -70,12 +70,13 @@ PARTS: dict[str, TorchPart] = {
         compiled=_BEFORE_COMPILED + 6 + 4 + 4,
         products=_window_products(189),
     ),
-    # Scaled queries; q, k and v by place, padded; keys and values of the 8 blocks around; two products for the scores,
-    # joined, masked, softmax in float32 and back; two products with the values and their sum; back in order.
+    # Padded and by place: scaled queries, keys and values, and keys and values of the 8 blocks around, 40; two
+    # products each for the scores and with the values, 27; scores joined, masked, to float32 and back, 31; the rest
+    # is copies of transposed tensors and sums.
     "cross": TorchPart(
         title='window `"cross"` (1, 3, 3)',
-        eager=_BEFORE + 2 + 12 + 36 + 20 + 10 * _SCORES + 3 * _SCORES + 20 + 3 + 2 + _GAINS,
-        compiled=_BEFORE_COMPILED + 6 + 18 + 11 + _SCORES + 3 * _SCORES + 11 + _SCORES + 5,
+        eager=_BEFORE + 117 + _GAINS,
+        compiled=_BEFORE_COMPILED + 6 + 18 + 27 + 3 * _SCORES + 5,
         products=_window_products(21 * 9 + 8 * 9),
     ),
 }
@@ -91,6 +92,7 @@ class Choice:
         hedgehog: Whether the feature map is learned, with RoPE before it; otherwise ReLU, with RoPE after it.
         per_head: Whether every head has mixing weights of its own.
         window: A key of [`PARTS`], or None.
+        lepe: Whether there is a convolution of the values.
         blocks: Blocks along each axis in place of the shape's.
         measured: Variant of `benchmarks/recovery.py` that has these options, by model.
     """
@@ -99,6 +101,7 @@ class Choice:
     hedgehog: bool
     per_head: bool
     window: str | None = None
+    lepe: bool = True
     blocks: tuple[int, ...] | None = None
     measured: Mapping[str, str]
 
@@ -114,7 +117,7 @@ class Choice:
 
     def parts(self) -> list[TorchPart]:
         """What torch computes of a layer."""
-        return [PARTS[name] for name in ("lepe", self.window) if name is not None]
+        return [PARTS[name] for name in ("lepe" if self.lepe else None, self.window) if name is not None]
 
     def kernel_seconds(self, cached: bool) -> float:
         """Least time of the kernels."""
@@ -137,21 +140,25 @@ def _kernels(problem: Problem) -> list[Stage]:
 
 
 def _choices() -> list[Choice]:
-    windows = {None: "", "block": ", block window", "cross": ", cross window"}
-    names = {None: "", "block": "_block", "cross": "_window"}
     found = []
-    for window, ending in windows.items():
+    for ending, suffix, window, lepe in (
+        (", no LePE", "_bare", None, False),
+        ("", "", None, True),
+        (", block window", "_block", "block", True),
+        (", cross window", "_window", "cross", True),
+    ):
         for hedgehog in (False, True):
             for per_head in (False, True):
                 title = f"{'hedgehog' if hedgehog else 'ReLU'}, {'per head' if per_head else 'shared'}{ending}"
-                variant = ("mhla" if hedgehog else "relu") + ("" if per_head else "_shared") + names[window]
-                default = hedgehog and per_head
+                variant = ("mhla" if hedgehog else "relu") + ("" if per_head else "_shared") + suffix
                 measured = {"digits": {"mhla_window": "window"}.get(variant, variant)}
-                if default and window != "block":
-                    # Of a text, the window is that of adjacent blocks.
+                if hedgehog and per_head and suffix in ("_bare", "_window"):
+                    # Of texts, which have no LePE, the window is that of adjacent blocks.
                     measured["minilm"] = "mhla" if window is None else "window"
                 found.append(
-                    Choice(title=title, hedgehog=hedgehog, per_head=per_head, window=window, measured=measured)
+                    Choice(
+                        title=title, hedgehog=hedgehog, per_head=per_head, window=window, lepe=lepe, measured=measured
+                    )
                 )
     linear = {"digits": "linear", "minilm": "linear"}
     one_block = Choice(
@@ -161,7 +168,7 @@ def _choices() -> list[Choice]:
 
 
 CHOICES: list[Choice] = _choices()
-"""Every combination of feature map, mixing weights and window; and linear attention."""
+"""Every combination of feature map, mixing weights, LePE and window, plain ReLU first; and linear attention."""
 
 
 def parts_table() -> str:

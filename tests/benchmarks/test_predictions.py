@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.predictions.__main__ import PAGES
-from benchmarks.predictions.choosing import CHOICES, choices_table
+from benchmarks.predictions.choosing import CHOICES, PARTS, choices_table
 from benchmarks.predictions.stages import CACHE_RATE, MEMORY_RATE, Problem, Stage, block_backward, block_forward
 from benchmarks.predictions.tables import CASES, SECTIONS, target_table, with_tables
 from benchmarks.recovery import OPTIONS, TITLES
 from mhla_hf.benchmarks.shapes import SHAPES
+from mhla_hf.layers.fused import PairwiseRotary
+from mhla_hf.layers.lepe import convolved_values, depthwise_convolution
+from mhla_hf.layers.window import grid_window_attention
 
 
 TOKENS = 31500 * 12 * 128 * 2
@@ -77,6 +83,7 @@ def test_choices_are_variants_of_the_recoveries():
         assert (changes.get("mhla.window") == "block") == (choice.window == "block")
         assert (changes.get("mhla.mixing_heads") == "shared") != choice.per_head
         assert (changes.get("mhla.feature_map") == "relu") != choice.hedgehog
+        assert ("mhla.lepe_kernel" in changes) != choice.lepe
 
 
 def test_models_are_slower_with_more_beside_mhla():
@@ -87,6 +94,44 @@ def test_models_are_slower_with_more_beside_mhla():
     assert plain.speedup(True, softmax_layers=30) == pytest.approx(1)
     missing = choices_table({"digits": {"relu_shared": {"converted": 9.0, "match": 7.25}}})
     assert "| +7.2 % | – |" in missing and missing.count("–") > 20
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write, but for views."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and "view" not in str(function):
+            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return result
+
+
+def test_what_torch_computes_is_counted():
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    query, key, value = (torch.empty(1, 31500, 12, 128, **options) for _ in range(3))
+    rotary = PairwiseRotary(*(torch.empty(1, 31500, 1, 64, device="meta") for _ in range(2)))
+    convolution = depthwise_convolution(3, 1536, 3).to(**options)
+    layout = SHAPES["wan"].layout()
+    gain = torch.empty(2, 12, 1, **options)
+
+    def lepe():
+        return value + convolved_values(convolution, value, layout, 12, None)
+
+    def cross():
+        window = grid_window_attention(rotary(query), rotary(key), value, "cross", (1, 3, 3), (21, 30, 50))
+        return gain[0] * query + gain[1] * window
+
+    for name, part in (("lepe", lepe), ("cross", cross)):
+        with torch.no_grad(), Traffic() as traffic:
+            part()
+        # Norms of queries and keys are one operation each on a GPU and several here.
+        norms = 4 if name == "cross" else 0
+        assert traffic.bytes / TOKENS + norms == pytest.approx(PARTS[name].eager, rel=0.02)
 
 
 def test_measured_times_enter_the_table():
