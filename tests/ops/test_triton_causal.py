@@ -225,7 +225,6 @@ def test_operator_is_what_torch_expects(device):
         layout.token_table(torch.device(device)),
         None,
         True,
-        False,
         1e-6,
     )
     torch.library.opcheck(torch.ops.mhla_hf.causal_attention, arguments)
@@ -254,10 +253,30 @@ def test_compiles_in_one_graph_and_survives_checkpointing(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_recording_gradients_changes_no_bit_and_keeps_no_summaries(device):
+    layout = chunks(24, 8)
+    inputs = cast(few(make_inputs(layout, rotated=False)), device, torch.bfloat16)
+    kept = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = mhla_attention(**inputs, layout=layout, causal=True, backend="triton")
+    with torch.no_grad():
+        assert torch.equal(output, mhla_attention(**inputs, layout=layout, causal=True, backend="triton"))
+    # Tokens, the output, their denominators, mixing weights and tables.
+    tokens = sum(inputs[name].numel() for name in TOKENS[:3])
+    others = output.numel() + 24 + 24 + 9 + 24 + layout.num_blocks
+    assert sum(tensor.numel() for tensor in kept) <= tokens + others
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_counts_floating_point_operations(device):
     """Summaries and prefix 2 · 2 B T H K V, the mixing of a triangle B M² H K V, scores and sums B T H N (K + V).
 
-    The backward pass is twice that, and the scores and their gradients once more.
+    The backward pass is twice that, and summaries, their mixing, and the scores and their gradients once more.
     """
     layout = chunks(8, 4)
     inputs = cast(few(make_inputs(layout, rotated=False, key_width=8, value_width=16), heads=2), device)
@@ -265,9 +284,9 @@ def test_counts_floating_point_operations(device):
         output = mhla_attention(**inputs, layout=layout, normalizer="none", causal=True, backend="triton")
         forward = counter.get_total_flops()
         output.sum().backward()
-    own = 8 * 2 * 4 * (8 + 16)
-    assert forward == 4 * 8 * 2 * 8 * 16 + 2**2 * 2 * 8 * 16 + own
-    assert counter.get_total_flops() == 3 * forward + own
+    own, summaries, mixed = 8 * 2 * 4 * (8 + 16), 2 * 8 * 2 * 8 * 16, 2**2 * 2 * 8 * 16
+    assert forward == 2 * summaries + mixed + own
+    assert counter.get_total_flops() == 3 * forward + summaries + mixed + own
 
 
 @pytest.mark.parametrize("device", DEVICES)

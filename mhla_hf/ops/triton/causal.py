@@ -30,8 +30,9 @@ from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..causal import causal_mhla_attention
 from ..normalizers import NORMALIZERS
-from ..numerics import Operands, records_gradients
-from .causal_gradient import causal_attention_backward, causal_flops
+from ..numerics import Operands
+from .causal_gradient import causal_attention_backward, causal_flops, mixed_prefix
+from .chunks import chunk_options, diagonal_strides, is_per_head, matrix_product, score_product, tile_of_program
 from .device_functions import (
     COUNTS,
     denominators,
@@ -41,15 +42,11 @@ from .device_functions import (
     head_rows,
     load_matrix,
     load_rows,
-    product,
-    raw_product,
     slot_tokens,
     store_rows,
-    tile_of_program,
     token_product,
 )
-from .launching import as_rows, chunk_options, multiplies_exactly, padded, summary_dtype, token_tensor
-from .mixing import diagonal_arguments, mix_blocks
+from .launching import Stage, as_rows, ceil_divide, launch, padded, prepare, summary_dtype, token_tensor
 from .outer import outer
 
 
@@ -70,8 +67,8 @@ def triton_causal_mhla_attention(
 ) -> Tensor:
     """Causal MHLA by Triton kernels; arguments as in [`mhla_hf.ops.causal.causal_mhla_attention`].
 
-    Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
-    Normalisers without a kernel run in plain torch, which is logged once.
+    Summaries are bfloat16 for bfloat16 tokens, otherwise float32; the backward pass computes them anew, in float32.
+    Sums always run in float32. Normalisers without a kernel run in plain torch, which is logged once.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
@@ -87,7 +84,6 @@ def triton_causal_mhla_attention(
     pair: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if entry.divides:
         pair = Operands(query, key, value, normalizer_query, normalizer_key).pair
-    half = not records_gradients(query, key, value, mixing, *pair)
     starts = layout.first_blocks() if isinstance(layout, SequenceLayout) else None
     table = layout.token_table(query.device)
     if table.shape[-2] == 1:
@@ -96,7 +92,7 @@ def triton_causal_mhla_attention(
     with torch.autocast(query.device.type, enabled=False):
         output, *_ = causal_attention(
             query.to(value.dtype), key.to(value.dtype), value, *pair, mixing.float(), table,
-            starts, entry.divides, half, eps,
+            starts, entry.divides, eps,
         )  # fmt: skip
     return output
 
@@ -117,23 +113,24 @@ def limit_kernel(
     `first_bad` and `limit` are int32 `[B, HEADS, M]`, `slots` where no slot is bad. `starts` is the first chunk of
     each chunk's document, int32 `[B, M]`, or None for one document.
     """
-    last_tile = tl.program_id(1)
-    row = last_tile * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.program_id(1)
+    row = tile * BLOCK + tl.arange(0, BLOCK)
     batch = tl.program_id(0).to(tl.int64) // HEADS
     line = tl.program_id(0).to(tl.int64) * num_blocks
     inside = row < num_blocks
-    own = tl.load(first_bad + line + row, mask=inside, other=0)
+    own = tl.load(first_bad + line + row, mask=inside, other=slots)
+    start = tl.zeros((BLOCK,), tl.int32)
     if starts is not None:
         start = tl.load(starts + batch * starts_stride_batch + row, mask=inside, other=0)
-    else:
-        start = tl.zeros((BLOCK,), tl.int32)
-    spoilt = tl.zeros((BLOCK,), tl.int32)
-    for tile in range(last_tile + 1):
-        other = tile * BLOCK + tl.arange(0, BLOCK)
-        bad = tl.load(first_bad + line + other, mask=other < num_blocks, other=slots) < slots
-        earlier = (other[None, :] >= start[:, None]) & (other[None, :] < row[:, None])
-        spoilt = tl.maximum(spoilt, tl.max((earlier & bad[None, :]).to(tl.int32), axis=1))
-    tl.store(limit + line + row, tl.where(spoilt > 0, 0, own), mask=inside)
+    # The last bad chunk before this tile, then before each of its chunks.
+    last = tl.full((BLOCK,), -1, tl.int32)
+    for earlier_tile in range(tile):
+        earlier = earlier_tile * BLOCK + tl.arange(0, BLOCK)
+        last = tl.maximum(last, tl.where(tl.load(first_bad + line + earlier) < slots, earlier, -1))
+    bad = tl.where(own < slots, row, -1)
+    last_of_tile = tl.max(tl.where(row[None, :] < row[:, None], bad[None, :], -1), axis=1)
+    spoilt = tl.maximum(last_of_tile, tl.max(last, axis=0)) >= start
+    tl.store(limit + line + row, tl.where(spoilt, 0, own), mask=inside)
 
 
 def limits(first_bad: Tensor, starts: Tensor | None, slots: int) -> Tensor:
@@ -146,27 +143,21 @@ def limits(first_bad: Tensor, starts: Tensor | None, slots: int) -> Tensor:
     """
     batch, heads, blocks = first_bad.shape
     limit = torch.empty_like(first_bad)
-    tile = min(64, padded(blocks))
-    with torch.cuda.device_of(first_bad):
-        limit_kernel[(batch * heads, triton.cdiv(blocks, tile))](
-            first_bad,
-            starts,
-            limit,
-            blocks,
-            slots,
-            0 if starts is None else starts.stride(0),
-            HEADS=heads,
-            BLOCK=tile,
-        )
+    tile = min(32, padded(blocks))
+    launch(
+        limit_kernel, (batch * heads, ceil_divide(blocks, tile), 1), first_bad, starts, limit,
+        num_blocks=blocks, slots=slots, starts_stride_batch=0 if starts is None else starts.stride(0),
+        HEADS=heads, BLOCK=tile, num_warps=1,
+    )  # fmt: skip
     return limit
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def causal_attend_kernel(
-    query, key, value, plain_query, plain_key, prefix, prefix_sum, limit, mixing,
+    query, key, value, plain_query, plain_key, prefix, prefix_sum, limit, mixing, table, output, denominator,
+    first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    table, output, denominator,
-    factor, eps, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
+    factor, eps, num_tokens, num_blocks, table_stride_batch, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     PLAIN: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_PLAIN: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
@@ -177,10 +168,10 @@ def causal_attend_kernel(
     d_t is written to `denominator`, from `plain_query` and `plain_key` if they are given; without it, nothing is
     divided. Rows from the chunk's `limit` on become NaN.
     """
-    batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
+    batch, head, line, block, row_tile, column_tile = tile_of_program(
+        num_blocks, slots, first_line, lines, HEADS, REPEATS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
     )
-    key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
+    key_head = head // REPEATS
     column, plain_column = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_PLAIN)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -191,28 +182,29 @@ def causal_attend_kernel(
     plain_rows = rows
     if plain_query is not None:
         plain_rows = load_rows(head_rows(plain_query, batch, head), tokens, present, plain_column, PLAIN)
-    result = tl.zeros((BLOCK_TOKENS, BLOCK_VALUE), tl.float32)
+    weight = tl.load(mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal)
+    matrix = line // PREFIX_REPEATS * num_blocks + block
+    matrix_rows = load_matrix(prefix + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
+    result = matrix_product(rows, matrix_rows, PRECISION) * factor
     divisor = tl.zeros((BLOCK_TOKENS,), tl.float32)
+    if prefix_sum is not None:
+        sums = tl.load(prefix_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
+        divisor += denominators(plain_rows, sums, eps)
     for tile in range(row_tile + 1):
         other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
         seen = other_slot[None, :] <= slot[:, None]
         keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
         values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
-        scores = tl.where(seen, token_product(rows, tl.trans(keys), PRECISION), 0.0)
-        result += product(scores, values, PRECISION)
+        scores = tl.where(seen, token_product(rows, tl.trans(keys), PRECISION) * weight, 0.0)
+        result += score_product(scores, values, PRECISION)
         if plain_query is not None:
             plain_keys = load_rows(head_rows(plain_key, batch, key_head), others, there, plain_column, PLAIN)
-            scores = tl.where(seen, token_product(plain_rows, tl.trans(finite_or_zero(plain_keys)), PRECISION), 0.0)
+            plain_keys = finite_or_zero(plain_keys)
+            scores = tl.where(seen, token_product(plain_rows, tl.trans(plain_keys), PRECISION) * weight, 0.0)
         if prefix_sum is not None:
             divisor += tl.sum(scores, axis=1)
-    weight = tl.load(mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal)
-    matrix = (batch * (HEADS // PREFIX_REPEATS) + prefix_head) * num_blocks + block
-    matrix_rows = load_matrix(prefix + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
-    result = result * weight + raw_product(rows, matrix_rows, PRECISION) * factor
     if prefix_sum is not None:
-        sums = tl.load(prefix_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
-        divisor = divisor * weight + denominators(plain_rows, sums, eps)
         result = divide(result, divisor, present)
         if column_tile == 0:
             tl.store(denominator + (batch * num_tokens + tokens) * HEADS + head, divisor, mask=present)
@@ -233,11 +225,13 @@ def causal_attend(
     mixing: Tensor,
     limit: Tensor,
     table: Tensor,
+    output: Tensor,
+    denominator: Tensor,
     *,
     factor: float,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Outputs from the mixed prefix and the own chunk.
+) -> Stage:
+    """The stage that computes outputs from the mixed prefix and the own chunk.
 
     Args:
         query: As in [`causal_attention`], like `key`, `value`, the normaliser's pair, `mixing`, `table` and `eps`.
@@ -245,49 +239,31 @@ def causal_attend(
         value: `[B, T, G, V]`.
         plain_query: `[B, T, H, P]`, or None.
         plain_key: `[B, T, G, P]`, or None.
-        prefix: Σ_{b<i} m_ib S_b / factor, `[B, S, M, K, V]`, dense.
-        prefix_sum: Σ_{b<i} m_ib z_b, float32 `[B, S, M, P]`, dense; without it nothing is divided.
+        prefix: Σ_{b<i} m_ib S_b / factor of a group of L lines, `[L, M, K, V]`, or of L · H / G where each query head
+            has weights of its own; dense.
+        prefix_sum: Σ_{b<i} m_ib z_b, float32 `[L, M, P]`, dense; without it nothing is divided.
         mixing: The weights, of which the diagonal is read.
         limit: See [`limits`].
         table: Token of each slot.
+        output: To be written, `[B, T, H, V]`, dense.
+        denominator: To be written where something is divided, float32 `[B, T, H]`, dense: denominators with eps.
         factor: Factor of the products with the prefix.
         eps: Added to the denominator.
 
     Returns:
-        `[B, T, H, V]`, zero for padding, and the denominators with eps, float32 `[B, T, H]` (empty where nothing is
-        divided).
+        The stage, whose lines are those of key heads.
     """
-    batch, _, heads, width = query.shape
+    heads, groups, width = query.shape[2], key.shape[2], query.shape[3]
     columns, plain_width = value.shape[-1], width if plain_key is None else plain_key.shape[-1]
     value_tile, tiles, options = chunk_options(query, prefix, table, max(width, plain_width), columns)
-    output = token_tensor(query, table, columns)
-    denominator = query.new_empty(query.shape[:3] if prefix_sum is not None else (0,), dtype=torch.float32)
-    with torch.cuda.device_of(query):
-        causal_attend_kernel[(batch * heads * table.shape[-2] * tiles,)](
-            as_rows(query),
-            as_rows(key),
-            as_rows(value),
-            as_rows(plain_query),
-            as_rows(plain_key),
-            prefix,
-            prefix_sum,
-            limit,
-            **diagonal_arguments(mixing),
-            output=output,
-            denominator=denominator,
-            factor=factor,
-            eps=eps,
-            REPEATS=heads // key.shape[2],
-            PREFIX_REPEATS=heads // prefix.shape[1],
-            WIDTH=width,
-            VALUE=columns,
-            PLAIN=plain_width,
-            BLOCK_WIDTH=padded(width),
-            BLOCK_VALUE=value_tile,
-            BLOCK_PLAIN=padded(plain_width),
-            **options,
-        )
-    return output, denominator
+    run = prepare(
+        causal_attend_kernel, as_rows(query), as_rows(key), as_rows(value), as_rows(plain_query), as_rows(plain_key),
+        prefix, prefix_sum, limit, mixing, table, output, denominator,
+        **diagonal_strides(mixing), factor=factor, eps=eps, REPEATS=heads // groups,
+        PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
+        BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width), **options,
+    )  # fmt: skip
+    return Stage(run, heads // groups * table.shape[-2] * tiles)
 
 
 @torch.library.custom_op("mhla_hf::causal_attention", mutates_args=())
@@ -301,10 +277,9 @@ def causal_attention(
     table: Tensor,
     starts: Tensor | None,
     divides: bool,
-    half: bool,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Causal MHLA in chunks, and what its backward pass needs.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal MHLA in chunks.
 
     Args:
         query: `[B, T, H, K]`.
@@ -316,21 +291,17 @@ def causal_attention(
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`, T where a slot is empty.
         starts: The first chunk of each chunk's document, int32 `[B, M]`; `None` for one document a row.
         divides: Whether to divide by the normaliser.
-        half: See [`summary_dtype`].
         eps: Added to the denominator.
 
     Returns:
-        `[B, T, H, V]`; denominators, float32 `[B, T, H]`; S / N `[B, G, M, K, V]` and its mixed prefix
-        `[B, S, M, K, V]` in [`summary_dtype`]; z and its mixed prefix, float32 `[B, G or S, M, P]`; the slot of each
-        chunk from which on outputs are NaN, int32 `[B, G, M]`. Denominators and sums are empty unless `divides`.
+        `[B, T, H, V]`; and for the backward pass denominators, float32 `[B, T, H]` (empty unless `divides`), and the
+        slot of each chunk from which on outputs are NaN, int32 `[B, G, M]`.
     """
-    output, denominator, summary, prefix, key_sum, prefix_sum, _, limit = causal_stages(
+    output, denominator, _, _, _, limit, _ = causal_stages(
         query, key, value, plain_query, plain_key, mixing, table,
-        starts=starts, divides=divides, total=divides, half=half, eps=eps,
+        starts=starts, divides=divides, total=divides, half=True, eps=eps,
     )  # fmt: skip
-    if prefix_sum is None:
-        prefix_sum = key_sum.new_empty(0)
-    return output, denominator, summary, prefix, key_sum, prefix_sum, limit
+    return output, denominator, limit
 
 
 def causal_stages(
@@ -348,57 +319,45 @@ def causal_stages(
     half: bool,
     eps: float,
     past: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """The stages of [`causal_attention`], one launch each; prompts that go on from a state take them too.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The stages of [`causal_attention`]; prompts that go on from a state take them too.
 
     Args beyond those of [`causal_attention`]:
         total: Whether z is wanted; it has to be where `divides`.
+        half: See [`summary_dtype`].
         past: What earlier tokens add to the prefix, float32 `[B, S, M, K, V + 1]` with z in the last column.
 
     Returns:
-        As [`causal_attention`], with the first bad slot of each chunk, int32 `[B, G, M]`, before the last tensor, and
-        None for the prefix of z unless `divides`.
+        Outputs and denominators; S / N `[B, G, M, K, V]` in [`summary_dtype`], z `[B, G, M, P]` in float32 (empty
+        unless `total`), the first bad slot of each chunk and the slot from which on outputs are NaN, int32
+        `[B, G, M]`; and the mixed prefix `[B, S, M, K, V]`.
     """
     slots = table.shape[-1]
-    exact = multiplies_exactly(value.dtype)
     summary, key_sum, first_bad = outer(
         key, value, table, key.shape[2],
         factor=1 / slots, dtype=summary_dtype(key.dtype, half), total=total, plain=plain_key, finite=True,
     )  # fmt: skip
     limit = limits(first_bad, starts, slots)
-    groups = _prefix_heads(query, key, mixing)
-    prefix = mix_blocks(mixing, summary, groups, True, exact)
-    prefix_sum = mix_blocks(mixing, key_sum.unsqueeze(-1), groups, True, True).squeeze(-1) if divides else None
+    prefix, prefix_sum = mixed_prefix(mixing, summary, key_sum if divides else None, query.shape[2], query.dtype)
     if past is not None:
         prefix = (past[..., :-1] / slots + prefix).to(prefix.dtype).contiguous()
         prefix_sum = None if prefix_sum is None else prefix_sum + past[..., -1]
-    output, denominator = causal_attend(
-        query, key, value, plain_query, plain_key, prefix, prefix_sum, mixing, limit, table,
+    output = token_tensor(query, table, value.shape[-1])
+    denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
+    stage = causal_attend(
+        query, key, value, plain_query, plain_key, prefix, prefix_sum, mixing, limit, table, output, denominator,
         factor=float(slots), eps=eps,
     )  # fmt: skip
-    return output, denominator, summary, prefix, key_sum, prefix_sum, first_bad, limit
-
-
-def _prefix_heads(query, key, mixing) -> int:
-    per_head = mixing.dim() > 2 and mixing.shape[-3] != 1
-    return query.shape[2] if per_head else key.shape[2]
+    stage(0, key.shape[0] * key.shape[2])
+    return output, denominator, summary, key_sum, first_bad, limit, prefix
 
 
 @causal_attention.register_fake
-def _(query, key, value, plain_query, plain_key, mixing, table, starts, divides, half, eps):
-    batch, tokens, heads, width = query.shape
-    blocks, groups, prefix_heads = table.shape[-2], key.shape[2], _prefix_heads(query, key, mixing)
-    plain = width if plain_key is None else plain_key.shape[-1]
-    dtype = summary_dtype(key.dtype, half)
-    nothing = (0,)
+def _(query, key, value, plain_query, plain_key, mixing, table, starts, divides, eps):
     return (
-        query.new_empty(batch, tokens, heads, value.shape[-1]),
-        query.new_empty((batch, tokens, heads) if divides else nothing, dtype=torch.float32),
-        query.new_empty(batch, groups, blocks, width, value.shape[-1], dtype=dtype),
-        query.new_empty(batch, prefix_heads, blocks, width, value.shape[-1], dtype=dtype),
-        query.new_empty((batch, groups, blocks, plain) if divides else nothing, dtype=torch.float32),
-        query.new_empty((batch, prefix_heads, blocks, plain) if divides else nothing, dtype=torch.float32),
-        query.new_empty(batch, groups, blocks, dtype=torch.int32),
+        query.new_empty(*query.shape[:-1], value.shape[-1]),
+        query.new_empty(query.shape[:-1] if divides else (0,), dtype=torch.float32),
+        query.new_empty(key.shape[0], key.shape[2], table.shape[-2], dtype=torch.int32),
     )
 
 
@@ -413,7 +372,7 @@ def _backward(ctx, gradient, *_):
     *gradients, grad_mixing = causal_attention_backward(gradient, *ctx.saved_tensors)
     if not ctx.has_pair:
         gradients[3:] = None, None
-    return *gradients, grad_mixing, None, None, None, None, None
+    return *gradients, grad_mixing, None, None, None, None
 
 
 causal_attention.register_autograd(_backward, setup_context=_context)

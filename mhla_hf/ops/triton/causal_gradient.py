@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .chunks import chunk_options, diagonal_strides, is_per_head, matrix_product, score_product, tile_of_program
 from .device_functions import (
     COUNTS,
     denominator_gradient,
@@ -29,37 +30,34 @@ from .device_functions import (
     head_rows,
     load_matrix,
     load_rows,
-    product,
-    raw_product,
     slot_tokens,
     store_rows,
-    tile_of_program,
     token_product,
 )
-from .launching import as_rows, chunk_options, dense_like, multiplies_exactly, padded, token_tensor
-from .mixing import diagonal_arguments, mix_blocks_backward
+from .launching import Stage, as_rows, ceil_divide, dense_like, multiplies_exactly, padded, prepare, token_tensor
+from .mixing import mix_blocks, mix_blocks_backward
 from .outer import outer
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_gradient_kernel(
-    gradient, output, query, key, value, prefix, prefix_sum, scale, limit, mixing,
+    gradient, output, query, key, value, prefix, prefix_sum, scale, limit, mixing, table, result, weight, share,
+    first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    table, result, weight, share,
-    share_stride_part, factor, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
+    factor, num_tokens, num_blocks, table_stride_batch, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, of their denominators (`weight`, δ), and of m_ii (`share`, to be summed over its parts).
+    """Gradients of queries, of their denominators (`weight`, δ), and of m_ii (`share`, to be summed over tokens).
 
     `scale` is one over the denominators, None where nothing is divided. `prefix_sum` is None, too, where the
     normaliser's pair is not query and key themselves. δ comes from the products made here where one tile holds all
     columns, free of the rounding of the outputs (dense `[B, T, HEADS, VALUE]`), otherwise from those.
     """
-    batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
+    batch, head, line, block, row_tile, column_tile = tile_of_program(
+        num_blocks, slots, first_line, lines, HEADS, REPEATS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
     )
-    key_head, prefix_head = head // REPEATS, head // PREFIX_REPEATS
+    key_head = head // REPEATS
     column = column_tile * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     value_column = tl.arange(0, BLOCK_VALUE)
     stop = tl.load(limit + (batch * (HEADS // REPEATS) + key_head) * num_blocks + block)
@@ -78,13 +76,13 @@ def query_gradient_kernel(
         values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
         keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
         scores = tl.where(seen, token_product(rows, tl.trans(values), PRECISION), 0.0)
-        own += product(scores, keys, PRECISION)
+        own += score_product(scores, keys, PRECISION)
     own_weight = tl.load(
         mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
     )
-    matrix = (batch * (HEADS // PREFIX_REPEATS) + prefix_head) * num_blocks + block
+    matrix = line // PREFIX_REPEATS * num_blocks + block
     columns = load_matrix(prefix + matrix * (WIDTH * VALUE), value_column, column, 1, VALUE, VALUE, WIDTH)
-    total = own * own_weight + raw_product(rows, columns, PRECISION) * factor
+    total = own * own_weight + matrix_product(rows, columns, PRECISION) * factor
     queries = load_rows(head_rows(query, batch, head), tokens, used, column, WIDTH).to(tl.float32)
     if scale is None:
         shares = tl.sum(queries * own, axis=1)
@@ -114,9 +112,11 @@ def query_gradient_kernel(
             total += row_weight[:, None] * (sums[None, :] + own_weight * key_sums)
             shares += row_weight * tl.sum(queries * key_sums, axis=1)
     store_rows(dense_head_rows(result, batch, head, num_tokens, HEADS, WIDTH), tokens, present, column, total, WIDTH)
-    part = row_tile * ((WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH) + column_tile
-    share_start = share + part * share_stride_part + (batch * HEADS + head) * num_blocks
-    tl.store(share_start + block, tl.sum(shares, axis=0))
+    # A share for each row of the tile: Triton 3.6 cannot sum up a vector that comes from products on capability 10.
+    COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH
+    row_tiles = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    part = (((batch * HEADS + head) * num_blocks + block) * COLUMN_TILES + column_tile) * row_tiles + row_tile
+    tl.store(share + part * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS), shares)
 
 
 def query_gradient(
@@ -126,75 +126,58 @@ def query_gradient(
     key: Tensor,
     value: Tensor,
     prefix: Tensor,
+    prefix_sum: Tensor | None,
+    scale: Tensor | None,
     mixing: Tensor,
     limit: Tensor,
     table: Tensor,
+    result: Tensor,
+    weight: Tensor,
     *,
     factor: float,
-    scale: Tensor | None,
-    prefix_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the queries, of the denominators, and of m_ii.
+) -> tuple[Stage, Tensor]:
+    """The stage for gradients of queries, of denominators, and of m_ii.
 
     Args:
         gradient: Of the outputs, `[B, T, H, V]`.
-        output: `[B, T, H, V]`.
-        query: As in [`causal.causal_attend`], like all that follows.
+        output: `[B, T, H, V]`, dense.
+        query: As in [`causal.causal_attend`], like all that is not said here.
         key: `[B, T, G, K]`.
         value: `[B, T, G, V]`.
-        prefix: `[B, S, M, K, V]`.
+        prefix: `[L, M, K, V]` of a group of lines.
+        prefix_sum: Where the normaliser's pair is query and key themselves, `[L, M, K]`.
+        scale: One over the denominators, float32 `[B, T, H]`; `None` where nothing is divided.
         mixing: The weights.
         limit: See [`causal.limits`].
         table: Token of each slot.
+        result: To be written, `[B, T, H, K]`, dense.
+        weight: To be written with `scale`, gradients of the denominators, float32 `[B, T, H]`, dense.
         factor: Factor of the products with the prefix.
-        scale: One over the denominators, float32 `[B, T, H]`; `None` where nothing is divided.
-        prefix_sum: Where the normaliser's pair is query and key themselves, `[B, S, M, K]`.
 
     Returns:
-        `[B, T, H, K]` in the type of `query`, float32 `[B, T, H]` (empty without `scale`), and float32 `[B, H, M]`,
-        but for the part of a normaliser's pair other than query and key.
+        The stage, and what it writes: shares of the gradients of m_ii, float32 `[B, H, M, ...]`, but for the part of a
+        normaliser's pair other than query and key.
     """
     batch, _, heads, width = query.shape
-    blocks, columns = table.shape[-2], value.shape[-1]
+    groups, blocks, columns = key.shape[2], table.shape[-2], value.shape[-1]
     tile, parts, options = chunk_options(query, prefix, table, columns, width)
-    result = token_tensor(query, table, width)
-    weight = query.new_empty(query.shape[:3] if scale is not None else (0,), dtype=torch.float32)
-    share = query.new_empty(parts, batch, heads, blocks, dtype=torch.float32)
-    with torch.cuda.device_of(query):
-        query_gradient_kernel[(batch * heads * blocks * parts,)](
-            as_rows(gradient),
-            output.contiguous(),
-            as_rows(query),
-            as_rows(key),
-            as_rows(value),
-            prefix,
-            prefix_sum,
-            scale,
-            limit,
-            **diagonal_arguments(mixing),
-            result=result,
-            weight=weight,
-            share=share,
-            share_stride_part=share.stride(0),
-            factor=factor,
-            REPEATS=heads // key.shape[2],
-            PREFIX_REPEATS=heads // prefix.shape[1],
-            WIDTH=width,
-            VALUE=columns,
-            BLOCK_WIDTH=tile,
-            BLOCK_VALUE=padded(columns),
-            **options,
-        )
-    return result, weight, share.sum(0)
+    share = query.new_empty(batch, heads, blocks, parts * options["BLOCK_TOKENS"], dtype=torch.float32)
+    run = prepare(
+        query_gradient_kernel, as_rows(gradient), output, as_rows(query), as_rows(key), as_rows(value),
+        prefix, prefix_sum, scale, limit, mixing, table, result, weight, share,
+        **diagonal_strides(mixing), factor=factor, REPEATS=heads // groups,
+        PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns,
+        BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), **options,
+    )  # fmt: skip
+    return Stage(run, heads // groups * blocks * parts), share
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_gradient_kernel(
-    rows, inner, other, matrices, vectors, scale, weight, limit, mixing,
+    rows, inner, other, matrices, vectors, scale, weight, limit, mixing, table, result,
+    first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    table, result,
-    matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots, first_line,
-    lines,
+    matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -204,13 +187,13 @@ def key_gradient_kernel(
     inner = output gradients, other = queries, with δ for `weight` and the block's vector added to the result, if they
     are given. HEADS is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
     """
-    batch, head, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
+    batch, head, line, block, row_tile, column_tile = tile_of_program(
+        num_blocks, slots, first_line, lines, HEADS, 1, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
     )
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    matrix = (batch * HEADS + head) * num_blocks + block
-    stop = tl.minimum(tl.load(limit + matrix), slots)
+    matrix = line * num_blocks + block
+    stop = tl.minimum(tl.load(limit + (batch * HEADS + head) * num_blocks + block), slots)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     block_table = table + batch * table_stride_batch + block * slots
     tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
@@ -234,10 +217,10 @@ def key_gradient_kernel(
             if weight is not None:
                 scores += tl.load(weight + per_token, mask=there, other=0.0)[None, :]
             scores = tl.where(later_slot[None, :] >= slot[:, None], scores * own_weight, 0.0)
-            total += product(scores, other_rows, PRECISION)
+            total += score_product(scores, other_rows, PRECISION)
     start = matrices + matrix * (WIDTH * COLUMNS)
     columns = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
-    total += raw_product(own, columns, PRECISION) * factor
+    total += matrix_product(own, columns, PRECISION) * factor
     if vectors is not None:
         total += tl.load(vectors + matrix * COLUMNS + column, mask=column < COLUMNS, other=0.0)[None, :]
     results = dense_head_rows(result, batch, head, num_tokens, HEADS, COLUMNS)
@@ -252,14 +235,15 @@ def key_gradient(
     mixing: Tensor,
     limit: Tensor,
     table: Tensor,
+    result: Tensor,
     *,
     transpose: bool,
     factor: float,
     scale: Tensor | None,
     weight: Tensor | None = None,
     vectors: Tensor | None = None,
-) -> Tensor:
-    """m_ii Σ_{t ≥ j} (scale_t rows_j · inner_t + weight_t) other_t over the chunk, plus the part of the summaries.
+) -> Stage:
+    """The stage for m_ii Σ_{t ≥ j} (scale_t rows_j · inner_t + weight_t) other_t, plus the part of the summaries.
 
     The gradient of values for rows = keys, inner = queries, other = gradients of the outputs; that of keys for
     rows = values, inner = gradients of the outputs, other = queries.
@@ -268,54 +252,37 @@ def key_gradient(
         rows: `[B, T, G, D]`.
         inner: `[B, T, H, D]`.
         other: `[B, T, H, E]`.
-        matrices: Gradients of the summaries, dense, `[B, G, M, D, E]`, or with `transpose` `[B, G, M, E, D]`.
+        matrices: Gradients of the summaries of a group of lines, dense, `[L, M, D, E]`, or with `transpose`
+            `[L, M, E, D]`.
         mixing: As in [`causal.causal_attend`].
         limit: See [`causal.limits`].
         table: Token of each slot.
+        result: To be written, `[B, T, G, E]`, dense.
         transpose: Multiply with the transposed matrices.
         factor: Factor of the products with the matrices.
         scale: float32 `[B, T, H]`; 1 if not given.
         weight: float32 `[B, T, H]`; given together with `vectors`.
-        vectors: Added to the rows of each chunk, float32 `[B, G, M, E]`, dense.
-
-    Returns:
-        `[B, T, G, E]` in the type of `rows`.
+        vectors: Added to the rows of each chunk, float32 `[L, M, E]`, dense.
     """
-    batch, _, heads, width = rows.shape
+    heads, width = rows.shape[2:]
     columns = other.shape[-1]
     tile, tiles, options = chunk_options(rows, matrices, table, width, columns)
-    result = token_tensor(rows, table, columns)
-    with torch.cuda.device_of(rows):
-        key_gradient_kernel[(batch * heads * table.shape[-2] * tiles,)](
-            as_rows(rows),
-            as_rows(inner),
-            as_rows(other),
-            matrices,
-            vectors,
-            scale,
-            weight,
-            limit,
-            **diagonal_arguments(mixing),
-            result=result,
-            matrix_stride_row=1 if transpose else columns,
-            matrix_stride_column=width if transpose else 1,
-            factor=factor,
-            REPEATS=inner.shape[2] // heads,
-            WIDTH=width,
-            COLUMNS=columns,
-            BLOCK_WIDTH=padded(width),
-            BLOCK_COLUMNS=tile,
-            **options,
-        )
-    return result
+    run = prepare(
+        key_gradient_kernel, as_rows(rows), as_rows(inner), as_rows(other), matrices, vectors, scale, weight, limit,
+        mixing, table, result,
+        **diagonal_strides(mixing), matrix_stride_row=1 if transpose else columns,
+        matrix_stride_column=width if transpose else 1, factor=factor, REPEATS=inner.shape[2] // heads, WIDTH=width,
+        COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile, **options,
+    )  # fmt: skip
+    return Stage(run, table.shape[-2] * tiles)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def plain_gradient_kernel(
-    rows, other, vectors, weight, limit, mixing,
+    rows, other, vectors, weight, limit, mixing, table, result, share,
+    first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    table, result, share,
-    share_stride_part, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
+    num_tokens, num_blocks, table_stride_batch, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, VECTOR_REPEATS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr, OF_QUERY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -326,8 +293,9 @@ def plain_gradient_kernel(
     head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
     queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
     """
-    batch, head, block, row_tile, _ = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN
+    ROW_REPEATS: tl.constexpr = REPEATS if OF_QUERY else 1
+    batch, head, line, block, row_tile, _ = tile_of_program(
+        num_blocks, slots, first_line, lines, HEADS, ROW_REPEATS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN
     )
     column = tl.arange(0, BLOCK_PLAIN)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -356,10 +324,9 @@ def plain_gradient_kernel(
                 per_token = (batch * num_tokens + others) * (HEADS * REPEATS) + query_head
                 weights = tl.load(weight + per_token, mask=there, other=0.0) * own_weight
                 counted = tl.where(other_slot[None, :] >= slot[:, None], weights[None, :], 0.0)
-            total += product(counted, other_rows, PRECISION)
-    vector_head = head // VECTOR_REPEATS if OF_QUERY else head
-    vector_heads = HEADS // VECTOR_REPEATS if OF_QUERY else HEADS
-    vector_start = vectors + ((batch * vector_heads + vector_head) * num_blocks + block) * PLAIN
+            total += score_product(counted, other_rows, PRECISION)
+    vector_line = line // VECTOR_REPEATS if OF_QUERY else line
+    vector_start = vectors + (vector_line * num_blocks + block) * PLAIN
     vector = tl.load(vector_start + column, mask=column < PLAIN, other=0.0)
     if OF_QUERY:
         used = present & (slot < stop)
@@ -367,8 +334,9 @@ def plain_gradient_kernel(
         queries = load_rows(head_rows(rows, batch, head), tokens, used, column, PLAIN).to(tl.float32)
         shares = row_weight * tl.sum(queries * total, axis=1)
         total = row_weight[:, None] * (vector[None, :] + own_weight * total)
-        share_start = share + row_tile * share_stride_part + (batch * HEADS + head) * num_blocks
-        tl.store(share_start + block, tl.sum(shares, axis=0))
+        row_tiles = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+        part = ((batch * HEADS + head) * num_blocks + block) * row_tiles + row_tile
+        tl.store(share + part * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS), shares)
     else:
         total += vector[None, :]
     store_rows(dense_head_rows(result, batch, head, num_tokens, HEADS, PLAIN), tokens, present, column, total, PLAIN)
@@ -382,52 +350,57 @@ def plain_gradient(
     limit: Tensor,
     table: Tensor,
     weight: Tensor,
+    result: Tensor,
     *,
     of_query: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gradient of one side of a normaliser's pair other than query and key.
+) -> tuple[Stage, Tensor]:
+    """The stage for gradients of one side of a normaliser's pair other than query and key.
 
     Args:
         rows: The side whose gradient is wanted: queries `[B, T, H, P]` with `of_query`, else keys `[B, T, G, P]`.
         other: The other side.
-        vectors: Mixed sums `[B, S, M, P]` with `of_query`, else gradients of the chunks' sums `[B, G, M, P]`; float32,
-            dense.
+        vectors: Mixed sums with `of_query`, else gradients of the chunks' sums, of a group of lines `[L, M, P]`;
+            float32, dense.
         mixing: As in [`causal.causal_attend`].
         limit: See [`causal.limits`].
         table: Token of each slot.
         weight: Gradients of the denominators, float32 `[B, T, H]`.
+        result: To be written, of the shape of `rows`, dense.
         of_query: Which side it is.
 
     Returns:
-        The gradient of `rows`, and with `of_query` this pair's part of the gradient of m_ii, float32 `[B, H, M]`
-        (otherwise empty).
+        The stage, and what it writes with `of_query`: shares of this pair's part of the gradients of m_ii, float32
+        `[B, H, M, ...]` (otherwise empty).
     """
     batch, _, heads, width = rows.shape
-    blocks = table.shape[-2]
+    groups, blocks = min(heads, other.shape[2]), table.shape[-2]
+    repeats = max(heads, other.shape[2]) // groups
     _, _, options = chunk_options(rows, vectors, table, width, width)
-    result = token_tensor(rows, table, width)
     # One tile holds all columns: there are no matrices.
-    parts = triton.cdiv(table.shape[-1], options["BLOCK_TOKENS"])
-    share = rows.new_empty((parts, batch, heads, blocks) if of_query else (0,), dtype=torch.float32)
-    with torch.cuda.device_of(rows):
-        plain_gradient_kernel[(batch * heads * blocks * parts,)](
-            as_rows(rows),
-            as_rows(other),
-            vectors,
-            weight,
-            limit,
-            **diagonal_arguments(mixing),
-            result=result,
-            share=share,
-            share_stride_part=share.stride(0),
-            REPEATS=max(heads, other.shape[2]) // min(heads, other.shape[2]),
-            VECTOR_REPEATS=heads // vectors.shape[1],
-            PLAIN=width,
-            BLOCK_PLAIN=padded(width),
-            OF_QUERY=of_query,
-            **options,
-        )
-    return result, share.sum(0) if of_query else share
+    parts, tile = ceil_divide(table.shape[-1], options["BLOCK_TOKENS"]), options["BLOCK_TOKENS"]
+    share = rows.new_empty((batch, heads, blocks, parts * tile) if of_query else (0,), dtype=torch.float32)
+    run = prepare(
+        plain_gradient_kernel, as_rows(rows), as_rows(other), vectors, weight, limit, mixing, table, result, share,
+        **diagonal_strides(mixing), REPEATS=repeats, VECTOR_REPEATS=1 if is_per_head(mixing) else repeats,
+        PLAIN=width, BLOCK_PLAIN=padded(width), OF_QUERY=of_query, **options,
+    )  # fmt: skip
+    return Stage(run, heads // groups * blocks * parts), share
+
+
+def mixed_prefix(
+    mixing: Tensor, summary: Tensor, key_sum: Tensor | None, heads: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Σ_{b<i} m_ib S_b `[B, S, M, K, V]` and Σ_{b<i} m_ib z_b `[B, S, M, P]`, for H query heads."""
+    prefixes = heads if is_per_head(mixing) else summary.shape[1]
+    prefix = mix_blocks(mixing, summary, prefixes, True, multiplies_exactly(dtype))
+    if key_sum is None:
+        return prefix, None
+    return prefix, mix_blocks(mixing, key_sum.unsqueeze(-1), prefixes, True, True).squeeze(-1)
+
+
+def _gradient_like(tokens: Tensor | None, others: Tensor, table: Tensor) -> Tensor:
+    """A gradient to write, dense; empty, on the device of others, where there are no such tokens."""
+    return others.new_empty(0) if tokens is None else token_tensor(tokens, table, tokens.shape[-1])
 
 
 @torch.library.custom_op("mhla_hf::causal_attention_backward", mutates_args=())
@@ -435,10 +408,6 @@ def causal_attention_backward(
     gradient: Tensor,
     output: Tensor,
     denominator: Tensor,
-    summary: Tensor,
-    prefix: Tensor,
-    key_sum: Tensor,
-    prefix_sum: Tensor,
     limit: Tensor,
     query: Tensor,
     key: Tensor,
@@ -449,42 +418,60 @@ def causal_attention_backward(
     table: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, the normaliser's pair (empty without one of its own) and mixing."""
-    slots = table.shape[-1]
-    exact = multiplies_exactly(value.dtype)
+    slots, heads = table.shape[-1], query.shape[2]
+    exact, full = multiplies_exactly(value.dtype), torch.float32
     divides = denominator.numel() > 0
-    has_pair = plain_query is not None and plain_key is not None
+    has_pair = plain_query is not None
     scale = denominator.reciprocal() if divides else None
+    lines = key.shape[0] * key.shape[2]
+    # In float32, and not those of the forward pass: the terms of gradients cancel.
+    summary, key_sum, _ = outer(
+        key, value, table, key.shape[2], factor=1 / slots, dtype=full, total=divides, plain=plain_key, finite=True
+    )
+    prefix, prefix_sum = mixed_prefix(mixing, summary, key_sum if divides else None, heads, value.dtype)
     shared = {"mixing": mixing, "limit": limit, "table": table}
-    grad_query, weight, share = query_gradient(
-        gradient, output, query, key, value, prefix,
-        factor=float(slots), scale=scale, prefix_sum=prefix_sum if divides and not has_pair else None, **shared,
+    grad_query, weight = _gradient_like(query, query, table), torch.empty_like(denominator)
+    stage, share = query_gradient(
+        gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
+        result=grad_query, weight=weight, factor=float(slots), **shared,
     )  # fmt: skip
+    stage(0, lines)
+    share = share.sum(-1)
+    grad_plain_query = _gradient_like(plain_query, query, table)
+    if plain_query is not None and plain_key is not None and prefix_sum is not None:
+        stage, more = plain_gradient(
+            plain_query, plain_key, prefix_sum, weight=weight, result=grad_plain_query, of_query=True, **shared
+        )
+        stage(0, lines)
+        share += more.sum(-1)
+    prefixes = prefix.shape[1]
+    del prefix, prefix_sum
     grad_prefix, grad_prefix_sum, _ = outer(
-        query, gradient, table, prefix.shape[1],
-        factor=float(slots), dtype=prefix.dtype, scale=scale, total=divides, plain=plain_query,
-        weight=weight if divides else None, limit=limit,
+        query, gradient, table, prefixes, factor=float(slots), dtype=full, scale=scale, total=divides,
+        plain=plain_query, weight=weight if divides else None, limit=limit,
     )  # fmt: skip
-    grad_mixing, grad_summary = mix_blocks_backward(grad_prefix, mixing, summary, prefix.shape[1], True, exact)
+    grad_mixing, grad_summary = mix_blocks_backward(grad_prefix, mixing, summary, prefixes, True, exact)
     grad_sum = None
     if divides:
         more, grad_sum = mix_blocks_backward(
-            grad_prefix_sum.unsqueeze(-1), mixing, key_sum.unsqueeze(-1), prefix.shape[1], True, True
+            grad_prefix_sum.unsqueeze(-1), mixing, key_sum.unsqueeze(-1), prefixes, True, True
         )
         grad_mixing, grad_sum = grad_mixing + more, grad_sum.squeeze(-1)
-    grad_key = key_gradient(
-        value, gradient, query, grad_summary, transpose=True, factor=1 / slots, scale=scale,
+    del summary, grad_prefix
+    grad_key, grad_value = _gradient_like(key, key, table), _gradient_like(value, value, table)
+    key_gradient(
+        value, gradient, query, grad_summary, result=grad_key, transpose=True, factor=1 / slots, scale=scale,
         weight=weight if divides and not has_pair else None, vectors=None if has_pair else grad_sum, **shared,
-    )  # fmt: skip
-    grad_value = key_gradient(
-        key, query, gradient, grad_summary, transpose=False, factor=1 / slots, scale=scale, **shared
-    )
-    grad_plain_query, grad_plain_key = query.new_empty(0), query.new_empty(0)
+    )(0, lines)  # fmt: skip
+    key_gradient(
+        key, query, gradient, grad_summary, result=grad_value, transpose=False, factor=1 / slots, scale=scale, **shared
+    )(0, lines)
+    grad_plain_key = _gradient_like(plain_key, key, table)
     if plain_query is not None and plain_key is not None and grad_sum is not None:
-        grad_plain_query, more = plain_gradient(
-            plain_query, plain_key, prefix_sum, weight=weight, of_query=True, **shared
+        stage, _ = plain_gradient(
+            plain_key, plain_query, grad_sum, weight=weight, result=grad_plain_key, of_query=False, **shared
         )
-        grad_plain_key, _ = plain_gradient(plain_key, plain_query, grad_sum, weight=weight, of_query=False, **shared)
-        share = share + more
+        stage(0, lines)
     diagonal = grad_mixing.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(share.sum_to_size((*mixing.shape[:-2], mixing.shape[-1])))
     return grad_query, grad_key, grad_value, grad_plain_query, grad_plain_key, grad_mixing
@@ -492,8 +479,7 @@ def causal_attention_backward(
 
 @causal_attention_backward.register_fake
 def _(
-    gradient, output, denominator, summary, prefix, key_sum, prefix_sum, limit,
-    query, key, value, plain_query, plain_key, mixing, table,
+    gradient, output, denominator, limit, query, key, value, plain_query, plain_key, mixing, table,
 ):  # fmt: skip
     tensors = query, key, value, plain_query, plain_key, mixing
     return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
@@ -503,20 +489,24 @@ def causal_flops(query, key, value, mixing, table) -> int:
     """Products of causal MHLA: 2 B T K V (G + H) for summaries and prefix, B S M² K V for the mixing of a triangle,
     and B T H N (K + V) for the triangles of the chunks' own scores and their sums.
 
-    The four arguments before `table` are shapes.
+    All arguments are shapes.
     """
-    batch, tokens, heads, width = query
-    groups, columns = key[2], value[-1]
-    blocks, slots = table[-2:]
+    return _summary_flops(query, key, value, mixing, table) + (
+        2 * query[0] * query[1] * query[2] * query[3] * value[-1]
+        + query[0] * query[1] * query[2] * table[-1] * (query[3] + value[-1])
+    )
+
+
+def _summary_flops(query, key, value, mixing, table) -> int:
     per_head = len(mixing) > 2 and mixing[-3] != 1
-    mixed = batch * (heads if per_head else groups) * blocks**2 * width * columns
-    own = batch * tokens * heads * slots * (width + columns)
-    return 2 * batch * tokens * (groups + heads) * width * columns + mixed + own
+    mixed = query[0] * (query[2] if per_head else key[2]) * table[-2] ** 2 * query[3] * value[-1]
+    return 2 * query[0] * query[1] * key[2] * query[3] * value[-1] + mixed
 
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention_backward)
 def _backward_flops(*args, **kwargs) -> int:
-    """Twice the forward pass, and the scores and their gradients computed once more."""
-    query, key, value, _, _, mixing, table = args[8:15]
+    """Twice the forward pass; and once more summaries, their mixing, and the scores and their gradients."""
+    query, key, value, _, _, mixing, table = args[4:11]
     again = query[0] * query[1] * query[2] * table[-1] * (query[-1] + value[-1])
+    again += _summary_flops(query, key, value, mixing, table)
     return 2 * causal_flops(query, key, value, mixing, table) + again

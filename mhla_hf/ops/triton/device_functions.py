@@ -42,18 +42,6 @@ def place_of_program(parts, num_blocks, first_line, lines, HEADS: tl.constexpr, 
 
 
 @triton.jit
-def tile_of_program(
-    num_blocks, slots, first_line, lines,
-    HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Batch entry, head, block, row tile and column tile of this program, whose parts are tiles of a block."""
-    COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    parts = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
-    batch, head, block, part, _ = place_of_program(parts, num_blocks, first_line, lines, HEADS, 1)
-    return batch, head, block, part // COLUMN_TILES, part % COLUMN_TILES
-
-
-@triton.jit
 def row_strides(rows):
     """Strides of batch entry, token and head of [`launching.Rows`], in elements."""
     UNIT: tl.constexpr = 128 // rows.data.dtype.element_ty.primitive_bitwidth

@@ -132,7 +132,7 @@ def extend_state(
         the current block `[B, G, K, V + 1]`, its prefix and the next block's `[B, S, K, V + 1]`.
     """
     slots = table.shape[-1]
-    output, _, summary, prefix, key_sum, _, first_bad, _ = causal_stages(
+    output, _, summary, key_sum, first_bad, _, prefix = causal_stages(
         query, key, value, plain_query, plain_key, own, table,
         starts=None, divides=divides, total=True, half=dtype == torch.bfloat16, eps=eps, past=past,
     )  # fmt: skip

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by the kernels of causal attention: their tiles of a chunk's rows, and products with scores and matrices."""
+
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .device_functions import place_of_program, product, raw_product
+from .launching import (
+    MAX_TILE,
+    ceil_divide,
+    is_padded,
+    multiplies_exactly,
+    multiplies_from_shared_memory,
+    padded,
+    product_precision,
+    table_sizes,
+    token_tile,
+)
+from .mixing import mixing_strides
+
+
+@triton.jit
+def tile_of_program(
+    num_blocks, slots, first_line, lines,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Place of this program, whose parts are tiles of a chunk.
+
+    Lines are those of key heads, REPEATS of the HEADS heads of the rows share one.
+
+    Returns:
+        Batch entry; head of the rows; line of the rows, counted within the group; block; row tile; column tile.
+    """
+    COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    parts = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
+    batch, head, block, part, _ = place_of_program(parts, num_blocks, first_line, lines, HEADS // REPEATS, REPEATS)
+    line = (tl.program_id(0) % (lines * REPEATS)).to(tl.int64)
+    return batch, head, line, block, part // COLUMN_TILES, part % COLUMN_TILES
+
+
+@triton.jit
+def score_product(scores, rows, PRECISION: tl.constexpr):
+    """scores @ rows of tokens, for scores that were computed here in float32.
+
+    Beside bfloat16 rows, in place of one product through TF32, two through bfloat16, which take as long: the scores
+    are split into two numbers, so that 16 bits of them count and the rows stay as they are.
+    """
+    if PRECISION == "tf32" and rows.dtype == tl.bfloat16:
+        high = scores.to(tl.bfloat16)
+        result = raw_product(high, rows, "bf16")
+        result += raw_product(scores - high.to(tl.float32), rows, "bf16")
+    else:
+        result = product(scores, rows, PRECISION)
+    return result
+
+
+@triton.jit
+def matrix_product(rows, matrix, PRECISION: tl.constexpr):
+    """rows of tokens @ a matrix that [`device_functions.to_matrix`] made, split as in [`score_product`]."""
+    if PRECISION == "tf32" and rows.dtype == tl.bfloat16:
+        high = matrix.to(tl.bfloat16)
+        result = raw_product(rows, high, "bf16")
+        result += raw_product(rows, matrix - high.to(tl.float32), "bf16")
+    else:
+        result = raw_product(rows, matrix, PRECISION)
+    return result
+
+
+def diagonal_strides(mixing: torch.Tensor) -> dict[str, int]:
+    """Kernel arguments for the diagonal of mixing weights."""
+    batch, head, row, column = mixing_strides(mixing)
+    return {"mixing_stride_batch": batch, "mixing_stride_head": head, "mixing_stride_diagonal": row + column}
+
+
+def is_per_head(mixing: torch.Tensor) -> bool:
+    """Whether every query head has weights of its own in `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`."""
+    return mixing.dim() > 2 and mixing.shape[-3] != 1
+
+
+def chunk_options(
+    tokens: torch.Tensor, matrices: torch.Tensor, table: torch.Tensor, width: int, columns: int
+) -> tuple[int, int, dict[str, Any]]:
+    """Launch of a kernel of causal attention, whose programs take a tile of a chunk's rows each.
+
+    Tiles are smaller than those of [`launching.matrix_options`] where rows of tokens or products are large: the scores
+    of a chunk have to find room in the registers beside them. Chosen from what the compiler uses of them, so that
+    nothing spills. Loops over the tiles of a chunk are not pipelined: most chunks are one tile.
+
+    Args:
+        tokens: `[B, T, H, D]`, H being the heads of the launch.
+        matrices: Factors of the tokens.
+        table: Token of each slot, `[M, N]` or `[B, M, N]`.
+        width: Of the rows that a program holds whole.
+        columns: Of the result.
+
+    Returns:
+        Tile of columns, number of tiles of a chunk, and the arguments that such kernels share.
+    """
+    slots = table.shape[-1]
+    row_bytes = padded(width) * tokens.element_size()
+    from_shared_memory = multiplies_from_shared_memory(tokens.device)
+    wide = padded(width) > 128
+    # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
+    full = matrices.dtype == torch.float32
+    exact = multiplies_exactly(tokens.dtype)
+    halved = full and (exact or tokens.dtype == torch.float32 or wide or not from_shared_memory)
+    quartered = is_padded(width) and (exact or tokens.dtype == torch.float32)
+    largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
+    columns_tile = min(padded(columns), largest // padded(width))
+    if (full and wide) or (is_padded(width) and not from_shared_memory) or exact:
+        most_tokens = 16
+    elif quartered or not (from_shared_memory or (row_bytes <= 128 and not full)):
+        most_tokens = 32
+    else:
+        most_tokens = 64
+    tokens_tile = min(token_tile(slots, width), most_tokens)
+    options = {
+        **table_sizes(table, tokens),
+        "HEADS": tokens.shape[2],
+        "BLOCK_TOKENS": tokens_tile,
+        "PRECISION": product_precision(tokens.dtype, matrices.dtype),
+        "num_warps": 4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8,
+        "num_stages": 1,
+    }
+    return columns_tile, ceil_divide(columns, columns_tile) * ceil_divide(slots, tokens_tile), options
