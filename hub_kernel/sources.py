@@ -22,7 +22,7 @@ LIBRARIES = {*sys.stdlib_module_names, "torch", "triton"}
 OPERATORS_MODULE = "_ops"
 
 _OPERATOR = re.compile(rf"{PACKAGE}::(\w+)")
-_REFERENCE = re.compile(rf"\b{PACKAGE}\.(?:\w+\.)*(\w+)")
+_REFERENCE = re.compile(rf"(?<![\w.]){PACKAGE}\.(?:\w+\.)*(\w+)")
 _EXAMPLE = re.compile(rf"(?<=>>> )from {PACKAGE} import (\w+(?:, \w+)*)")
 
 
@@ -113,7 +113,7 @@ def _module_path(parts: tuple[str, ...], roots: tuple[Path, ...]) -> str | None:
 
 
 def _stand_alone(text: str, tree: ast.Module, path: PurePosixPath, module_name: str, file: Path) -> str:
-    """A module's text with the operators in the build's namespace, and without the package's name."""
+    """A module's text with the operators in the build's namespace, and references within the kernel."""
     edits: list[tuple[tuple[int, int], tuple[int, int], str]] = []
     needed: set[str] = set()
     for node in ast.walk(tree):
@@ -133,13 +133,25 @@ def _stand_alone(text: str, tree: ast.Module, path: PurePosixPath, module_name: 
     text = _REFERENCE.sub(r"\1", text)
     text = _EXAMPLE.sub(lambda match: _taken_from(module_name, match[1]), text)
     text = re.sub(rf"(?m)^( *>>> .*)\b{PACKAGE}\b", rf"\g<1>{module_name}", text)
-    for number, line in enumerate(text.splitlines(), start=1):
-        if re.search(rf"\b{PACKAGE}\b", line):
-            raise ValueError(
-                f"{file}: {line.strip()!r} (line {number} of the rewritten file) names {PACKAGE}, which a kernel "
-                f'cannot have; write operators as "{PACKAGE}::name" and torch.ops.{PACKAGE}.name.'
-            )
+    _check_rewritten(ast.parse(text), file)
     return text
+
+
+def _check_rewritten(tree: ast.Module, file: Path) -> None:
+    """Raises `ValueError` for what would lead back to the package or its operators. Other texts may name it."""
+    docstrings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    for node in ast.walk(tree):
+        named = getattr(node, "id", getattr(node, "attr", None)) == PACKAGE
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = f"{PACKAGE}::" in node.value and node not in docstrings
+        elif isinstance(node, ast.Call):
+            arguments = (*node.args, *(keyword.value for keyword in node.keywords))
+            named = any(isinstance(value, ast.Constant) and value.value == PACKAGE for value in arguments)
+        if named:
+            raise ValueError(
+                f"{file}: {ast.unparse(node)} names {PACKAGE}, which a kernel cannot have; write operators as "
+                f'"{PACKAGE}::name", in one string, and torch.ops.{PACKAGE}.name.'
+            )
 
 
 def _taken_from(module_name: str, names: str) -> str:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 
 _NO_ROOM = {
     errno.ENOSPC: "no space is left on the disk",
@@ -47,7 +45,8 @@ def _no_room(error: Exception, directory: Path) -> str | None:
     """Reason for a lack of room, if that is the cause of an exception."""
     if isinstance(error, OSError) and error.errno is not None:
         return _NO_ROOM.get(error.errno)
-    if not isinstance(error, OSError | RuntimeError | SafetensorError):
+    # By name: whoever writes without safetensors need not have it.
+    if not isinstance(error, OSError | RuntimeError) and type(error).__name__ != "SafetensorError":
         return None
     for number, reason in _NO_ROOM.items():
         # As safetensors puts it, and copies of whole directories.

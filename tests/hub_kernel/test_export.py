@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -68,7 +69,9 @@ def test_folder_is_what_the_library_and_its_builder_expect(kernel):
         assert built.keys() - sources.keys() == {"_ops.py", "metadata.json", "mhla/__init__.py"}
         assert {path: built[path] for path in sources} == sources
     assert "ops/triton/fused_gradient.py" in sources and "config.py" not in sources
-    assert not any(re.search(rb"\bmhla_hf\b", text) for text in sources.values())
+    assert not any(
+        re.search(rb"import mhla_hf|from mhla_hf|mhla_hf::|ops\.mhla_hf", text) for text in sources.values()
+    )
     card = (kernel / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: kernels\nlicense: apache-2.0\n") and "OWNER" not in card
     assert (kernel / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
@@ -87,10 +90,7 @@ def test_same_sources_give_the_same_folder(kernel, tmp_path):
 
 def test_other_sources_give_another_namespace(kernel, tmp_path):
     package = tmp_path / "package"
-    for path in ("__init__.py", *files(kernel / "torch-ext/mhla")):
-        if (source := ROOT / "mhla_hf" / path).is_file():
-            (package / path).parent.mkdir(parents=True, exist_ok=True)
-            (package / path).write_bytes(source.read_bytes())
+    shutil.copytree(ROOT / "mhla_hf", package, ignore=shutil.ignore_patterns("assets", "__pycache__"))
     with (package / "ops/naive.py").open("a") as file:
         file.write("# Another revision.\n")
     export_kernel(tmp_path / "other", repo_id="user/mhla", package=package)
@@ -98,13 +98,15 @@ def test_other_sources_give_another_namespace(kernel, tmp_path):
         from pathlib import Path
         import torch
         from kernels import get_local_kernel
-        first, second = (get_local_kernel(Path(path)) for path in ({str(kernel)!r}, {str(tmp_path / "other")!r}))
-        assert first.__name__ != second.__name__ and first.BlockLayout is not second.BlockLayout
-        first.fused_mhla_attention, second.fused_mhla_attention  # every operator of both is registered
-        print(sorted(str(op).split("::")[0] for op in torch._C._dispatch_get_all_op_names() if "fused_" in op))
+        folders = ({str(kernel)!r}, {str(kernel / "build/torch-cuda")!r}, {str(tmp_path / "other")!r})
+        loaded = [get_local_kernel(Path(folder)) for folder in folders]
+        assert len({{module.__name__ for module in loaded}}) == len({{module.BlockLayout for module in loaded}}) == 3
+        [module.fused_mhla_attention for module in loaded]  # registers every operator
+        print(*torch._C._dispatch_get_all_op_names())
     """
     namespaces = run(sys.executable, "-c", WITHOUT_PACKAGE + textwrap.dedent(program), cwd=tmp_path)
-    assert len(set(re.findall(r"_mhla_\w+", namespaces))) == 2
+    registered = [set(re.findall(rf"{name}::(\w+)", namespaces)) for name in set(re.findall(r"_mhla_\w+", namespaces))]
+    assert len(registered) == 3 and registered[0] == registered[1] == registered[2] and len(registered[0]) > 3
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +153,10 @@ def test_loads_without_the_package_and_equals_it(kernel, expected, tmp_path):
             for attend in (mhla.mhla_attention, torch.compile(mhla.mhla_attention, fullgraph=True, backend="eager")):
                 for actual, wanted in zip(compute(attend, name, layout), saved[name]["results"].values(), strict=True):
                     assert torch.equal(actual, wanted), name
-        for name in mhla.__all__:
-            getattr(mhla, name)
+        from importlib import import_module
+        for module in (mhla, mhla.ops, import_module(mhla.__name__ + ".ops.triton")):
+            for name in module.__all__:
+                getattr(module, name)
         assert sys.modules["mhla_hf"] is None and not [name for name in sys.modules if name.startswith("mhla_hf.")]
     """
     run(sys.executable, "-c", WITHOUT_PACKAGE + compute(kernel, expected, program), cwd=tmp_path)

@@ -78,6 +78,11 @@ def test_references_and_examples_lose_the_package(collect):
     )
 
 
+def test_other_texts_may_name_the_package(collect):
+    text = '"""Registers mhla_hf::attend."""\n\nFOLDER = home / "mhla_hf"\nrun(name="mhla_hf check")  # of mhla_hf\n'
+    assert collect("from . import a", a=text)["a.py"] == text
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -87,11 +92,10 @@ def test_references_and_examples_lose_the_package(collect):
         ("def f():\n    from .missing import x", r"a\.py:2 imports missing, which the package does not have"),
         ("from . import MHLAConfig", r"a\.py:1 imports MHLAConfig from the package itself"),
         ("from ..above import x", r"a\.py:1 imports from above the package"),
-        (
-            'NAME = "mhla_hf::" + name',
-            r'names mhla_hf, which a kernel cannot have; write operators as "mhla_hf::name"',
-        ),
-        ('CACHE = "mhla_hf"', r"""'CACHE = "mhla_hf"' \(line 1 of the rewritten file\) names mhla_hf"""),
+        ('NAME = "mhla_hf::" + name', r"'mhla_hf::' names mhla_hf, .* as \"mhla_hf::name\", in one string"),
+        ('define(f"mhla_hf::{name}")', "names mhla_hf, which a kernel cannot have"),
+        ('torch.library.Library("mhla_hf", "DEF")', r"Library\('mhla_hf', 'DEF'\) names mhla_hf"),
+        ("from torch import ops\nops.mhla_hf.attend", r"a\.py: ops\.mhla_hf names mhla_hf"),
     ],
 )
 def test_what_a_kernel_cannot_have(collect, text, message):
