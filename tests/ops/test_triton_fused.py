@@ -21,6 +21,8 @@ SHARED = "relu", 1e-6, 0.5, 1e-3
 
 def make_arguments(device, dtype, everything):
     """Arguments of both operators, for two heads of width 8, with all that is optional or none of it."""
+    from mhla_hf.ops.triton.fused_products import rotary_table
+
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape, dtype=dtype):
@@ -28,15 +30,15 @@ def make_arguments(device, dtype, everything):
 
     query, key, value, gate = (leaf(2, 15, 2, 8) for _ in range(4))
     angles = torch.rand(15, 4, generator=generator).to(device)
-    tables = (angles.cos(), angles.sin()) if everything else (None, None)
+    turns = rotary_table(angles.cos(), angles.sin(), dtype) if everything else None
     norm, output_norm = (leaf(16), leaf(8, dtype=torch.float32)) if everything else (None, None)
     table = LAYOUT.token_table(torch.device(device))
     summaries = leaf(2, 2, 4, 8, 8, dtype=torch.float32)
     sums = leaf(2, 2, 4, 8, dtype=torch.float32) if everything else None
-    summary_arguments = key, value, norm, *tables, table, *SHARED, 0.1, everything, False
+    summary_arguments = key, value, norm, turns, table, *SHARED, 0.1, everything, False
     gates = gate if everything else None
     return summary_arguments, (
-        query, summaries, sums, gates, norm, output_norm, *tables, table, *SHARED, 2.0, 1e-6, 1e-6,
+        query, summaries, sums, gates, norm, output_norm, turns, table, *SHARED, 2.0, 1e-6, 1e-6,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ..feature_maps import FEATURE_MAPS
 from ..normalizers import NORMALIZERS
 from ..numerics import records_gradients
 from .fused_gradient import fused_attend_backward, fused_summary_backward
-from .fused_products import Features, fused_outer, fused_products, inverse_norm
+from .fused_products import Features, fused_outer, fused_products, inverse_norm, rotary_table
 from .launching import multiplies_exactly, product_flops, summary_dtype
 from .mixing import mix_summaries_and_sums
 
@@ -74,17 +74,16 @@ def fused_mhla_attention(
     with torch.autocast(query.device.type, enabled=False):
         table = layout.token_table(query.device)
         slots = float(table.shape[-1])
-        # Read once a head, they should be dense.
-        tables = (None, None) if rotary is None else tuple(part.float().contiguous() for part in rotary)
+        turns = None if rotary is None else rotary_table(*rotary, dtype)
         summary, key_sum, _ = fused_summary(
-            key.to(dtype), value, weights[1], *tables, table,
+            key.to(dtype), value, weights[1], turns, table,
             map_name, key_eps, scaling, feature_map_eps, 1 / slots, divides, half,
         )  # fmt: skip
         summary, sums = mix_summaries_and_sums(
             mixing, summary, key_sum if divides else None, query.shape[2], exact=multiplies_exactly(dtype)
         )
         output, _ = fused_attend(
-            query.to(dtype), summary, sums, None if gate is None else gate.to(dtype), weights[0], weights[2], *tables,
+            query.to(dtype), summary, sums, None if gate is None else gate.to(dtype), weights[0], weights[2], turns,
             table, map_name, query_eps, scaling, feature_map_eps, slots, eps, output_eps,
         )  # fmt: skip
         return output
@@ -103,8 +102,7 @@ def fused_summary(
     key: Tensor,
     value: Tensor,
     norm_weight: Tensor | None,
-    cosine: Tensor | None,
-    sine: Tensor | None,
+    rotary: Tensor | None,
     table: Tensor,
     feature_map: str,
     norm_eps: float,
@@ -120,9 +118,7 @@ def fused_summary(
         key: `[B, T, G, K]`.
         value: `[B, T, G, V]`.
         norm_weight: Weight of an RMSNorm across heads, `[G · K]`; None for no norm.
-        cosine: Table of rotary embeddings for neighbouring pairs of channels, float32 `[T, K / 2]`, dense; or None.
-            It gets no gradient.
-        sine: The same.
+        rotary: See [`Features`]. It gets no gradient.
         table: Token of each slot, int32 `[M, N]`.
         feature_map: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         norm_eps: Of the norm.
@@ -133,11 +129,11 @@ def fused_summary(
         half: Keep summaries in bfloat16 for bfloat16 tokens, see [`summary_dtype`].
 
     Returns:
-        `[B, G, M, K, V]`, with even channels before odd ones where rotated; float32 `[B, G, M, K]`, empty unless
+        `[B, G, M, K, V]`; float32 `[B, G, M, K]`, empty unless
         `total`; and 1 / rms of each token's keys for the backward pass, float32 `[B, T]`, empty without a norm.
     """
     inverse = _inverse_norm(key, norm_weight, norm_eps)
-    features = Features(norm_weight, inverse, cosine, sine, scaling, feature_eps)
+    features = Features(norm_weight, inverse, rotary, scaling, feature_eps)
     dtype = summary_dtype(key.dtype, half)
     summaries, sums = fused_outer(
         key, value, features, feature_map, table, key.shape[2], factor=factor, total=total, dtype=dtype
@@ -146,7 +142,7 @@ def fused_summary(
 
 
 @fused_summary.register_fake
-def _(key, value, norm_weight, cosine, sine, table, feature_map, norm_eps, scaling, feature_eps, factor, total, half):
+def _(key, value, norm_weight, rotary, table, feature_map, norm_eps, scaling, feature_eps, factor, total, half):
     shape = key.shape[0], key.shape[2], table.shape[0], key.shape[3]
     return (
         key.new_empty(*shape, value.shape[-1], dtype=summary_dtype(key.dtype, half)),
@@ -156,17 +152,17 @@ def _(key, value, norm_weight, cosine, sine, table, feature_map, norm_eps, scali
 
 
 def _summary_context(ctx, inputs, output):
-    key, value, norm_weight, cosine, sine, table, feature_map, _, scaling, feature_eps, factor, total, _ = inputs
+    key, value, norm_weight, rotary, table, feature_map, _, scaling, feature_eps, factor, total, _ = inputs
     ctx.mark_non_differentiable(output[2])
     ctx.options = feature_map, scaling, feature_eps, factor, total
-    ctx.save_for_backward(key, value, output[2], norm_weight, cosine, sine, table)
+    ctx.save_for_backward(key, value, output[2], norm_weight, rotary, table)
 
 
 def _summary_backward(ctx, grad_summaries, grad_sums, _):
     # Checkpointing hands them out once.
     saved = ctx.saved_tensors
     grad_key, grad_value, grad_weight = fused_summary_backward(grad_summaries, grad_sums, *saved, *ctx.options)
-    return grad_key, grad_value, None if saved[3] is None else grad_weight, *([None] * 10)
+    return grad_key, grad_value, None if saved[3] is None else grad_weight, *([None] * 9)
 
 
 fused_summary.register_autograd(_summary_backward, setup_context=_summary_context)
@@ -185,8 +181,7 @@ def fused_attend(
     gate: Tensor | None,
     norm_weight: Tensor | None,
     output_weight: Tensor | None,
-    cosine: Tensor | None,
-    sine: Tensor | None,
+    rotary: Tensor | None,
     table: Tensor,
     feature_map: str,
     norm_eps: float,
@@ -205,8 +200,7 @@ def fused_attend(
         gate: Output of the gate's projection, `[B, T, H, V]`; None for no gate.
         norm_weight: Weight of the queries' RMSNorm across heads, `[H · K]`; None for no norm.
         output_weight: Weight of the RMSNorm of each head's output, `[V]`; None for no norm.
-        cosine: See [`fused_summary`].
-        sine: See [`fused_summary`].
+        rotary: See [`fused_summary`].
         table: See [`fused_summary`].
         feature_map: See [`fused_summary`].
         norm_eps: Of the queries' norm.
@@ -221,7 +215,7 @@ def fused_attend(
         `[B, T]`, empty without a norm.
     """
     inverse = _inverse_norm(query, norm_weight, norm_eps)
-    features = Features(norm_weight, inverse, cosine, sine, scaling, feature_eps)
+    features = Features(norm_weight, inverse, rotary, scaling, feature_eps)
     output = fused_products(
         query,
         summaries.contiguous(),
@@ -244,7 +238,7 @@ def _(query, summaries, key_sums, gate, norm_weight, *args):
 
 
 def _attend_context(ctx, inputs, output):
-    tensors, (feature_map, _, *numbers) = inputs[:9], inputs[9:]
+    tensors, (feature_map, _, *numbers) = inputs[:8], inputs[8:]
     ctx.mark_non_differentiable(output[1])
     ctx.options = feature_map, *numbers
     ctx.save_for_backward(*tensors[:4], output[1], *tensors[4:])
@@ -256,7 +250,7 @@ def _attend_backward(ctx, grad_output, _):
     _, _, key_sums, gate, _, norm_weight, output_weight, *_ = saved
     there = key_sums, gate, norm_weight, output_weight
     others = [gradient if tensor is not None else None for gradient, tensor in zip(others, there)]
-    return grad_query, grad_summaries, *others, *([None] * 10)
+    return grad_query, grad_summaries, *others, *([None] * 9)
 
 
 fused_attend.register_autograd(_attend_backward, setup_context=_attend_context)

@@ -34,38 +34,34 @@ from .device_functions import (
     load_rows,
     product,
     row_strides,
-    slot_tokens,
     store_rows,
 )
 from .feature_maps import feature_map_gradient
 from .fused_products import (
     Features,
+    channel_scales,
+    entry_tokens,
     features_of,
     fused_options,
     fused_outer,
     fused_products,
     heads_together,
-    line_of_program,
     normed_rows,
+    place_of_line,
+    reads_wide_tiles,
     rotary_rows,
+    rotate,
     row_warps,
+    slot_entries,
 )
 from .launching import (
     FEW_PROGRAMS,
     as_rows,
     dense_like,
-    multiplies_from_shared_memory,
     padded,
     product_flops,
     product_precision,
 )
-
-
-@triton.jit
-def _rotate_back(even, odd, cosine, sine, TOKENS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Rows whose rotation has these even and odd channels."""
-    values = tl.join(even * cosine + odd * sine, odd * cosine - even * sine)
-    return tl.reshape(values, (TOKENS, BLOCK_WIDTH))
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -81,48 +77,39 @@ def fused_gradient_kernel(
     queries whose results are divided by d_t = φ(x_t)·vector_b(t) + eps: scale_t = 1 / d_t, and weight_t is the
     gradient of d_t; both are written, float32 `[B, T, HEADS · REPEATS]`.
     """
-    block, batch, row_head, head = line_of_program(lines, HEADS, REPEATS)
-    HALF: tl.constexpr = WIDTH // 2
-    BLOCK_HALF: tl.constexpr = BLOCK_WIDTH // 2
-    column = tl.arange(0, BLOCK_WIDTH)
-    pair = tl.arange(0, BLOCK_HALF)
+    block, batch, row_head = place_of_line(lines, HEADS * REPEATS)
+    column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = tl.arange(0, BLOCK_VALUE)
-    matrix = (batch * HEADS + head) * num_blocks + block
-    start = matrices + matrix * (WIDTH * VALUE)
-    # Transposed as they are read.
-    if features.cosine is not None:
-        even_matrix = load_matrix(start, value_column, pair, 1, VALUE, VALUE, HALF)
-        odd_matrix = load_matrix(start + HALF * VALUE, value_column, pair, 1, VALUE, VALUE, HALF)
-    else:
-        whole_matrix = load_matrix(start, value_column, column, 1, VALUE, VALUE, WIDTH)
+    matrix = (batch * HEADS + row_head // REPEATS) * num_blocks + block
+    block_table = table + block * slots
+    entries = slot_entries(block_table, slot, slots, num_tokens)
+    # Transposed as it is read.
+    transposed = load_matrix(matrices + matrix * (WIDTH * VALUE), value_column, column, 1, VALUE, VALUE, WIDTH)
+    scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
     if vectors is not None:
         vector = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
     head_of_rows, head_of_outputs = head_rows(rows, batch, row_head), head_rows(outputs, batch, row_head)
     results = dense_head_rows(result, batch, row_head, num_tokens, HEADS * REPEATS, WIDTH)
-    block_table = table + block * slots
     for offset in range(0, slots, BLOCK_TOKENS):
-        tokens, present = slot_tokens(block_table, offset + tl.arange(0, BLOCK_TOKENS), slots, num_tokens)
-        normed = normed_rows(head_of_rows, features, batch, row_head, tokens, present, num_tokens, column, WIDTH)
-        token_scale = tl.full((BLOCK_TOKENS,), factor, tl.float32)
+        tokens, present = entry_tokens(entries, num_tokens)
+        entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
+        normed = normed_rows(head_of_rows, features, scales, batch, tokens, present, num_tokens, column, WIDTH)
+        rotary = rotary_rows(features, tokens, present, column, WIDTH)
+        row_factor = tl.full((BLOCK_TOKENS,), factor, tl.float32)
         if scale is not None:
             mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
             inverse = 1.0 / tl.where(present, denominators(mapped, vector, eps), 1.0)
-            token_scale *= inverse
+            row_factor *= inverse
         gradients = load_rows(head_of_outputs, tokens, present, value_column, VALUE)
-        if features.cosine is not None:
-            cosines, sines = rotary_rows(features, tokens, present, HALF, BLOCK_HALF)
-            even = product(gradients, even_matrix, PRECISION) * token_scale[:, None]
-            odd = product(gradients, odd_matrix, PRECISION) * token_scale[:, None]
-            # The product of two rows is that of both turned back.
-            gradient = _rotate_back(even, odd, cosines, sines, BLOCK_TOKENS, BLOCK_WIDTH)
-        else:
-            gradient = product(gradients, whole_matrix, PRECISION) * token_scale[:, None]
+        # The product of two rows is that of both turned back.
+        gradient = rotate(product(gradients, transposed, PRECISION), rotary, -1, BLOCK_TOKENS, BLOCK_WIDTH)
+        gradient *= row_factor[:, None]
         if scale is not None:
-            token_weight = denominator_gradient(mapped, gradient, inverse)
-            gradient += token_weight[:, None] * vector[None, :]
+            row_weight = denominator_gradient(mapped, gradient, inverse)
+            gradient += row_weight[:, None] * vector[None, :]
             per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
             tl.store(scale + per_token, inverse, mask=present)
-            tl.store(weight + per_token, token_weight, mask=present)
+            tl.store(weight + per_token, row_weight, mask=present)
         elif vectors is not None:
             gradient += vector[None, :]
         gradient = feature_map_gradient(gradient, normed, FEATURE_MAP) * features.scaling
@@ -163,10 +150,8 @@ def feature_gradient(
     batch, num_tokens, heads, _ = rows.shape
     groups, blocks, columns = matrices.shape[1], matrices.shape[2], matrices.shape[-1]
     divides = vectors is not None and eps is not None
-    # With both the features and their gradient at hand, or factors of more than bfloat16, there are no registers for
-    # more.
-    few_registers = divides or not multiplies_from_shared_memory(rows.device)
-    most_tokens = 16 if rows.dtype != torch.bfloat16 else 32 if few_registers else 64
+    # Features and their gradient are at hand together where there is a divisor.
+    most_tokens = 32 if reads_wide_tiles(rows) and not divides else 16
     result = dense_like(rows)
     per_token = (batch, num_tokens, heads) if divides else (0,)
     scale, weight = (rows.new_empty(per_token, dtype=torch.float32) for _ in range(2))
@@ -184,7 +169,6 @@ def feature_gradient(
             lines=batch * heads,
             FEATURE_MAP=map_name,
             PRECISION=product_precision(rows.dtype, matrices.dtype),
-            num_warps=8,
             **fused_options(rows, features, table, groups, columns, padded(columns), most_tokens),
         )
     return result, scale, weight
@@ -354,8 +338,7 @@ def fused_summary_backward(
     value: Tensor,
     inverse: Tensor,
     norm_weight: Tensor | None,
-    cosine: Tensor | None,
-    sine: Tensor | None,
+    rotary: Tensor | None,
     table: Tensor,
     feature_map: str,
     scaling: float,
@@ -364,7 +347,7 @@ def fused_summary_backward(
     total: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of key, value and norm_weight (empty without one)."""
-    shared = Features(norm_weight, inverse, cosine, sine, scaling, feature_eps), feature_map, table
+    shared = Features(norm_weight, inverse, rotary, scaling, feature_eps), feature_map, table
     matrices, vectors = grad_summaries.contiguous(), grad_sums.contiguous() if total else None
     grad_value = fused_products(key, matrices, None, *shared, factor=factor)
     grad_key, _, _ = feature_gradient(key, value, matrices, vectors, *shared, factor=factor)
@@ -393,8 +376,7 @@ def fused_attend_backward(
     inverse: Tensor,
     norm_weight: Tensor | None,
     output_weight: Tensor | None,
-    cosine: Tensor | None,
-    sine: Tensor | None,
+    rotary: Tensor | None,
     table: Tensor,
     feature_map: str,
     scaling: float,
@@ -404,7 +386,7 @@ def fused_attend_backward(
     output_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, summaries, key_sums, gate, norm_weight and output_weight; empty for what is not there."""
-    shared = Features(norm_weight, inverse, cosine, sine, scaling, feature_eps), feature_map, table
+    shared = Features(norm_weight, inverse, rotary, scaling, feature_eps), feature_map, table
     summaries, groups = summaries.contiguous(), summaries.shape[1]
     vectors = None if key_sums is None else key_sums.contiguous()
     grad_gate = grad_output_weight = None

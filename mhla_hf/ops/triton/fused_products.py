@@ -8,11 +8,15 @@
 Everything that `block` leaves to torch runs inside: RMSNorm across heads, scaling, feature map, rotary embedding;
 output norm and gate. Nothing but projections, the gate and the output passes through memory, once each.
 
-Rotary embeddings turn neighbouring pairs of channels. The kernels keep even channels and odd ones apart: as rows of a
-summary they may stand in any order, as long as keys and queries agree.
+Rotary embeddings turn neighbouring pairs of channels. Their table has the cosine and the sine of a pair side by side,
+so that a row of it is read and held like a row of tokens: rotating moves nothing between threads.
 
 Programs run over (block, column tile, line), a line being a head of a batch entry, with lines next to each other:
-those that run at the same time read the same rows of the rotary tables, and neighbouring bytes of q, k and v.
+those that run at the same time read the same rows of the rotary table, and neighbouring bytes of q, k and v.
+
+Loads run ahead of products. The compiler's pipeline keeps the rows of the next tile of tokens in flight, provided that
+their addresses are known: so the slots' entries in the table are read one tile before. What enters no product, such
+as gates, is loaded one tile ahead explicitly.
 
 Shape letters: B batch, T tokens, H heads of the rows, G heads of the summaries (H or a divisor), K and V widths,
 M blocks, N slots of a block.
@@ -30,12 +34,10 @@ from .device_functions import (
     COUNTS,
     denominators,
     dense_head_rows,
-    divide,
     head_rows,
     load_matrix,
     load_rows,
     product,
-    slot_tokens,
     store_rows,
     to_matrix,
     to_tf32,
@@ -48,7 +50,6 @@ from .launching import (
     multiplies_from_shared_memory,
     padded,
     product_precision,
-    token_tile,
     warps,
 )
 
@@ -59,18 +60,35 @@ class Features(NamedTuple):
     Attributes:
         norm_weight: Weight of an RMSNorm across heads, `[H · K]`; None for no norm.
         inverse_norm: 1 / rms of each token from [`inverse_norm`]; read only where there is a norm.
-        cosine: Table of rotary embeddings for neighbouring pairs of channels, float32 `[T, K / 2]`, dense; or None.
-        sine: The same.
+        rotary: Table of rotary embeddings from [`rotary_table`], `[T, K]`, dense; None for no rotation.
         scaling: Factor of the rows before the feature map.
         feature_eps: Added to the features.
     """
 
     norm_weight: torch.Tensor | None
     inverse_norm: torch.Tensor | None
-    cosine: torch.Tensor | None
-    sine: torch.Tensor | None
+    rotary: torch.Tensor | None
     scaling: float
     feature_eps: float
+
+
+def rotary_table(cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cosine and sine of each pair of channels side by side, as kernels read them.
+
+    Every head reads the table: in float32 it would be as many bytes of L2 as keys and values together. Beside
+    bfloat16 it is float16, which changes numbers up to 1 by 2⁻¹² at most. The features that it turns are rounded for
+    their product by 2⁻⁹ of their size.
+
+    Args:
+        cosine: For neighbouring pairs of channels, any shape with T rows of K / 2 numbers.
+        sine: The same.
+        dtype: Dtype of the tokens.
+
+    Returns:
+        `[T, K]`, float16 for bfloat16 tokens and float32 for others.
+    """
+    pairs = torch.stack((cosine, sine), dim=-1)
+    return pairs.reshape(-1, 2 * cosine.shape[-1]).to(torch.float16 if dtype == torch.bfloat16 else torch.float32)
 
 
 def fits_fused_kernels(width: int, value: int, rotary: bool, dtype: torch.dtype) -> bool:
@@ -93,6 +111,9 @@ def fused_options(
 ) -> dict[str, Any]:
     """Arguments that all fused kernels share.
 
+    A multiprocessor has 65,536 registers: two programs of 256 threads find room, and one loads while the other
+    multiplies, if each thread has 128. The compiler would take more for bfloat16 tokens, without need.
+
     Args:
         rows: `[B, T, H, K]`.
         features: See [`Features`].
@@ -100,11 +121,11 @@ def fused_options(
         groups: G.
         value: V.
         tile: Columns of a summary that a program takes.
-        most_tokens: Limit of the tokens that it reads at a time.
+        most_tokens: Limit of the tokens that it reads at a time, so many that nothing spills.
     """
     _, num_tokens, heads, width = rows.shape
     blocks, slots = table.shape
-    return {
+    options = {
         "features": features,
         "table": table,
         "num_tokens": num_tokens,
@@ -114,12 +135,20 @@ def fused_options(
         "REPEATS": heads // groups,
         "WIDTH": width,
         "VALUE": value,
-        # Even and odd channels are multiplied apart, 16 of each at least.
-        "BLOCK_WIDTH": padded(width) if features.cosine is None else max(32, padded(width)),
+        "BLOCK_WIDTH": padded(width),
         "BLOCK_VALUE": tile,
-        "BLOCK_TOKENS": min(token_tile(slots, width), most_tokens),
-        "num_stages": 2,
+        "BLOCK_TOKENS": min(padded(slots), most_tokens),
+        "num_warps": warps(width, tile),
+        "num_stages": 3,
     }
+    if rows.dtype == torch.bfloat16:
+        options["maxnreg"] = 128
+    return options
+
+
+def reads_wide_tiles(rows: torch.Tensor) -> bool:
+    """Whether 32 tokens at a time find room in registers and shared memory beside float32 factors."""
+    return rows.dtype == torch.bfloat16 and multiplies_from_shared_memory(rows.device)
 
 
 def row_warps(size: int) -> int:
@@ -161,22 +190,42 @@ def inverse_norm(tokens: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit
-def line_of_program(lines, HEADS: tl.constexpr, REPEATS: tl.constexpr):
-    """Place in a line, batch entry, head of the rows, and head of the summaries that REPEATS of the rows' share."""
+def place_of_line(lines, ROW_HEADS: tl.constexpr):
+    """Place in a line, batch entry and head of the rows, for programs that run over lines fastest."""
     program, line = tl.program_id(0).to(tl.int64) // lines, tl.program_id(0).to(tl.int64) % lines
-    row_head = line % (HEADS * REPEATS)
-    return program, line // (HEADS * REPEATS), row_head, row_head // REPEATS
+    return program, line // ROW_HEADS, line % ROW_HEADS
 
 
 @triton.jit
-def normed_rows(rows, features, batch, head, tokens, present, num_tokens, column, WIDTH: tl.constexpr):
+def slot_entries(block_table, slot, slots, num_tokens):
+    """Entries of some slots of a block in its table, `num_tokens` for slots without a token."""
+    return tl.load(block_table + slot, mask=slot < slots, other=num_tokens)
+
+
+@triton.jit
+def entry_tokens(entries, num_tokens):
+    """Tokens of [`slot_entries`], and which of them there are."""
+    present = entries < num_tokens
+    return tl.where(present, entries, 0).to(tl.int64), present
+
+
+@triton.jit
+def channel_scales(features, head, column, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Factors of a head's channels before the feature map: scaling, and the weights of a norm."""
+    scales = tl.full((BLOCK_WIDTH,), 1.0, tl.float32) * features.scaling
+    if features.norm_weight is not None:
+        scales *= tl.load(features.norm_weight + head * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    return scales
+
+
+@triton.jit
+def normed_rows(rows, features, scales, batch, tokens, present, num_tokens, column, WIDTH: tl.constexpr):
     """scaling · norm(x) of some rows of one head, float32."""
     values = load_rows(rows, tokens, present, column, WIDTH).to(tl.float32)
     if features.norm_weight is not None:
         inverse = tl.load(features.inverse_norm + batch * num_tokens + tokens, mask=present, other=0.0)
-        weight = tl.load(features.norm_weight + head * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        values = values * inverse[:, None] * weight[None, :]
-    return values * features.scaling
+        values = values * inverse[:, None]
+    return values * scales[None, :]
 
 
 @triton.jit
@@ -187,20 +236,24 @@ def features_of(normed, features, present, column, WIDTH: tl.constexpr, FEATURE_
 
 
 @triton.jit
-def rotary_rows(features, tokens, present, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Rows of the tables of cosines and sines `[T, HALF]`."""
-    pair = tl.arange(0, BLOCK_HALF)
-    places = tokens[:, None] * HALF + pair[None, :]
-    mask = present[:, None] & (pair < HALF)[None, :]
-    cosines = tl.load(features.cosine + places, mask=mask, other=0.0)
-    return cosines, tl.load(features.sine + places, mask=mask, other=0.0)
+def rotary_rows(features, tokens, present, column, WIDTH: tl.constexpr):
+    """Rows of the rotary table; None without one."""
+    rows = None
+    if features.rotary is not None:
+        rows = load_rows((features.rotary, WIDTH), tokens, present, column, WIDTH)
+    return rows
 
 
 @triton.jit
-def rotate(values, cosine, sine, TOKENS: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Even and odd channels of rows, rotated."""
-    even, odd = tl.split(tl.reshape(values, (TOKENS, BLOCK_HALF, 2)))
-    return even * cosine - odd * sine, even * sine + odd * cosine
+def rotate(values, rotary, SIGN: tl.constexpr, TOKENS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Rows turned by those of the rotary table, backwards for a SIGN of -1; themselves where that is None."""
+    if rotary is not None:
+        even, odd = tl.split(tl.reshape(values, (TOKENS, BLOCK_WIDTH // 2, 2)))
+        cosine, sine = tl.split(tl.reshape(rotary.to(tl.float32), (TOKENS, BLOCK_WIDTH // 2, 2)))
+        sine *= SIGN
+        turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+        values = tl.reshape(turned, (TOKENS, BLOCK_WIDTH))
+    return values
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -212,69 +265,49 @@ def fused_outer_kernel(
 ):  # fmt: skip
     """The sums of the head of this file.
 
-    Even channels of ψ come first if they are rotated. HEADS is the number of heads of `products`; each sums REPEATS
-    heads of the rows. `scale` and `weight` are `[B, T, HEADS · REPEATS]`, or None for 1; without `sums` there are no
-    sums.
+    HEADS is the number of heads of `products`; each sums REPEATS heads of the rows. `scale` and `weight` are
+    `[B, T, HEADS · REPEATS]`, or None for 1; without `sums` there are no sums.
     """
-    program, line = tl.program_id(0).to(tl.int64) // lines, tl.program_id(0).to(tl.int64) % lines
-    batch, head = line // HEADS, line % HEADS
+    program, batch, head = place_of_line(lines, HEADS)
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
     block, column_tile = program // COLUMN_TILES, program % COLUMN_TILES
-    HALF: tl.constexpr = WIDTH // 2
-    BLOCK_HALF: tl.constexpr = BLOCK_WIDTH // 2
-    column = tl.arange(0, BLOCK_WIDTH)
-    pair = tl.arange(0, BLOCK_HALF)
+    column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
-    total = tl.zeros((BLOCK_WIDTH,), tl.float32)
-    if features.cosine is not None:
-        even_sum = tl.zeros((BLOCK_HALF, BLOCK_VALUE), tl.float32)
-        odd_sum = tl.zeros((BLOCK_HALF, BLOCK_VALUE), tl.float32)
-    else:
-        whole_sum = tl.zeros((BLOCK_WIDTH, BLOCK_VALUE), tl.float32)
+    result = tl.zeros((BLOCK_WIDTH, BLOCK_VALUE), tl.float32)
+    # One sum for each 16th token: adding them up takes a barrier, which is left for the end.
+    total = tl.zeros((16, BLOCK_WIDTH), tl.float32)
     block_table = table + block * slots
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
         head_of_rows, head_of_values = head_rows(rows, batch, row_head), head_rows(value, batch, row_head)
+        scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
+        entries = slot_entries(block_table, slot, slots, num_tokens)
         for offset in range(0, slots, BLOCK_TOKENS):
-            tokens, present = slot_tokens(block_table, offset + tl.arange(0, BLOCK_TOKENS), slots, num_tokens)
+            tokens, present = entry_tokens(entries, num_tokens)
+            entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
             per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
-            normed = normed_rows(head_of_rows, features, batch, row_head, tokens, present, num_tokens, column, WIDTH)
+            normed = normed_rows(head_of_rows, features, scales, batch, tokens, present, num_tokens, column, WIDTH)
+            rotary = rotary_rows(features, tokens, present, column, WIDTH)
+            values = load_rows(head_of_values, tokens, present, value_column, VALUE)
             mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
             if sums is not None:
+                weighted = mapped
                 if weight is not None:
-                    token_weight = tl.load(weight + per_token, mask=present, other=0.0)
-                    total += tl.sum(mapped * token_weight[:, None], axis=0)
-                else:
-                    total += tl.sum(mapped, axis=0)
-            values = load_rows(head_of_values, tokens, present, value_column, VALUE)
+                    weighted *= tl.load(weight + per_token, mask=present, other=0.0)[:, None]
+                total += tl.sum(tl.reshape(weighted, (BLOCK_TOKENS // 16, 16, BLOCK_WIDTH)), axis=0)
             if scale is not None:
-                token_scale = tl.load(scale + per_token, mask=present, other=0.0)
-                values = values.to(tl.float32) * token_scale[:, None]
+                values = values.to(tl.float32) * tl.load(scale + per_token, mask=present, other=0.0)[:, None]
                 if PRECISION == "tf32":
                     values = to_tf32(values)
-            if features.cosine is not None:
-                cosines, sines = rotary_rows(features, tokens, present, HALF, BLOCK_HALF)
-                even, odd = rotate(mapped, cosines, sines, BLOCK_TOKENS, BLOCK_HALF)
-                even_sum += product(tl.trans(even), values, PRECISION)
-                odd_sum += product(tl.trans(odd), values, PRECISION)
-            else:
-                whole_sum += product(tl.trans(mapped), values, PRECISION)
+            turned = rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH)
+            result += product(tl.trans(turned), values, PRECISION)
     matrix = (batch * HEADS + head) * num_blocks + block
-    start = products + matrix * (WIDTH * VALUE)
-    in_value = (value_column < VALUE)[None, :]
-    if features.cosine is not None:
-        mask = (pair < HALF)[:, None] & in_value
-        pointers = start + pair[:, None] * VALUE + value_column[None, :]
-        tl.store(pointers, to_matrix(even_sum * factor, products.dtype.element_ty, PRECISION), mask=mask)
-        odd = to_matrix(odd_sum * factor, products.dtype.element_ty, PRECISION)
-        tl.store(pointers + HALF * VALUE, odd, mask=mask)
-    else:
-        pointers = start + column[:, None] * VALUE + value_column[None, :]
-        whole = to_matrix(whole_sum * factor, products.dtype.element_ty, PRECISION)
-        tl.store(pointers, whole, mask=(column < WIDTH)[:, None] & in_value)
+    pointers = products + matrix * (WIDTH * VALUE) + column[:, None] * VALUE + value_column[None, :]
+    result = to_matrix(result * factor, products.dtype.element_ty, PRECISION)
+    tl.store(pointers, result, mask=(column < WIDTH)[:, None] & (value_column < VALUE)[None, :])
     if sums is not None:
         if column_tile == 0:
-            tl.store(sums + matrix * WIDTH + column, total, mask=column < WIDTH)
+            tl.store(sums + matrix * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
 def fused_outer(
@@ -313,10 +346,8 @@ def fused_outer(
     batch, _, _, width = rows.shape
     columns, blocks = value.shape[-1], table.shape[0]
     tile = column_tile(width, columns)
-    # Scales take registers, and so do the masks of padded widths, and products of more than bfloat16.
-    padding = 64 < width < 128
-    few_registers = rows.dtype == torch.float32 or (padding and not multiplies_from_shared_memory(rows.device))
-    most_tokens = 16 if few_registers else 32 if padding or scale is not None or rows.dtype != torch.bfloat16 else 64
+    # Scales take registers.
+    most_tokens = 32 if reads_wide_tiles(rows) and scale is None else 16
     products = rows.new_empty(batch, groups, blocks, width, columns, dtype=dtype)
     sums = rows.new_empty((batch, groups, blocks, width) if total else (0,), dtype=torch.float32)
     with torch.cuda.device_of(rows):
@@ -331,7 +362,6 @@ def fused_outer(
             lines=batch * groups,
             FEATURE_MAP=map_name,
             PRECISION=product_precision(rows.dtype, rows.dtype if scale is None else dtype),
-            num_warps=warps(width, tile),
             **fused_options(rows, features, table, groups, columns, tile, most_tokens),
         )
     return products, sums
@@ -348,45 +378,44 @@ def fused_attend_kernel(
 
     One program holds all columns of a head's output, for its norm.
     """
-    block, batch, row_head, head = line_of_program(lines, HEADS, REPEATS)
-    HALF: tl.constexpr = WIDTH // 2
-    BLOCK_HALF: tl.constexpr = BLOCK_WIDTH // 2
-    column = tl.arange(0, BLOCK_WIDTH)
-    pair = tl.arange(0, BLOCK_HALF)
+    block, batch, row_head = place_of_line(lines, HEADS * REPEATS)
+    column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = tl.arange(0, BLOCK_VALUE)
-    matrix = (batch * HEADS + head) * num_blocks + block
-    start = matrices + matrix * (WIDTH * VALUE)
-    if features.cosine is not None:
-        even_weights = load_matrix(start, pair, value_column, VALUE, 1, HALF, VALUE)
-        odd_weights = load_matrix(start + HALF * VALUE, pair, value_column, VALUE, 1, HALF, VALUE)
-    else:
-        weights = load_matrix(start, column, value_column, VALUE, 1, WIDTH, VALUE)
+    matrix = (batch * HEADS + row_head // REPEATS) * num_blocks + block
+    block_table = table + block * slots
+    entries = slot_entries(block_table, slot, slots, num_tokens)
+    weights = load_matrix(matrices + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
+    scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
     if vectors is not None:
         sums = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
     if output_weight is not None:
         norm_scale = tl.load(output_weight + value_column, mask=value_column < VALUE, other=0.0).to(tl.float32)
     queries = head_rows(query, batch, row_head)
     outputs = dense_head_rows(output, batch, row_head, num_tokens, HEADS * REPEATS, VALUE)
-    block_table = table + block * slots
+    if gate is not None:
+        gate_rows = head_rows(gate, batch, row_head)
+        tokens, present = entry_tokens(entries, num_tokens)
+        next_gates = load_rows(gate_rows, tokens, present, value_column, VALUE)
     for offset in range(0, slots, BLOCK_TOKENS):
-        tokens, present = slot_tokens(block_table, offset + tl.arange(0, BLOCK_TOKENS), slots, num_tokens)
-        normed = normed_rows(queries, features, batch, row_head, tokens, present, num_tokens, column, WIDTH)
+        tokens, present = entry_tokens(entries, num_tokens)
+        entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
+        if gate is not None:
+            gates = next_gates.to(tl.float32)
+            next_tokens, next_present = entry_tokens(entries, num_tokens)
+            next_gates = load_rows(gate_rows, next_tokens, next_present, value_column, VALUE)
+        normed = normed_rows(queries, features, scales, batch, tokens, present, num_tokens, column, WIDTH)
+        rotary = rotary_rows(features, tokens, present, column, WIDTH)
         mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
-        if features.cosine is not None:
-            cosines, sines = rotary_rows(features, tokens, present, HALF, BLOCK_HALF)
-            even, odd = rotate(mapped, cosines, sines, BLOCK_TOKENS, BLOCK_HALF)
-            result = product(even, even_weights, PRECISION)
-            result += product(odd, odd_weights, PRECISION)
-        else:
-            result = product(mapped, weights, PRECISION)
-        result = result * factor
+        turned = rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH)
+        result = product(turned, weights, PRECISION)
+        row_factor = tl.full((BLOCK_TOKENS,), factor, tl.float32)
         if vectors is not None:
-            result = divide(result, denominators(mapped, sums, eps), present)
+            row_factor /= tl.where(present, denominators(mapped, sums, eps), 1.0)
+        result *= row_factor[:, None]
         if output_weight is not None:
             mean_square = tl.sum(result * result, axis=1) / VALUE
             result = result * (1.0 / tl.sqrt(mean_square + output_eps))[:, None] * norm_scale[None, :]
         if gate is not None:
-            gates = load_rows(head_rows(gate, batch, row_head), tokens, present, value_column, VALUE).to(tl.float32)
             result = result * gates * tl.sigmoid(gates)
         store_rows(outputs, tokens, present, value_column, result, VALUE)
 
@@ -429,11 +458,8 @@ def fused_products(
     batch, num_tokens, heads, width = query.shape
     groups, blocks, columns = matrices.shape[1], matrices.shape[2], matrices.shape[-1]
     tile = padded(columns)
-    # Tokens have to find room in registers, and in shared memory beside a summary.
-    small = padded(width) * tile * matrices.element_size() <= 32 * 1024
-    most_tokens = 64 if small or multiplies_from_shared_memory(query.device) else 16
-    if query.dtype != torch.bfloat16:
-        most_tokens = 32
+    half = query.dtype == matrices.dtype == torch.bfloat16
+    most_tokens = 32 if half or reads_wide_tiles(query) else 16
     output = query.new_empty(batch, num_tokens, heads, columns, dtype=dtype)
     with torch.cuda.device_of(query):
         fused_attend_kernel[(blocks * batch * heads,)](
@@ -449,7 +475,6 @@ def fused_products(
             lines=batch * heads,
             FEATURE_MAP=map_name,
             PRECISION=product_precision(query.dtype, matrices.dtype),
-            num_warps=warps(width, tile),
             **fused_options(query, features, table, groups, columns, tile, most_tokens),
         )
     return output
