@@ -47,6 +47,7 @@ from .launching import (
     MAX_TILE,
     as_rows,
     column_tile,
+    is_padded,
     multiplies_from_shared_memory,
     padded,
     product_precision,
@@ -141,7 +142,7 @@ def fused_options(
         "num_warps": warps(width, tile),
         "num_stages": 3,
     }
-    if rows.dtype == torch.bfloat16:
+    if rows.dtype == torch.bfloat16 and not is_padded(width):
         options["maxnreg"] = 128
     return options
 
@@ -459,7 +460,7 @@ def fused_products(
     groups, blocks, columns = matrices.shape[1], matrices.shape[2], matrices.shape[-1]
     tile = padded(columns)
     half = query.dtype == matrices.dtype == torch.bfloat16
-    most_tokens = 32 if half or reads_wide_tiles(query) else 16
+    most_tokens = 32 if half or (reads_wide_tiles(query) and gate is None) else 16
     output = query.new_empty(batch, num_tokens, heads, columns, dtype=dtype)
     with torch.cuda.device_of(query):
         fused_attend_kernel[(blocks * batch * heads,)](
