@@ -46,10 +46,9 @@ def run_part(cases: Iterable[KernelCase], part: int, parts: int, sweep: bool) ->
             continue
         with overridden_launches() as overrides:
             case.run()
-            for number, choice in enumerate(candidates(overrides.seen)):
-                overrides.options = choice if number % parts == part else {}
+            for choice in candidates(overrides.seen, case.shape.rows)[part::parts]:
+                overrides.use(choice)
                 # The sweep itself says why one fails.
                 with suppress(Exception):
-                    if overrides.options:
-                        case.run()
+                    case.run()
     synchronize()

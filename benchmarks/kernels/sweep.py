@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweeps of launch options: every kernel of a case alone, then the best of all together."""
+"""Sweeps of launch options: lines of a group, and every kernel of a case alone; then the best of all together."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from .timing import device_milliseconds
 WARPS, STAGES, TOKEN_TILES = (4, 8), (1, 2, 3, 4), (16, 32, 64)
 """Values that are tried of `num_warps`, `num_stages`, and of `BLOCK_TOKENS` where a kernel has it."""
 
+LINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of lines that are tried for a group, beside all of a case at once."""
+
+_GROUPS = "groups"
+
 Options = dict[str, Any]
 
 
@@ -26,13 +31,20 @@ class Overrides:
     """Options that launches take in place of their own.
 
     Attributes:
-        options: Options by the kernel's name.
+        options: Options by the kernel's name, and `lines` of `"groups"`.
         seen: Own options of every kernel that was launched.
     """
 
     def __init__(self) -> None:
         self.options: dict[str, Options] = {}
         self.seen: dict[str, Options] = {}
+
+    def use(self, choice: Mapping[str, Options]) -> None:
+        """Has launches take these options from now on."""
+        from mhla_hf.ops.triton import launching
+
+        self.options = dict(choice)
+        launching.GROUP_LINES = choice.get(_GROUPS, {}).get("lines")
 
 
 @contextmanager
@@ -50,22 +62,29 @@ def overridden_launches() -> Iterator[Overrides]:
     try:
         yield overrides
     finally:
+        overrides.use({})
         Launch.__init__ = original  # type: ignore[method-assign]
 
 
-def candidates(seen: Mapping[str, Options]) -> list[dict[str, Options]]:
-    """Overrides to try, of one kernel each, that differ from its own options."""
-    found = []
+def candidates(seen: Mapping[str, Options], lines: int) -> list[dict[str, Options]]:
+    """Overrides to try: of the lines of a group, and of one kernel each that differ from its own options.
+
+    Args:
+        seen: Own options of every kernel.
+        lines: Lines of the case.
+    """
+    counts = [*(count for count in LINES if count < lines), lines]
+    tried: dict[str, list[Options]] = {_GROUPS: [{"lines": count} for count in counts]}
     for kernel, own in seen.items():
         tiles = [tile for tile in TOKEN_TILES if tile <= own["BLOCK_TOKENS"]] if "BLOCK_TOKENS" in own else [None]
+        tried[kernel] = []
         for warps, stages, tile in product(WARPS, STAGES, tiles):
             options = {"num_warps": warps, "num_stages": stages, **({} if tile is None else {"BLOCK_TOKENS": tile})}
             if any(own.get(name) != value for name, value in options.items()):
-                found.append({kernel: options})
-        if not ON_GPU:
-            # One for each kernel, to see that it goes through.
-            del found[len({name for choice in found for name in choice}) :]
-    return found
+                tried[kernel].append(options)
+    # Interpreted, one of each shows that it goes through.
+    most = None if ON_GPU else 1
+    return [{name: options} for name, choices in tried.items() for options in choices[:most]]
 
 
 def sweep_cases(cases: Iterable[KernelCase], report: Report) -> None:
@@ -81,7 +100,7 @@ def sweep_cases(cases: Iterable[KernelCase], report: Report) -> None:
             expected = case.run()
             own = _measured(case, expected, overrides, {}, report)
             best: dict[str, tuple[float, Options]] = {}
-            for choice in candidates(overrides.seen):
+            for choice in candidates(overrides.seen, case.shape.rows):
                 if report.is_late(f"{case.name} {choice}"):
                     break
                 milliseconds = _measured(case, expected, overrides, choice, report)
@@ -98,7 +117,7 @@ def _measured(
 ) -> float:
     """Milliseconds of a case with some overrides; infinity where it fails or gives something else."""
     row: dict[str, Any] = {"case": case.name, "overrides": choice, "milliseconds": None}
-    overrides.options = choice
+    overrides.use(choice)
     try:
         errors = [relative_error(a, b) for a, b in zip(case.run(), expected, strict=True)]
         row["error"] = max(errors)
@@ -110,6 +129,6 @@ def _measured(
         row["reason"], wrong = failure_reason(error), True
         text = row["reason"]
     finally:
-        overrides.options = {}
+        overrides.use({})
     report.add(row, f"{case.name}, {choice or 'own options'}: {text}")
     return float("inf") if wrong else row["milliseconds"]
