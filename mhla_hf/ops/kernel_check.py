@@ -14,11 +14,13 @@ of the caller (autograd, autocast, devices, streams, fake tensors) do not matter
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
 import platform
 import threading
+import uuid
 from contextlib import nullcontext, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +30,6 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..utils.files import write_json
 from ..utils.json_files import read_json
 from ..utils.messages import shorten_text
 
@@ -36,6 +37,7 @@ from ..utils.messages import shorten_text
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "MHLA_HF_KERNEL_CHECK"
+HOME_VARIABLE = "MHLA_HF_HOME"
 PASSED_ARCHITECTURES: frozenset[tuple[int, int]] = frozenset()
 """Compute capabilities on which all tests of the kernels have passed: nothing is checked there. None so far."""
 UNCHECKED_DEVICES = ("cpu",)
@@ -180,7 +182,7 @@ def _check(
         except Exception as error:
             outcome = first_line(error), True
 
-    _checker = threading.Thread(target=compare, name="mhla_hf kernel check")
+    _checker = threading.Thread(target=compare, name="kernel check")
     try:
         _checker.start()
         _checker.join()
@@ -271,9 +273,18 @@ class VerdictFile:
 
     def add(self, name: str, verdict: str) -> None:
         """Adds a verdict to those in the file."""
-        if self.path is not None:
-            with suppress(OSError, ValueError):
-                write_json(self.path, {"environment": self._environment, "verdicts": {**self.read(), name: verdict}})
+        if self.path is None:
+            return
+        content = {"environment": self._environment, "verdicts": {**self.read(), name: verdict}}
+        # Under a name of its own first: other processes may be doing the same.
+        temporary = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex[:8]}")
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                os.replace(temporary, self.path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Removes the file, so that everything is checked anew."""
@@ -283,12 +294,13 @@ class VerdictFile:
 
 
 def cache_directory() -> Path:
-    """Folder for what can be made again: `$MHLA_HF_HOME`, or `mhla_hf` in `$XDG_CACHE_HOME` or `~/.cache`.
+    """Folder for what can be made again: `$MHLA_HF_HOME`, or one of that name in `$XDG_CACHE_HOME` or `~/.cache`.
 
     Raises:
         RuntimeError: If there is no home directory.
     """
-    if home := os.environ.get("MHLA_HF_HOME"):
+    if home := os.environ.get(HOME_VARIABLE):
         return Path(home).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "mhla_hf"
+    name = HOME_VARIABLE.removesuffix("_HOME").lower()
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / name
