@@ -37,7 +37,12 @@ class LearnedFeatureMap(nn.Module):
         num_heads, head_dim, _ = self.weight.shape
         return torch.eye(head_dim).repeat(num_heads, 1, 1)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, backend: str = "torch") -> torch.Tensor:
+        if backend == "triton" and self.name == "hedgehog":
+            from ..ops.triton import fits_hedgehog_kernels, hedgehog_features
+
+            if fits_hedgehog_kernels(tokens.shape[-1], tokens.shape[-1], False, tokens.dtype):
+                return hedgehog_features(tokens, self.weight)
         return FEATURE_MAPS[self.name].forward(tokens, self.weight.to(tokens.dtype))
 
 
@@ -78,6 +83,7 @@ def features_and_plain(
     learned: LearnedFeatureMap | None,
     rotary: Callable[[torch.Tensor], torch.Tensor] | None,
     scaling: float | None,
+    backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Features of queries or keys for the numerator, and those of the normaliser where they differ.
 
@@ -87,6 +93,7 @@ def features_and_plain(
         learned: The feature map where it has a weight.
         rotary: Rotates `[B, T, H, K]`; `None` without rotary embeddings.
         scaling: Scale of q·k, of which the root goes to each side; `None` for 1.
+        backend: `"torch"`, or `"triton"` to compute a learned map by a kernel where there is one.
 
     Returns:
         `[B, T, H, F]`, and the same without the rotation; `None` where there is none after the feature map.
@@ -96,7 +103,7 @@ def features_and_plain(
         tokens = tokens * math.sqrt(scaling)
     if rotary is not None and config.rope == "before_feature_map":
         tokens = rotary(tokens)
-    features = FEATURE_MAPS[config.feature_map].forward(tokens) if learned is None else learned(tokens)
+    features = FEATURE_MAPS[config.feature_map].forward(tokens) if learned is None else learned(tokens, backend)
     if config.feature_map_eps:
         features = features + config.feature_map_eps
     if rotary is None or config.rope != "after_feature_map":

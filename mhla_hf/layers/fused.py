@@ -81,14 +81,14 @@ def can_fuse(
     return (
         FEATURE_MAPS[config.feature_map].kernel is not None
         and NORMALIZERS[config.normalizer].kernel is not None
-        and (rotary is None or (config.rope == "after_feature_map" and _is_plain_rotary(rotary, query)))
+        and (rotary is None or (config.rope == "after_feature_map" and is_plain_rotary(rotary, query)))
         and (output_norm is None or is_plain_norm(output_norm, query.device))
         and fits_fused_kernels(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
         and kernels_pass("fused", query, value)
     )
 
 
-def _is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
+def is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
     """Returns whether the kernels can rotate like this, with one row of the tables a token and no gradients."""
     # Whether gradients are being recorded makes no difference: checkpointing computes the output with and without.
     if not isinstance(rotary, PairwiseRotary) or rotary.cosine.requires_grad or rotary.sine.requires_grad:
@@ -112,10 +112,19 @@ def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
     known = type(norm).forward in (nn.RMSNorm.forward, OutputNorm.forward)
     if not isinstance(norm, nn.RMSNorm) or not known or norm.weight is None or norm.eps is None:
         return False
-    hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
-    if any(hooks) or "forward" in vars(norm):
-        return False
-    return norm.weight.device == device and norm.weight.is_contiguous()
+    return not has_hooks(norm) and norm.weight.device == device and norm.weight.is_contiguous()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether something depends on the module being called: hooks, or another `forward` of its own."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in vars(module)
+
+
+def rotary_tables(rotary: PairwiseRotary | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tables of cosines and sines as the kernels take them, `[T, K / 2]`; `None` without rotary embeddings."""
+    # The tables' halves interleave as models make them.
+    return None if rotary is None else (rotary.cosine.flatten(0, 2), rotary.sine.flatten(0, 2))
 
 
 def fused_attention(
@@ -150,10 +159,6 @@ def fused_attention(
     from ..ops.triton import fused_mhla_attention
 
     query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
-    tables = None
-    if rotary is not None:
-        # The tables' halves interleave as models make them.
-        tables = rotary.cosine.flatten(0, 2), rotary.sine.flatten(0, 2)
     return fused_mhla_attention(
         query,
         key,
@@ -165,13 +170,13 @@ def fused_attention(
         normalizer=config.normalizer,
         eps=config.eps,
         scaling=1.0 if scaling is None else scaling**0.5,
-        rotary=tables,
-        query_norm=_weight_and_eps(query_norm),
-        key_norm=_weight_and_eps(key_norm),
-        output_norm=_weight_and_eps(output_norm),
+        rotary=rotary_tables(rotary),
+        query_norm=weight_and_eps(query_norm),
+        key_norm=weight_and_eps(key_norm),
+        output_norm=weight_and_eps(output_norm),
         gate=gate,
     )
 
 
-def _weight_and_eps(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
+def weight_and_eps(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
     return None if norm is None else (norm.weight, float(norm.eps))  # type: ignore[return-value, arg-type]

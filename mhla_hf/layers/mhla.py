@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
+from ..layouts.sequences import SequenceLayout
 from ..ops import FEATURE_MAPS, choose_backend, extend_mixing
 from ..ops.checks import check_layout, check_mixing, check_sequence_normalizer, check_tokens, check_valid
 from ..ops.dispatch import attend_on
@@ -31,9 +32,10 @@ from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
 from .features import LearnedFeatureMap, features_and_plain, token_dtype
 from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
+from .hedgehog import can_fuse_hedgehog, fused_hedgehog_attention
 from .lepe import convolved_values, depthwise_convolution
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
-from .sequence import DecodingState, TokenSequence, attend_sequence, decode_sequence
+from .sequence import DecodingState, TokenSequence, attend_sequence, decode_sequence, sequence_blocks
 from .window import grid_window_attention, sequence_window_attention
 from .window_state import empty_window_state, extend_window
 
@@ -313,6 +315,10 @@ class MHLA(nn.Module):
                 gate=gate,
                 output_norm=self.output_norm,
             )
+        elif can_fuse_hedgehog(self.config, backend, query, value, rotary, self._feature_maps, sequence):
+            output = self._attend_hedgehog(query, key, value, layout, sequence, rotary, norms, scaling)
+            if gate is not None:
+                output = output * F.silu(gate)
         else:
             if norms is not None:
                 query, key = norms.apply(query, key)
@@ -394,8 +400,11 @@ class MHLA(nn.Module):
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
         with torch.autocast(query.device.type, enabled=False):
             query, key = query.to(dtype), key.to(dtype)
-            query, plain_query = features_and_plain(config, query, self.feature_map_query, rotary, scaling)
-            key, plain_key = features_and_plain(config, key, self.feature_map_key, rotary, scaling)
+            maps = self.feature_map_query, self.feature_map_key
+            (query, plain_query), (key, plain_key) = (
+                features_and_plain(config, tokens, learned, rotary, scaling, backend)
+                for tokens, learned in zip((query, key), maps)
+            )
             operands = Operands(query, key, value.to(dtype), plain_query, plain_key, config.normalizer, config.eps)
             mixing = self.mixing_matrix(layout).to(accumulation_dtype(dtype))
             check_mixing(mixing, query.shape[2], query.device)
@@ -423,6 +432,37 @@ class MHLA(nn.Module):
             if self.output_norm is not None:
                 output = self.output_norm(output)
         return output.to(value.dtype), state
+
+    @property
+    def _feature_maps(self) -> tuple[LearnedFeatureMap | None, LearnedFeatureMap | None]:
+        return self.feature_map_query, self.feature_map_key
+
+    def _attend_hedgehog(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: BlockLayout | None,
+        sequence: TokenSequence | None,
+        rotary: Callable[[torch.Tensor], torch.Tensor] | None,
+        norms: HeadNorms | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Attention by the kernels that have hedgehog features inside, and output norm."""
+        mixing = self.mixing_matrix(layout)
+        check_mixing(mixing, query.shape[2], query.device)
+        blocks: BlockLayout | SequenceLayout
+        if sequence is not None:
+            mixing, blocks = sequence_blocks(mixing, query, self._sequence_block_size(), sequence)
+        else:
+            assert layout is not None
+            check_layout(layout, self.config.normalizer, self.config.causal)
+            blocks = layout
+        options: dict[str, Any] = {"rotary": rotary, "norms": norms, "scaling": scaling}
+        with torch.autocast(query.device.type, enabled=False):
+            maps: Any = self._feature_maps
+            output = fused_hedgehog_attention(self.config, query, key, value, maps, mixing, blocks, **options)
+            return (output if self.output_norm is None else self.output_norm(output)).to(value.dtype)
 
     def _sequence_block_size(self) -> int:
         if not self.config.is_sequence or self.config.block_size is None:

@@ -136,15 +136,32 @@ def attend_sequence(
     operands: Operands, mixing: torch.Tensor, block_size: int, sequence: TokenSequence, backend: str
 ) -> torch.Tensor:
     """[`sequence_attention`] without its checks, on a chosen backend."""
-    valid, query, causal = sequence.valid, operands.query, sequence.causal
+    weights, layout = sequence_blocks(mixing, operands.query, block_size, sequence)
+    return attend_on(backend, operands, weights, layout, causal=sequence.causal)
+
+
+def sequence_blocks(
+    mixing: torch.Tensor, query: torch.Tensor, block_size: int, sequence: TokenSequence
+) -> tuple[torch.Tensor, BlockLayout | SequenceLayout]:
+    """The blocks of a sequence's tokens, and the mixing weights among them.
+
+    Args:
+        mixing: As in [`sequence_attention`], like `block_size`.
+        query: `[B, T, ...]`.
+        block_size: Tokens of a block.
+        sequence: Padding and documents; its state is not looked at.
+
+    Returns:
+        `[M, M]`, `[H, M, M]` or `[B, 1 or H, M, M]`, and the layout.
+    """
+    valid, causal = sequence.valid, sequence.causal
     if valid is None and sequence.documents is None:
         dense = cached(BlockLayout, (query.shape[1],), None, (block_size,))
-        weights = extend_mixing(mixing, dense.num_blocks, causal=causal)
-        return attend_on(backend, operands, weights, dense, causal=causal)
+        return extend_mixing(mixing, dense.num_blocks, causal=causal), dense
     if valid is None:
         valid = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
     layout = SequenceLayout(valid, block_size, sequence.documents, sequence.num_documents)
-    return attend_on(backend, operands, layout.mixing_matrix(mixing, causal=causal), layout, causal=causal)
+    return layout.mixing_matrix(mixing, causal=causal), layout
 
 
 def decode_sequence(

@@ -15,7 +15,10 @@ _PUBLIC_NAMES = {
     "attend_prompt": "prompt",
     "decode_token": "decode",
     "fits_fused_kernels": "fused_products",
+    "fits_hedgehog_kernels": "hedgehog_map",
     "fused_mhla_attention": "fused",
+    "hedgehog_features": "hedgehog_map",
+    "hedgehog_mhla_attention": "hedgehog",
     "triton_block_mhla_attention": "block",
     "triton_causal_mhla_attention": "causal",
 }
@@ -24,7 +27,10 @@ __all__ = [
     "attend_prompt",
     "decode_token",
     "fits_fused_kernels",
+    "fits_hedgehog_kernels",
     "fused_mhla_attention",
+    "hedgehog_features",
+    "hedgehog_mhla_attention",
     "triton_block_mhla_attention",
     "triton_causal_mhla_attention",
 ]
@@ -35,6 +41,8 @@ if TYPE_CHECKING:
     from .decode import decode_token
     from .fused import fused_mhla_attention
     from .fused_products import fits_fused_kernels
+    from .hedgehog import hedgehog_mhla_attention
+    from .hedgehog_map import fits_hedgehog_kernels, hedgehog_features
     from .prompt import attend_prompt
 
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)

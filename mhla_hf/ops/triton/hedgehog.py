@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MHLA with hedgehog features, from projections to outputs, forward and backward.
+
+    S_b = Σ_{t in b} φ(k_t) v_tᵀ,  z_b = Σ_{t in b} φ(k_t)
+    o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)·z̃_{b(t)} + eps)
+
+with φ of `hedgehog_map`, twice as wide as its rows, the kernels of `hedgehog_products`, and mixing as in `block`.
+The output norm and the gate are left to the layer.
+
+Forward, features pass through no memory. With s bytes a token's number and summaries of s' bytes (2 for bfloat16, 4
+otherwise), it reads and writes
+
+    summaries:  B T G (K + V) s + 2 B G M K V s'        mixing:  2 · 2 B H M K V s'
+    outputs:    B T H (K + V) s + 2 B H M K V s'
+
+bytes, and a norm of queries and keys across heads B T (H + G) K s more, which is read before. It computes
+2 B T H K (K + 2V) operations in each of summaries and outputs, and 4 B H M² K V in mixing, twice where weights meet
+summaries in bfloat16. At the shape of Wan (`docs/kernels.md`): 312 + 236 + 312 MB, and 37 + 35 (71) + 37 GFLOP, where
+ReLU has 253 + 118 + 253 MB and 12 + 18 (35) + 12 GFLOP; 194 MB more with norms either way, for now. Each of q and k
+takes 97 million exponentials beside that.
+
+Backward, features are computed again and written, 2 · 290 MB; the gradients of block attention are those of `block`
+for features of width 2K, and `hedgehog_map` goes on from the gradients of features, 2 · 387 MB, to those of rows
+and of W. Shape letters are those of `hedgehog_products`.
+"""
+
+# No postponed annotations here: torch.library reads schemas from them.
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ...layouts.blocks import BlockLayout
+from ...layouts.sequences import SequenceLayout
+from ..mixing import mix_summaries
+from ..normalizers import NORMALIZERS
+from .block_gradient import block_attend_backward, block_summary_backward
+from .fused_gradient import norm_gradient_
+from .fused_products import heads_together, inverse_norm
+from .hedgehog_map import Projection, features, features_gradient
+from .hedgehog_products import hedgehog_outputs, hedgehog_summaries
+from .launching import dense_like, multiplies_exactly, product_flops, summary_dtype, token_tensor
+from .mixing import mix_blocks_backward, mix_summaries_and_sums
+from .outer import outer
+
+
+def hedgehog_mhla_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    mixing: Tensor,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    feature_map_eps: float,
+    normalizer: str,
+    eps: float,
+    scaling: float,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    query_norm: tuple[Tensor, float] | None = None,
+    key_norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """Non-causal MHLA with hedgehog features, from projections on.
+
+    Args:
+        query: Projected queries `[B, T, H, K]`, before any norm.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        query_weight: W of queries, `[H, K, K]`.
+        key_weight: W of keys, `[H_kv, K, K]`.
+        mixing: `[M, M]`, `[H, M, M]` or `[B, 1 or H, M, M]`.
+        layout: Blocks of the T tokens.
+        feature_map_eps: Added to the features.
+        normalizer: One of [`mhla_hf.ops.NORMALIZERS`] that has a kernel.
+        eps: Added to the denominator.
+        scaling: Factor of queries and keys before the feature map.
+        rotary: Tables of cosines and sines for neighbouring pairs of channels, `[T, K / 2]`, that rotate queries and
+            keys before the feature map; without gradients.
+        query_norm: Weight `[H · K]` and eps of an RMSNorm of queries across heads.
+        key_norm: Weight `[H_kv · K]` and eps of an RMSNorm of keys across heads.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+    """
+    dtype = value.dtype
+    weights = [None if norm is None else norm[0] for norm in (query_norm, key_norm)]
+    query_eps, key_eps = (0.0 if norm is None else float(norm[1]) for norm in (query_norm, key_norm))
+    tables = (None, None) if rotary is None else tuple(part.float().contiguous() for part in rotary)
+    with torch.autocast(query.device.type, enabled=False):
+        output, *_ = hedgehog_attention(
+            query.to(dtype), key.to(dtype), value, query_weight, key_weight, mixing.float(), *weights, *tables,
+            layout.token_table(query.device), NORMALIZERS[normalizer].divides, scaling, feature_map_eps, eps,
+            query_eps, key_eps,
+        )  # fmt: skip
+        return output
+
+
+def _projection(
+    weight: Tensor,
+    norm: Tensor | None,
+    inverse: Tensor | None,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    scaling: float,
+    feature_eps: float,
+) -> Projection:
+    return Projection(
+        weight.contiguous(), norm, None if norm is None else inverse, cosine, sine, scaling, feature_eps or None
+    )
+
+
+def _inverse_norm(tokens: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
+    return tokens.new_empty(0, dtype=torch.float32) if norm_weight is None else inverse_norm(tokens, eps)
+
+
+@torch.library.custom_op("mhla_hf::hedgehog_attention", mutates_args=())
+def hedgehog_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    mixing: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    table: Tensor,
+    divides: bool,
+    scaling: float,
+    feature_eps: float,
+    eps: float,
+    query_norm_eps: float,
+    key_norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs from projected queries and keys.
+
+    Arguments are those of [`hedgehog_mhla_attention`], with norms as weights and eps, dense float32 tables of cosines
+    and sines, the token of each slot, int32 `[M, N]` or `[B, M, N]`, for the layout, and whether to divide.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`; and for the backward pass, in float32, the denominators `[B, T, H]`,
+        empty unless `divides`, and 1 / rms of queries and keys, `[B, T]`, empty without a norm.
+    """
+    heads, groups, width, columns = query.shape[2], key.shape[2], query.shape[3], value.shape[3]
+    batch, (blocks, slots) = query.shape[0], table.shape[-2:]
+    query_inverse = _inverse_norm(query, query_norm, query_norm_eps)
+    key_inverse = _inverse_norm(key, key_norm, key_norm_eps)
+    rest = cosine, sine, scaling, feature_eps
+    summaries = key.new_empty(batch, groups, blocks, 2 * width, columns, dtype=summary_dtype(key.dtype, True))
+    sums = key.new_empty(batch, groups, blocks, 2 * width, dtype=torch.float32) if divides else None
+    # Summaries are means over the slots: their size does not grow with the blocks'.
+    hedgehog_summaries(
+        key, value, _projection(key_weight, key_norm, key_inverse, *rest), table, summaries, sums,
+        factor=1 / slots, first_line=0, lines=batch * groups,
+    )  # fmt: skip
+    mixed, mixed_sums = mix_summaries_and_sums(mixing, summaries, sums, heads, exact=multiplies_exactly(key.dtype))
+    output = token_tensor(query, table, columns)
+    denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
+    hedgehog_outputs(
+        query, _projection(query_weight, query_norm, query_inverse, *rest), table, mixed, mixed_sums, output,
+        denominator, factor=float(slots), eps=eps, first_line=0, lines=batch * mixed.shape[1],
+        repeats=heads // mixed.shape[1],
+    )  # fmt: skip
+    return output, denominator, query_inverse, key_inverse
+
+
+@hedgehog_attention.register_fake
+def _(
+    query, key, value, query_weight, key_weight, mixing, query_norm, key_norm, cosine, sine, table, divides, *numbers
+):
+    inverses = [
+        tokens.new_empty((0,) if norm is None else tokens.shape[:2], dtype=torch.float32)
+        for tokens, norm in ((query, query_norm), (key, key_norm))
+    ]
+    denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
+    return query.new_empty(*query.shape[:3], value.shape[3]), denominator, *inverses
+
+
+@torch.library.custom_op("mhla_hf::hedgehog_attention_backward", mutates_args=())
+def hedgehog_attention_backward(
+    grad_output: Tensor,
+    output: Tensor,
+    denominator: Tensor,
+    query_inverse: Tensor,
+    key_inverse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    mixing: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    table: Tensor,
+    divides: bool,
+    scaling: float,
+    feature_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, both weights, mixing and both norms, which are empty where there is none."""
+    rest = cosine, sine, scaling, feature_eps
+    query, key = heads_together(query), heads_together(key)
+    query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
+    key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
+    query_features, key_features = features(query, query_projection), features(key, key_projection)
+    grad_query, grad_key, grad_value, grad_mixing = _block_gradients(
+        grad_output, output, denominator, query_features, key_features, value, mixing, table, divides
+    )
+    grad_query, grad_query_weight = features_gradient(grad_query, query, query_projection)
+    grad_query_norm = norm_gradient_(query, grad_query, query_norm, query_inverse)
+    grad_key, grad_key_weight = features_gradient(grad_key, key, key_projection)
+    grad_key_norm = norm_gradient_(key, grad_key, key_norm, key_inverse)
+    norms = (query.new_empty(0) if norm is None else norm for norm in (grad_query_norm, grad_key_norm))
+    return grad_query, grad_key, grad_value, grad_query_weight, grad_key_weight, grad_mixing, *norms
+
+
+def _block_gradients(
+    grad_output: Tensor,
+    output: Tensor,
+    denominator: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    table: Tensor,
+    divides: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of features of queries and keys, of values and of mixing weights, by way of float32 summaries."""
+    slots, heads, groups = table.shape[-1], query.shape[2], key.shape[2]
+    exact = multiplies_exactly(value.dtype)
+    dtype = summary_dtype(value.dtype, False)
+    summaries, sums, _ = outer(key, value, table, groups, factor=1 / slots, dtype=dtype, total=divides)
+    mixed, mixed_sums = mix_summaries_and_sums(mixing, summaries, sums if divides else None, heads, exact=exact)
+    grad_query, grad_mixed, grad_mixed_sums, _ = block_attend_backward(
+        grad_output, output, denominator, query, mixed, mixed_sums, None, table, float(slots)
+    )
+    grad_mixing, grad_summaries = mix_blocks_backward(grad_mixed, mixing, summaries, mixed.shape[1], False, exact)
+    grad_sums = sums
+    if divides:
+        repeats = mixed.shape[1] // groups
+        grad_sums = mix_summaries(mixing.mT, grad_mixed_sums.unsqueeze(-1), mixed.shape[1]).squeeze(-1)
+        grad_sums = grad_sums.unflatten(1, (groups, repeats)).sum(2)
+        outside = grad_mixed_sums @ sums.repeat_interleave(repeats, 1).mT
+        grad_mixing = grad_mixing + outside.sum_to_size((1,) * (4 - mixing.dim()) + mixing.shape).reshape(mixing.shape)
+    grad_key, grad_value, _ = block_summary_backward(
+        grad_summaries, grad_sums, key, value, None, table, 1 / slots, divides
+    )
+    return grad_query, grad_key, grad_value, grad_mixing
+
+
+@hedgehog_attention_backward.register_fake
+def _(
+    grad_output, output, denominator, query_inverse, key_inverse, query, key, value, query_weight, key_weight, mixing,
+    query_norm, key_norm, *others,
+):  # fmt: skip
+    norms = (query.new_empty(0) if norm is None else dense_like(norm) for norm in (query_norm, key_norm))
+    return *map(dense_like, (query, key, value, query_weight, key_weight, mixing)), *norms
+
+
+def _context(ctx, inputs, output):
+    tensors, (ctx.divides, ctx.scaling, ctx.feature_eps, *_) = inputs[:11], inputs[11:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward(ctx, grad_output, *_):
+    # Checkpointing hands them out once.
+    saved = ctx.saved_tensors
+    *gradients, query_norm, key_norm = hedgehog_attention_backward(
+        grad_output, *saved, ctx.divides, ctx.scaling, ctx.feature_eps
+    )
+    query_norm, key_norm = (None if norm is None else part for norm, part in zip(saved[10:12], (query_norm, key_norm)))
+    return *gradients, query_norm, key_norm, *([None] * 9)
+
+
+hedgehog_attention.register_autograd(_backward, setup_context=_context)
+
+
+def _flops(query, key, value, mixing, heads: int) -> tuple[int, int, int]:
+    """Operations of both products with W, of summaries and outputs, and of mixing."""
+    projections = product_flops(query, query[3]) + product_flops(key, key[3])
+    products = 2 * (product_flops(query, value[3]) + product_flops(key, value[3]))
+    return projections, products, 2 * query[0] * heads * mixing[-1] ** 2 * 2 * query[3] * value[3]
+
+
+def _mixed_heads(query, key, mixing) -> int:
+    return query[2] if len(mixing) > 2 and mixing[-3] != 1 else key[2]
+
+
+@register_flop_formula(torch.ops.mhla_hf.hedgehog_attention)
+def _attention_flops(query, key, value, query_weight, key_weight, mixing, *args, **kwargs) -> int:
+    return sum(_flops(query, key, value, mixing, _mixed_heads(query, key, mixing)))
+
+
+@register_flop_formula(torch.ops.mhla_hf.hedgehog_attention_backward)
+def _attention_backward_flops(
+    grad_output, output, denominator, query_inverse, key_inverse, query, key, value, query_weight, key_weight, mixing,
+    *args, **kwargs,
+) -> int:  # fmt: skip
+    projections, products, mixed = _flops(query, key, value, mixing, _mixed_heads(query, key, mixing))
+    # Features again and three products of their gradients; summaries again and four products; mixing and its gradients.
+    summaries = 2 * product_flops(key, value[3])
+    return 4 * projections + 2 * products + summaries + 3 * mixed
