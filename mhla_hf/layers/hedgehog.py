@@ -30,8 +30,7 @@ def can_fuse_hedgehog(
 ) -> bool:
     """Returns whether the kernels with hedgehog features inside can compute a layer, but for output norm and gate.
 
-    They look both ways, over grids and over sequences, padded or packed, and take features whose rotary embedding comes
-    before the map.
+    They look both ways, over grids and over sequences, padded or packed. Rotary embeddings must come before the map.
 
     Args:
         config: The layer's options.

@@ -301,6 +301,6 @@ def _attention_backward_flops(
     *args, **kwargs,
 ) -> int:  # fmt: skip
     projections, products, mixed = _flops(query, key, value, mixing, _mixed_heads(query, key, mixing))
-    # Features again and three products of their gradients; summaries again and four products; mixing and its gradients.
+    # Features again and three products of their gradients, summaries again and four products, mixing three times.
     summaries = 2 * product_flops(key, value[3])
     return 4 * projections + 2 * products + summaries + 3 * mixed

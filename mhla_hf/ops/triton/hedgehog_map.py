@@ -15,9 +15,9 @@ multiply W with R(x w), which needs no number of other heads, and scale the prod
 Gradients of W are summed in float32, first over the tokens of a program, then over programs, in an order that depends
 on nothing but the shapes.
 
-For tokens of s bytes, features take B T H K · 3s bytes (one reading, two writings) and 2 B T H K² operations, gradients
-B T H K · 4s bytes, or 6s where a norm follows, and 6 B T H K² operations. At the shape of Wan (`docs/kernels.md`) these
-are 290 MB and 12.4 GFLOP for each of q and k, and 387 MB and 37 GFLOP.
+With s bytes a number, features take 3 B T H K s bytes and 2 B T H K² operations, and their gradients 4 B T H K s bytes
+and 6 B T H K² operations: at the shape of Wan (`docs/kernels.md`), 290 MB and 12.4 GFLOP for each of q and k, and
+387 MB and 37 GFLOP.
 
 Shape letters: B batch, T tokens, H heads, K width.
 """
@@ -299,7 +299,8 @@ def features_gradient(
     result = dense_like(rows)
     partial = rows.new_empty(batch * shares, heads, width, width, dtype=torch.float32)
     launch(
-        hedgehog_gradient_kernel, batch * shares * heads, as_rows(rows), as_rows(gradient), projection, result, partial,
+        hedgehog_gradient_kernel, batch * shares * heads,
+        as_rows(rows), as_rows(gradient), projection, result, partial,
         share=share, num_warps=4 if padded(width) <= 64 else 8, num_stages=1, **options,
     )  # fmt: skip
     return result, partial.sum(0).to(projection.weight.dtype)

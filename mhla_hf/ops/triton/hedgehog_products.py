@@ -12,7 +12,7 @@ and q are then in L2 for the second.
 Summaries multiply with W from the left: features are then columns of `[K, tokens]`, and enter the next product as they
 come out of the first one.
 
-Shape letters are those of `hedgehog_map`, and G heads of the summaries, V width of values, M blocks, N slots of a block.
+Shape letters are those of `hedgehog_map`, and G heads of the summaries, V width of values, M blocks, N slots.
 """
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
