@@ -15,7 +15,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..ops import NORMALIZERS
 from .features import LearnedFeatureMap
-from .fused import HeadNorms, has_hooks, is_plain_rotary, rotary_tables, weight_and_eps
+from .fused import HeadNorms, PairwiseRotary, has_hooks, is_plain_rotary, rotary_tables, weight_and_eps
 from .sequence import TokenSequence
 
 
@@ -89,10 +89,11 @@ def fused_hedgehog_attention(
     from ..ops.triton import hedgehog_mhla_attention
 
     plain = rotary is None or is_plain_rotary(rotary, query)
+    tables: PairwiseRotary | None = rotary if plain else None  # type: ignore[assignment]
     if norms is not None and not (plain and norms.are_plain(query.device)):
         (query, key), norms = norms.apply(query, key), None
     if rotary is not None and not plain:
-        query, key, rotary = rotary(query), rotary(key), None
+        query, key = rotary(query), rotary(key)
     return hedgehog_mhla_attention(
         query,
         key,
@@ -105,7 +106,7 @@ def fused_hedgehog_attention(
         normalizer=config.normalizer,
         eps=config.eps,
         scaling=1.0 if scaling is None else scaling**0.5,
-        rotary=rotary_tables(rotary),
+        rotary=rotary_tables(tables),
         query_norm=None if norms is None else weight_and_eps(norms.query),
         key_norm=None if norms is None else weight_and_eps(norms.key),
     )

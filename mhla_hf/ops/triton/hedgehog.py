@@ -213,8 +213,9 @@ def hedgehog_attention_backward(
     grad_query_norm = norm_gradient_(query, grad_query, query_norm, query_inverse)
     grad_key, grad_key_weight = features_gradient(grad_key, key, key_projection)
     grad_key_norm = norm_gradient_(key, grad_key, key_norm, key_inverse)
-    norms = (query.new_empty(0) if norm is None else norm for norm in (grad_query_norm, grad_key_norm))
-    return grad_query, grad_key, grad_value, grad_query_weight, grad_key_weight, grad_mixing, *norms
+    query_part, key_part = (query.new_empty(0) if norm is None else norm for norm in (grad_query_norm, grad_key_norm))
+    weights = grad_query_weight, grad_key_weight
+    return grad_query, grad_key, grad_value, *weights, grad_mixing, query_part, key_part
 
 
 def _block_gradients(
