@@ -29,6 +29,7 @@ from .causal import causal_stages
 from .causal_gradient import causal_flops
 from .decode import is_per_head, mixing_weights, weight_at
 from .device_functions import COUNTS
+from .launching import ceil_divide, launch
 from .outer import outer
 
 
@@ -242,32 +243,15 @@ def _file(
     summaries = summary.new_empty(batch, heads, room, width, columns + 1, dtype=dtype)
     prefix = summary.new_empty(batch, prefixes, width, columns + 1, dtype=torch.float32)
     upcoming = torch.empty_like(prefix)
-    with torch.cuda.device_of(summary):
-        file_kernel[(batch * heads * triton.cdiv(width * (columns + 1), FILED_ELEMENTS),)](
-            summary,
-            key_sum,
-            first_bad,
-            None if old_summaries is None else old_summaries.contiguous(),
-            None if old_current is None else old_current.contiguous(),
-            mixing_weights(mixing, prefixes),
-            before.contiguous(),
-            after.contiguous(),
-            summaries,
-            prefix,
-            upcoming,
-            num_blocks,
-            room,
-            0 if old_summaries is None else old_summaries.shape[2],
-            BLOCK_SIZE=block_size,
-            HEADS=heads,
-            REPEATS=prefixes // heads,
-            PER_HEAD=is_per_head(mixing),
-            WIDTH=width,
-            VALUE=columns,
-            BLOCK_INDICES=FILED_BLOCKS,
-            BLOCK_ELEMENTS=FILED_ELEMENTS,
-            num_warps=4,
-        )
+    launch(
+        file_kernel, batch * heads * ceil_divide(width * (columns + 1), FILED_ELEMENTS), summary, key_sum, first_bad,
+        None if old_summaries is None else old_summaries.contiguous(),
+        None if old_current is None else old_current.contiguous(),
+        mixing_weights(mixing, prefixes), before.contiguous(), after.contiguous(), summaries, prefix, upcoming,
+        num_blocks=num_blocks, room=room, old_room=0 if old_summaries is None else old_summaries.shape[2],
+        BLOCK_SIZE=block_size, HEADS=heads, REPEATS=prefixes // heads, PER_HEAD=is_per_head(mixing), WIDTH=width,
+        VALUE=columns, BLOCK_INDICES=FILED_BLOCKS, BLOCK_ELEMENTS=FILED_ELEMENTS, num_warps=4,
+    )  # fmt: skip
     return summaries, prefix, upcoming
 
 
