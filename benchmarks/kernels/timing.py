@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mhla_hf.benchmarks.measuring import failure_reason, peak_memory
+from mhla_hf.benchmarks.measuring import copy_bandwidth, failure_reason, peak_memory
 
 from ..predictions.stages import MEMORY_RATE
 from .cases import DEVICE, ON_GPU, KernelCase
@@ -21,6 +21,8 @@ from .report import Report
 # Twice the L2 cache of any GPU so far.
 _COPIED_BYTES = 256 << 20
 _MOST_COPIES = 64
+# Two of them fit into the cache of an H100, and take longer to copy than to launch.
+_CACHED_BYTES, _CACHED_COPIES = 16 << 20, 200
 
 
 def synchronize() -> None:
@@ -105,8 +107,29 @@ def kernel_times(call: Callable[[], Any], rounds: int = 10) -> list[dict[str, An
     return sorted(found, key=lambda row: -row["microseconds"])
 
 
+def copy_rates() -> dict[str, float]:
+    """Bytes that copies read and write in a second: of memory, and of a tensor that stays in the L2 cache."""
+    if not ON_GPU:
+        return {}
+    source = torch.ones(_CACHED_BYTES, dtype=torch.uint8, device=DEVICE)
+    target, first, last = torch.empty_like(source), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    empty_cache()
+    target.copy_(source)
+    first.record()
+    for _ in range(_CACHED_COPIES):
+        target.copy_(source)
+    last.record()
+    synchronize()
+    seconds = 1e-3 * first.elapsed_time(last) / _CACHED_COPIES
+    return {"memory": copy_bandwidth(DEVICE), "l2_cache": 2 * _CACHED_BYTES / seconds}
+
+
 def time_cases(cases: Iterable[KernelCase], report: Report) -> None:
-    """Times all cases, and the kernels of each, into a report."""
+    """Times all cases, and the kernels of each, into a report; and copies, to judge them by."""
+    report.content["bytes_per_second"] = copy_rates()
+    for name, rate in report.content["bytes_per_second"].items():
+        print(f"copies, {name}: {rate / 1e12:.2f} TB/s", flush=True)
     for case in cases:
         if report.is_late(case.name):
             continue

@@ -194,9 +194,8 @@ def parts_table() -> str:
 
 
 def _range(least: float, most: float) -> str:
-    if most < 1e-3:
-        return f"{1e6 * least:.0f}–{1e6 * most:.0f} µs"
-    return f"{1e3 * least:.2f}–{1e3 * most:.2f} ms"
+    texts = [f"{1e6 * value:.0f}" if most < 1e-3 else f"{1e3 * value:.2f}" for value in (least, most)]
+    return f"{'–'.join(dict.fromkeys(texts))} {'µs' if most < 1e-3 else 'ms'}"
 
 
 def choices_table(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:

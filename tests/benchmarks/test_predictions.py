@@ -52,11 +52,27 @@ def test_bytes_by_hand():
 
 def test_time_is_that_of_the_slowest_part():
     problem = Problem(shape=SHAPES["wan"])
-    copy, mixing = Stage("copy", ("q",), ("o",)), Stage("mixing", ("S",), ("S̃",))
+    copy, sums = Stage("copy", ("q",), ("o",)), Stage("sums", ("S",), ("S̃",))
     assert problem.seconds(copy, False, cached=True) == pytest.approx(2 * TOKENS / MEMORY_RATE)
-    assert problem.seconds(mixing, False, cached=True) == pytest.approx(2 * HALF_SUMMARIES / CACHE_RATE)
+    assert problem.seconds(sums, False, cached=True) == pytest.approx(2 * HALF_SUMMARIES / CACHE_RATE)
+    again = Stage("again", ("S",), ("S̃",), requests={"S": 3})
+    assert problem.seconds(again, False, cached=False) == pytest.approx(4 * HALF_SUMMARIES / CACHE_RATE)
     product = Stage("product", (), (), {"tf32": 395e9})
     assert problem.seconds(product, False, cached=True) == pytest.approx(1e-3)
+
+
+def test_requests_by_hand():
+    # Three tiles of 64 rows read S each, and 128 tiles of columns of 12 heads the weights, 192 x 160 of four bytes.
+    problem = Problem(shape=SHAPES["wan"])
+    mixing = block_forward(problem)[1]
+    weights = 12 * 128 * 192 * 160 * 4
+    assert problem.requested(mixing, False) == pytest.approx(3 * HALF_SUMMARIES + weights + HALF_SUMMARIES)
+    # Of texts half: for chunks before the own one alone.
+    causal = Problem(shape=SHAPES["causal-32k"])
+    assert causal.mixing_requests("S")["S"] == 4.5
+    # Every head reads the rotary table.
+    table = Stage("table", ("table",), ())
+    assert problem.requested(table, False) == 12 * problem.memory(table, False, cached=False)
 
 
 def test_products_by_hand():
