@@ -10,6 +10,7 @@ from . import (
     check_lora,
     convert,
     demo,
+    doctor,
     models,
     recover,
     train,
@@ -49,6 +50,7 @@ app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.run_command)
 app.command("check-lora")(check_lora.check_lora_command)
+app.command("doctor")(doctor.doctor_command)
 app.command("models")(models.models_command)
 
 

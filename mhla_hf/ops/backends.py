@@ -75,7 +75,7 @@ def choose_backend(
     if obstacle is None and width is not None and width > MAX_WIDTH:
         obstacle = f"the kernels take heads of width {MAX_WIDTH} at most, not {width}"
     if obstacle is None and wanted == "auto":
-        obstacle = _not_worth_it(value, products)
+        obstacle = auto_obstacle(value, products)
     if obstacle is None:
         return "triton" if family is None or kernels_pass(family, query, value, width) else "torch"
     if not torch.compiler.is_compiling():
@@ -106,7 +106,8 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
     return None
 
 
-def _not_worth_it(value: torch.Tensor, products: bool) -> str | None:
+def auto_obstacle(value: torch.Tensor, products: bool = True) -> str | None:
+    """The reason why `"auto"` leaves some values `[B, T, H, V]` to torch where the kernels would run; None if not."""
     if value.device.type != "cuda":
         return "Triton interprets its kernels on a CPU"
     if torch.version.hip is not None:

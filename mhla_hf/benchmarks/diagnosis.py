@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `mhla-hf doctor` finds out: why the kernels run here or do not, and how far each is off."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..ops import kernel_errors, triton_obstacle
+from ..ops.backends import ENVIRONMENT_VARIABLE, INTERPRETED, INTERPRETED_DTYPES, TRITON_INSTALLED, auto_obstacle
+from ..ops.kernel_cases import FAMILIES
+from ..ops.kernel_check import ENVIRONMENT_VARIABLE as CHECK_VARIABLE
+from ..ops.kernel_check import VerdictFile, environment, first_line, is_checked, judge
+from ..utils.machine import installed_versions, machine_facts
+
+
+TYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "tf32": torch.float32,
+}
+"""Types of tokens by name; `"tf32"` is float32 whose products run through TF32."""
+# Widths of heads for the first type, and for the others. 72 is that of DiT-XL/2, which is no multiple of 16.
+_WIDTHS, _OTHER_WIDTHS = (64, 72, 128), (64,)
+_INTERPRETED_WIDTHS = (8,)
+_VARIABLES = (ENVIRONMENT_VARIABLE, CHECK_VARIABLE, "TRITON_INTERPRET")
+
+
+def describe_installation(device: torch.device) -> dict[str, Any]:
+    """Versions, device, environment variables, and for each type of tokens why the kernels do not run, ready for JSON.
+
+    Args:
+        device: The device that models would run on.
+
+    Returns:
+        `machine`, `environment`, `kernels` (a reason for each type, None where they run), and `checks`: whether there
+        are any, the file of verdicts, and those that say that kernels failed.
+    """
+    machine = {**machine_facts(device), **installed_versions("peft")}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine["capability"] = f"{properties.major}.{properties.minor}"
+        machine["memory_bytes"] = properties.total_memory
+    machine["kernels"] = environment(device)["kernels"]
+    verdicts = VerdictFile(device)
+    return {
+        "machine": machine,
+        "environment": {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
+        "kernels": {name: _obstacle(name, device) for name in TYPES},
+        "checks": {
+            "on": is_checked(device),
+            "file": None if verdicts.path is None else str(verdicts.path),
+            "failed": {name: text for name, text in verdicts.read().items() if text},
+        },
+    }
+
+
+def _obstacle(name: str, device: torch.device) -> str | None:
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "torch":
+        return f"{ENVIRONMENT_VARIABLE}=torch"
+    tokens = torch.empty(1, 1, 1, 64, dtype=TYPES[name], device=device)
+    obstacle = _kernels_obstacle(tokens)
+    if obstacle is not None or os.environ.get(ENVIRONMENT_VARIABLE) == "triton":
+        return obstacle
+    with _tf32(name == "tf32"):
+        return auto_obstacle(tokens)
+
+
+def _kernels_obstacle(tokens: torch.Tensor) -> str | None:
+    if TRITON_INSTALLED and tokens.device.type == "cpu" and not INTERPRETED:
+        return "they run on GPUs, and " + ("device is cpu" if torch.cuda.is_available() else "there is none here")
+    return triton_obstacle(tokens)
+
+
+def check_kernels(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Runs every family of kernels, forward and backward, at several types and widths, and compares with float64.
+
+    Args:
+        device: A GPU; the CPU where Triton interprets its kernels, which takes one tiny width alone.
+
+    Yields:
+        For each run `family`, `direction`, `dtype`, `width`, `status` (`"passed"` or `"failed"`), `errors` (relative
+        ones of the output, of a new state and of the gradients by name), `reason` of a failure, and `seconds`, those
+        of compilation included.
+
+    Raises:
+        ValueError: If the kernels do not run on this device.
+    """
+    obstacle = _kernels_obstacle(torch.empty(1, 1, 1, 64, device=device))
+    if obstacle is not None:
+        hint = "" if device.type == "cuda" else " With TRITON_INTERPRET=1, Triton interprets them on a CPU."
+        raise ValueError(f"The kernels cannot be checked here: {obstacle}.{hint}")
+    for family, case in FAMILIES.items():
+        for name, width in _runs(device):
+            for backward in (False, True) if case.has_gradients else (False,):
+                outcome = _run(family, device, name, width, backward)
+                if outcome["errors"] or outcome["reason"]:
+                    direction = "backward" if backward else "forward"
+                    yield {"family": family, "direction": direction, "dtype": name, "width": width, **outcome}
+
+
+def _runs(device: torch.device) -> Iterator[tuple[str, int]]:
+    for index, (name, dtype) in enumerate(TYPES.items()):
+        if device.type == "cpu":
+            widths: Sequence[int] = _INTERPRETED_WIDTHS if dtype in INTERPRETED_DTYPES and name != "tf32" else ()
+        else:
+            widths = _OTHER_WIDTHS if index else _WIDTHS
+        for width in widths:
+            yield name, width
+
+
+def _run(family: str, device: torch.device, name: str, width: int, backward: bool) -> dict[str, Any]:
+    start = time.perf_counter()
+    errors: dict[str, float] = {}
+    try:
+        with _tf32(name == "tf32"):
+            errors = kernel_errors(family, device, TYPES[name], width, backward=backward)
+        reason = judge(errors, TYPES[name])
+    # Compilers and drivers have many types of errors, and all of them belong into the table.
+    except Exception as error:
+        reason = first_line(error)
+    status = "failed" if reason else "passed"
+    return {"status": status, "errors": errors, "reason": reason, "seconds": time.perf_counter() - start}
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Sets whether torch multiplies float32 matrices through TF32 on GPUs."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def forget_failures(device: torch.device) -> None:
+    """Has kernels that once failed their check be checked again when they are next used."""
+    verdicts = VerdictFile(device)
+    if any(verdicts.read().values()):
+        verdicts.remove()
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of [`check_kernels`] as a Markdown table."""
+    lines = ["| kernels | direction | type | width | status | largest relative errors |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = [row["family"], row["direction"], row["dtype"], str(row["width"]), row["status"], describe_errors(row)]
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def describe_errors(row: dict[str, Any]) -> str:
+    """The reason of a failure, and the errors by name, of a row of [`check_kernels`]."""
+    errors = ", ".join(f"{name.removeprefix('gradient of ')} {error:.1e}" for name, error in row["errors"].items())
+    return "; ".join(filter(None, (row["reason"], errors)))
