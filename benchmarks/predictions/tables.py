@@ -14,6 +14,7 @@ from mhla_hf.benchmarks.shapes import SHAPES
 
 from .choosing import choices_table, parts_table, recovery_summary
 from .stages import (
+    MEMORY_RATE,
     Problem,
     Stage,
     block_backward,
@@ -142,6 +143,35 @@ def target_table(measured: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
+def decode_table() -> str:
+    """A table of the recurrent state: storing a prompt in it, and a token after contexts of two lengths."""
+    case = CASES["causal-32k query"]
+    shape = case.problem.shape
+    # Summaries have the sums of keys as a further column, and one matrix for each head.
+    matrix = shape.heads * shape.width * (shape.width + 1)
+    # The current block's summary, its prefix and the next one's are read and written in float32.
+    running, finished = 6 * 4 * matrix, 2 * matrix
+    attention = " to ".join(_time(case.seconds(cached)) for cached in (True, False))
+    blocks = shape.layout().num_blocks
+    lines = [
+        "| step | reads | writes | MB | predicted |",
+        "|---|---|---|---|---|",
+        _row(f"prompt of {shape.tokens:,} tokens: causal attention, as above", "", "", "", attention),
+        _row("storing it in the state", "S", "S, prefixes", *_moved(2 * blocks * finished + running / 2)),
+    ]
+    for context in (2048, 131072):
+        # Blocks are spread over the tokens of one.
+        share = context // shape.chunk // shape.chunk or 1
+        reads = f"prefixes, current block, {share} of {context // shape.chunk:,} blocks"
+        moved = _moved(running + share * finished)
+        lines.append(_row(f"a token after {context:,}", reads, "prefixes, current block", *moved))
+    return "\n".join(lines)
+
+
+def _moved(count: float) -> tuple[str, str]:
+    return f"{count / 1e6:,.{0 if count > 1e7 else 1}f}", f"{1e6 * count / MEMORY_RATE:.{0 if count > 1e7 else 1}f} µs"
+
+
 def measured_times(path: Path = MEASURED) -> dict[str, float]:
     """Milliseconds by case from a report of `python -m benchmarks.kernels time`; empty where there is none."""
     if not path.is_file():
@@ -158,6 +188,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "hedgehog": lambda: stage_table(CASES["wan hedgehog train"]),
     "causal-2k": lambda: stage_table(CASES["causal-2k query"]),
     "causal-32k": lambda: stage_table(CASES["causal-32k query"]),
+    "decode": decode_table,
     "parts": parts_table,
     "choices": lambda: choices_table(recovery_summary()),
 }
