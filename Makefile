@@ -55,7 +55,7 @@ demo: $(VENV)/.installed-demo
 	$(bin)/mhla-hf demo $(DEMO)
 
 hub-kernel: $(VENV)/.installed-hub-kernel
-	$(bin)/python -m hub_kernel $(HUB_KERNEL) $(if $(REPO_ID),--repo-id $(REPO_ID))
+	$(bin)/python -m conversion.hub_kernel $(HUB_KERNEL) $(if $(REPO_ID),--repo-id $(REPO_ID))
 
 # One thread for each worker: more would only get in each other's way.
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10

@@ -22,7 +22,7 @@ from mhla_hf.utils.messages import shorten_list, shorten_value
 from .sources import OPERATORS_MODULE, PACKAGE, collect_sources
 
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = Path(__file__).resolve().parent / "template"
 # Of the kernel's interface: raised when that changes so that callers break. The Hub has a branch for each. 0 is for
 # kernels whose interface still changes.
@@ -33,7 +33,7 @@ LICENSE = "Apache-2.0"
 DEFAULT_REPOSITORY = "OWNER/mhla"
 
 # First line of `build.toml`, by which a folder is known as one of ours.
-_MARK = "# Made by `python -m hub_kernel` of mhla_hf; changes are lost when it is made again."
+_MARK = "# Made by `python -m conversion.hub_kernel` of mhla_hf; changes are lost when it is made again."
 _ENTRIES = {"LICENSE", "README.md", "CARD.md", "build.toml", "build", "torch-ext", "tests"}
 _CACHES = {"__pycache__", ".pytest_cache"}
 _REPOSITORY = re.compile(r"[\w.-]+/([a-z][-a-z0-9]*[a-z0-9])")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hub_kernel.sources import collect_sources
+from conversion.hub_kernel.sources import collect_sources
 
 
 def write(folder: Path, **modules: str) -> Path:

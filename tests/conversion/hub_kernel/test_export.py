@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hub_kernel import export_kernel
+from conversion.hub_kernel import export_kernel
 from mhla_hf import BlockLayout
 from tests import ROOT
 from tests.loopback_hub import LoopbackHub
@@ -258,6 +258,6 @@ def test_names_that_no_kernel_has(repo_id, tmp_path):
 
 def test_command_says_one_line_for_a_mistake(tmp_path):
     (tmp_path / "file").write_text("")
-    command = [sys.executable, "-m", "hub_kernel", str(tmp_path / "file")]
+    command = [sys.executable, "-m", "conversion.hub_kernel", str(tmp_path / "file")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1 and re.fullmatch(r"error: .*file.*\n", result.stderr), result.stderr

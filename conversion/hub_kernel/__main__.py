@@ -3,7 +3,7 @@
 
 In the root of the repository:
 
-    python -m hub_kernel mhla-kernel --repo-id you/mhla
+    python -m conversion.hub_kernel mhla-kernel --repo-id you/mhla
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .folder import export_kernel
 def main() -> None:
     """Writes the folder that the command line names."""
     parser = argparse.ArgumentParser(
-        prog="python -m hub_kernel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m conversion.hub_kernel",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="folder to write; an earlier one is replaced")
     parser.add_argument("--repo-id", metavar="OWNER/NAME", help="repository on the Hub that it is written for")
