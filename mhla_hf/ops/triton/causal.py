@@ -46,7 +46,17 @@ from .device_functions import (
     store_rows,
     token_product,
 )
-from .launching import Stage, as_rows, ceil_divide, launch, padded, prepare, summary_dtype, token_tensor
+from .launching import (
+    Stage,
+    as_rows,
+    ceil_divide,
+    launch,
+    multiplies_exactly,
+    padded,
+    prepare,
+    summary_dtype,
+    token_tensor,
+)
 from .outer import outer
 
 
@@ -297,7 +307,7 @@ def causal_attention(
         `[B, T, H, V]`; and for the backward pass denominators, float32 `[B, T, H]` (empty unless `divides`), and the
         slot of each chunk from which on outputs are NaN, int32 `[B, G, M]`.
     """
-    output, denominator, _, _, _, limit, _ = causal_stages(
+    output, denominator, _, _, _, limit = causal_stages(
         query, key, value, plain_query, plain_key, mixing, table,
         starts=starts, divides=divides, total=divides, half=True, eps=eps,
     )  # fmt: skip
@@ -319,7 +329,7 @@ def causal_stages(
     half: bool,
     eps: float,
     past: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The stages of [`causal_attention`]; prompts that go on from a state take them too.
 
     Args beyond those of [`causal_attention`]:
@@ -330,7 +340,7 @@ def causal_stages(
     Returns:
         Outputs and denominators; S / N `[B, G, M, K, V]` in [`summary_dtype`], z `[B, G, M, P]` in float32 (empty
         unless `total`), the first bad slot of each chunk and the slot from which on outputs are NaN, int32
-        `[B, G, M]`; and the mixed prefix `[B, S, M, K, V]`.
+        `[B, G, M]`.
     """
     slots = table.shape[-1]
     summary, key_sum, first_bad = outer(
@@ -338,8 +348,11 @@ def causal_stages(
         factor=1 / slots, dtype=summary_dtype(key.dtype, half), total=total, plain=plain_key, finite=True,
     )  # fmt: skip
     limit = limits(first_bad, starts, slots)
-    prefix, prefix_sum = mixed_prefix(mixing, summary, key_sum if divides else None, query.shape[2], query.dtype)
+    prefix, prefix_sum = mixed_prefix(
+        mixing, summary, key_sum if divides else None, query.shape[2], exact=multiplies_exactly(value.dtype)
+    )
     if past is not None:
+        past = past.flatten(0, 1)
         prefix = (past[..., :-1] / slots + prefix).to(prefix.dtype).contiguous()
         prefix_sum = None if prefix_sum is None else prefix_sum + past[..., -1]
     output = token_tensor(query, table, value.shape[-1])
@@ -349,7 +362,7 @@ def causal_stages(
         factor=float(slots), eps=eps,
     )  # fmt: skip
     stage(0, key.shape[0] * key.shape[2])
-    return output, denominator, summary, key_sum, first_bad, limit, prefix
+    return output, denominator, summary, key_sum, first_bad, limit
 
 
 @causal_attention.register_fake

@@ -35,7 +35,7 @@ from .device_functions import (
     token_product,
 )
 from .launching import Stage, as_rows, ceil_divide, dense_like, multiplies_exactly, padded, prepare, token_tensor
-from .mixing import mix_blocks, mix_blocks_backward
+from .mixing import MixingGradient, prepare_mixing, prepare_weights
 from .outer import outer
 
 
@@ -388,14 +388,69 @@ def plain_gradient(
 
 
 def mixed_prefix(
-    mixing: Tensor, summary: Tensor, key_sum: Tensor | None, heads: int, dtype: torch.dtype
+    mixing: Tensor, summary: Tensor, key_sum: Tensor | None, heads: int, *, exact: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Σ_{b<i} m_ib S_b `[B, S, M, K, V]` and Σ_{b<i} m_ib z_b `[B, S, M, P]`, for H query heads."""
-    prefixes = heads if is_per_head(mixing) else summary.shape[1]
-    prefix = mix_blocks(mixing, summary, prefixes, True, multiplies_exactly(dtype))
-    if key_sum is None:
-        return prefix, None
-    return prefix, mix_blocks(mixing, key_sum.unsqueeze(-1), prefixes, True, True).squeeze(-1)
+    """The prefix of every chunk, Σ_{b<i} m_ib S_b and Σ_{b<i} m_ib z_b.
+
+    Args:
+        mixing: The weights.
+        summary: S, `[B, G, M, K, V]`.
+        key_sum: z, float32 `[B, G, M, P]`; None where it is not needed.
+        heads: H.
+        exact: See [`launching.multiplies_exactly`].
+
+    Returns:
+        `[L, M, K, V]` and `[L, M, P]` (or None), for the L = B · S lines.
+    """
+    batch, groups = summary.shape[:2]
+    repeats = heads // groups if is_per_head(mixing) else 1
+    weights = prepare_weights(mixing, summary.dtype, exact=exact, sums=key_sum is not None, lower=True)
+    prefixes = []
+    for sums in (summary, key_sum):
+        if sums is not None:
+            prefixes.append(sums.new_empty(batch * groups * repeats, *sums.shape[2:]))
+            stage = prepare_mixing(weights, sums.flatten(0, 1), prefixes[-1], heads=groups * repeats, repeats=repeats)
+            stage(0, batch * groups)
+    return prefixes[0], prefixes[1] if key_sum is not None else None
+
+
+def mixed_prefix_backward(
+    mixing: Tensor,
+    gradient: Tensor,
+    sum_gradient: Tensor | None,
+    summary: Tensor,
+    key_sum: Tensor,
+    *,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of [`mixed_prefix`].
+
+    Args:
+        mixing: The weights.
+        gradient: Of the prefix, `[B, S, M, K, V]`, dense.
+        sum_gradient: Of the prefix of z, `[B, S, M, P]`, dense; None where there is none.
+        summary: S, `[B, G, M, K, V]`.
+        key_sum: z, `[B, G, M, P]`, read where it has a gradient.
+        exact: See [`launching.multiplies_exactly`].
+
+    Returns:
+        Gradients of the weights, of S `[B · G, M, K, V]`, and of z `[B · G, M, P]` (or None).
+    """
+    (batch, groups), prefixes, divides = summary.shape[:2], gradient.shape[1], sum_gradient is not None
+    repeats, lines = prefixes // groups, batch * groups
+    lined = gradient.flatten(0, 1), None if sum_gradient is None else sum_gradient.flatten(0, 1)
+    grad_mixing = MixingGradient(
+        mixing, lined[0], summary.flatten(0, 1), batch=batch, heads=prefixes, repeats=repeats, exact=exact,
+        lower=True, sums=None if lined[1] is None else (lined[1], key_sum.flatten(0, 1)),
+    )  # fmt: skip
+    grad_mixing(0, lines)
+    weights = prepare_weights(mixing, summary.dtype, exact=exact, sums=divides, transpose=True, lower=True)
+    results = []
+    for tensor in lined:
+        if tensor is not None:
+            results.append(tensor.new_empty(lines, *tensor.shape[1:]))
+            prepare_mixing(weights, tensor, results[-1], heads=groups, repeats=repeats, sum_repeats=True)(0, lines)
+    return grad_mixing.total(), results[0], results[1] if divides else None
 
 
 def _gradient_like(tokens: Tensor | None, others: Tensor, table: Tensor) -> Tensor:
@@ -428,7 +483,7 @@ def causal_attention_backward(
     summary, key_sum, _ = outer(
         key, value, table, key.shape[2], factor=1 / slots, dtype=full, total=divides, plain=plain_key, finite=True
     )
-    prefix, prefix_sum = mixed_prefix(mixing, summary, key_sum if divides else None, heads, value.dtype)
+    prefix, prefix_sum = mixed_prefix(mixing, summary, key_sum if divides else None, heads, exact=exact)
     shared = {"mixing": mixing, "limit": limit, "table": table}
     grad_query, weight = _gradient_like(query, query, table), torch.empty_like(denominator)
     stage, share = query_gradient(
@@ -444,19 +499,14 @@ def causal_attention_backward(
         )
         stage(0, lines)
         share += more.sum(-1)
-    prefixes = prefix.shape[1]
     del prefix, prefix_sum
     grad_prefix, grad_prefix_sum, _ = outer(
-        query, gradient, table, prefixes, factor=float(slots), dtype=full, scale=scale, total=divides,
-        plain=plain_query, weight=weight if divides else None, limit=limit,
+        query, gradient, table, heads if is_per_head(mixing) else key.shape[2], factor=float(slots), dtype=full,
+        scale=scale, total=divides, plain=plain_query, weight=weight if divides else None, limit=limit,
     )  # fmt: skip
-    grad_mixing, grad_summary = mix_blocks_backward(grad_prefix, mixing, summary, prefixes, True, exact)
-    grad_sum = None
-    if divides:
-        more, grad_sum = mix_blocks_backward(
-            grad_prefix_sum.unsqueeze(-1), mixing, key_sum.unsqueeze(-1), prefixes, True, True
-        )
-        grad_mixing, grad_sum = grad_mixing + more, grad_sum.squeeze(-1)
+    grad_mixing, grad_summary, grad_sum = mixed_prefix_backward(
+        mixing, grad_prefix, grad_prefix_sum if divides else None, summary, key_sum, exact=exact
+    )
     del summary, grad_prefix
     grad_key, grad_value = _gradient_like(key, key, table), _gradient_like(value, value, table)
     key_gradient(

@@ -3,6 +3,7 @@
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,14 +104,38 @@ def chunk_options(
         Tile of columns, number of tiles of a chunk, and the arguments that such kernels share.
     """
     slots = table.shape[-1]
-    row_bytes = padded(width) * tokens.element_size()
-    from_shared_memory = multiplies_from_shared_memory(tokens.device)
+    columns_tile, tokens_tile, num_warps = _tiles(
+        width, columns, slots, tokens.dtype, matrices.dtype, multiplies_exactly(tokens.dtype),
+        multiplies_from_shared_memory(tokens.device),
+    )  # fmt: skip
+    options = {
+        **table_sizes(table, tokens),
+        "HEADS": tokens.shape[2],
+        "BLOCK_TOKENS": tokens_tile,
+        "PRECISION": product_precision(tokens.dtype, matrices.dtype),
+        "num_warps": num_warps,
+        "num_stages": 1,
+    }
+    return columns_tile, ceil_divide(columns, columns_tile) * ceil_divide(slots, tokens_tile), options
+
+
+@cache
+def _tiles(
+    width: int,
+    columns: int,
+    slots: int,
+    tokens: torch.dtype,
+    matrices: torch.dtype,
+    exact: bool,
+    from_shared_memory: bool,
+) -> tuple[int, int, int]:
+    """Columns of the result and tokens that a program takes, and its warps."""
+    row_bytes = padded(width) * tokens.itemsize
     wide = padded(width) > 128
     # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
-    full = matrices.dtype == torch.float32
-    exact = multiplies_exactly(tokens.dtype)
-    halved = full and (exact or tokens.dtype == torch.float32 or wide or not from_shared_memory)
-    quartered = is_padded(width) and (exact or tokens.dtype == torch.float32)
+    full = matrices == torch.float32
+    halved = full and (exact or tokens == torch.float32 or wide or not from_shared_memory)
+    quartered = is_padded(width) and (exact or tokens == torch.float32)
     largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
     columns_tile = min(padded(columns), largest // padded(width))
     if (full and wide) or (is_padded(width) and not from_shared_memory) or exact:
@@ -119,13 +144,8 @@ def chunk_options(
         most_tokens = 32
     else:
         most_tokens = 64
-    tokens_tile = min(token_tile(slots, width), most_tokens)
-    options = {
-        **table_sizes(table, tokens),
-        "HEADS": tokens.shape[2],
-        "BLOCK_TOKENS": tokens_tile,
-        "PRECISION": product_precision(tokens.dtype, matrices.dtype),
-        "num_warps": 4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8,
-        "num_stages": 1,
-    }
-    return columns_tile, ceil_divide(columns, columns_tile) * ceil_divide(slots, tokens_tile), options
+    return (
+        columns_tile,
+        min(token_tile(slots, width), most_tokens),
+        4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8,
+    )

@@ -133,7 +133,7 @@ def extend_state(
         the current block `[B, G, K, V + 1]`, its prefix and the next block's `[B, S, K, V + 1]`.
     """
     slots = table.shape[-1]
-    output, _, summary, key_sum, first_bad, _, prefix = causal_stages(
+    output, _, summary, key_sum, first_bad, _ = causal_stages(
         query, key, value, plain_query, plain_key, own, table,
         starts=None, divides=divides, total=True, half=dtype == torch.bfloat16, eps=eps, past=past,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def extend_state(
     current = current.masked_fill((bad < slots).unsqueeze(-1), float("nan"))
     filed = _file(
         summary, key_sum, first_bad, mixing, before, after, old_summaries, old_current,
-        room=room, block_size=slots, prefixes=prefix.shape[1], dtype=dtype,
+        room=room, block_size=slots, prefixes=query.shape[2] if is_per_head(mixing) else key.shape[2], dtype=dtype,
     )  # fmt: skip
     return output, filed[0], current, *filed[1:]
 
