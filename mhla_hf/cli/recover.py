@@ -50,7 +50,10 @@ def recover_command(
         str | None,
         typer.Option(help="YAML file, or name of a recipe of the package. Default: that of the model's family."),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="'paper' for the settings of the paper.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="'fast' for the fastest attention that recovers well, 'paper' for the paper's settings."),
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(help="Which layers become MHLA: all, 1,2,4, 2/3, or auto:2/3.", rich_help_panel=_RECIPE),

@@ -9,6 +9,7 @@ import transformers
 
 import mhla_hf
 from conversion.recipe_memory import expected
+from mhla_hf import MHLAConfig
 from mhla_hf.conversion.options import parse_layers
 from mhla_hf.recovery.defaults import DEFAULTS, PRESETS, default_recipe
 from mhla_hf.recovery.recipe_files import recipe_names
@@ -113,13 +114,27 @@ def test_default_recipes(family):
     assert parse_recipe(recipe.to_dict(), "again") == recipe
     for preset in PRESETS:
         if family in PRESETS[preset]:
-            assert default_recipe(family, preset).mhla.get("mixing_heads") == "shared"
+            shared = default_recipe(family, preset).mhla.get("mixing_heads") == "shared"
+            assert shared == (preset == "paper")
         else:
-            with pytest.raises(ValueError, match=f"preset 'paper' has no setting for models of the family {family}"):
+            message = f"preset '{preset}' has no setting for models of the family {family}"
+            with pytest.raises(ValueError, match=message):
                 default_recipe(family, preset)
     assert set(DEFAULTS) == set(FAMILIES)
-    with pytest.raises(ValueError, match="preset must be one of paper, got 'papers'"):
+    with pytest.raises(ValueError, match="preset must be one of fast, paper, got 'papers'"):
         default_recipe(family, "papers")
+
+
+@pytest.mark.parametrize("family", PRESETS["fast"])
+def test_the_fast_preset_changes_the_attention_alone(family):
+    fast, default = default_recipe(family, "fast"), default_recipe(family)
+    assert fast.mhla != default.mhla
+    assert {**fast.to_dict(), "mhla": None} == {**default.to_dict(), "mhla": None}
+    # Beside a window stages change as they do without it.
+    window, wide = (default_recipe(family, preset, "block") for preset in ("fast", None))
+    assert window.mhla["window"] == wide.mhla["window"] == "block"
+    assert window.match == wide.match and window.distill == wide.distill and window.stages() == fast.stages()
+    assert MHLAConfig.from_dict({**window.mhla, "blocks": [2, 2]}).mixing_heads == "per_head"
 
 
 @pytest.mark.parametrize(
