@@ -284,10 +284,13 @@ class MHLA(nn.Module):
         state = None if sequence is None else sequence.state
         backend = "torch"
         if shard is None:
-            # Kernels for one token multiply no matrices.
-            products = state is None or query.shape[1] > 1
+            family = _kernel_family(self.config, sequence, query.shape[1])
             width = query.shape[3] * FEATURE_MAPS[self.config.feature_map].width_factor
-            backend = choose_backend(self.config.backend, query, key, value, products=products, width=width)
+            # Kernels for one token multiply no matrices. The fused ones are tried first, so no family is checked yet.
+            backend = choose_backend(
+                self.config.backend, query, key, value,
+                products=family != "decode", width=width, family=family, check=False,
+            )  # fmt: skip
         if norms is not None and not identity and self.window_gain is not None:
             # The window needs them outside the kernels in any case.
             (query, key), norms = norms.apply(query, key), None

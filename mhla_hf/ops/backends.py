@@ -7,7 +7,7 @@ import logging
 import os
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,27 @@ MIN_TRITON = (3, 4)
 MIN_CAPABILITY = (8, 0)
 
 
+class HostTime(NamedTuple):
+    """Time that the host needs for one call of the operator, in microseconds.
+
+    Attributes:
+        kernels: By kernels.
+        torch: By plain torch.
+    """
+
+    kernels: float
+    torch: float
+
+
+# By family of kernels. Predictions until they have been measured on a GPU: forward passes on one core of a CPU with
+# launches stubbed out, and for plain torch half as much again for launches that are not. Nothing here may depend on
+# whether gradients are recorded: checkpointing computes the same output with and without.
+HOST_TIMES = {"block": HostTime(kernels=200, torch=200), "causal": HostTime(kernels=220, torch=550)}
+# Bytes that plain torch reads and writes for each channel of a query, and in a microsecond: those of an H100, whose
+# larger relatives gain from kernels later and smaller ones earlier.
+TORCH_BYTES, TORCH_RATE = 60, 2.5e6
+
+
 def choose_backend(
     requested: str,
     query: torch.Tensor,
@@ -43,12 +64,14 @@ def choose_backend(
     products: bool = True,
     width: int | None = None,
     family: str | None = None,
+    check: bool = True,
 ) -> str:
     """Chooses between `"torch"` and `"triton"` for some token tensors, `[B, T, H, D]` each.
 
     `"auto"` takes the kernels on a GPU for half precision, and for float32 where TF32 is allowed: exact float32
-    products run on no tensor core. `"triton"` takes them wherever they run. Anything else falls back to torch, which
-    is logged once for each reason.
+    products run on no tensor core. Outside of compiled code it leaves so few tokens to torch that launching kernels
+    would take longer, see [`has_few_tokens`]. `"triton"` takes the kernels wherever they run. Anything else falls back
+    to torch, which is logged once for each reason.
 
     Args:
         requested: `"auto"`, `"torch"` or `"triton"`; the environment variable `MHLA_HF_BACKEND` wins over it.
@@ -58,8 +81,9 @@ def choose_backend(
         *others: Queries or keys of the normaliser, or None.
         products: Whether the kernels multiply matrices. Those that do not serve exact float32 as well as any type.
         width: Width of the features that the kernels will be given, where it is not that of `query`.
-        family: Family of kernels that would serve, one of `kernel_cases.FAMILIES`: it has to have passed its check,
-            see [`kernels_pass`]. None where the caller looks to that.
+        family: Family of kernels that would serve, one of `kernel_cases.FAMILIES`.
+        check: Whether that family has to have passed its check, see [`kernels_pass`]. False where the caller looks to
+            that.
 
     Returns:
         `"torch"` or `"triton"`.
@@ -76,8 +100,10 @@ def choose_backend(
         obstacle = f"the kernels take heads of width {MAX_WIDTH} at most, not {width}"
     if obstacle is None and wanted == "auto":
         obstacle = auto_obstacle(value, products)
+        if obstacle is None and family is not None and not torch.compiler.is_compiling():
+            obstacle = "launching kernels would take longer for few tokens" if has_few_tokens(family, query) else None
     if obstacle is None:
-        return "triton" if family is None or kernels_pass(family, query, value, width) else "torch"
+        return "triton" if family is None or not check or kernels_pass(family, query, value, width) else "torch"
     if not torch.compiler.is_compiling():
         _log_once(wanted == "triton", obstacle)
     return "torch"
@@ -117,6 +143,20 @@ def auto_obstacle(value: torch.Tensor, products: bool = True) -> str | None:
     return None
 
 
+def has_few_tokens(family: str, query: torch.Tensor) -> bool:
+    """Whether plain torch should be done before the host has launched the kernels, by `HOST_TIMES`.
+
+    Plain torch takes as long as its host or its memory traffic, whichever is longer. Kernels take less time than that
+    on the GPU, so theirs is the host's where it matters here.
+
+    Args:
+        family: Family of kernels; those without an entry in the table serve any number of tokens.
+        query: Queries `[B, T, H, K]`.
+    """
+    times = HOST_TIMES.get(family)
+    return times is not None and max(times.torch, TORCH_BYTES * query.numel() / TORCH_RATE) < times.kernels
+
+
 @torch.compiler.assume_constant_result
 def tf32_is_allowed() -> bool:
     """Returns whether torch multiplies float32 matrices through TF32 on GPUs, by either of its two settings."""
@@ -154,7 +194,13 @@ def _triton_failure() -> str:
 
 @torch.compiler.assume_constant_result
 def _is_too_old(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
+    return _capability(device) < MIN_CAPABILITY
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    # torch looks it up anew each time.
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

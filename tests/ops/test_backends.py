@@ -70,6 +70,31 @@ def test_bfloat16_is_not_interpreted(monkeypatch):
     assert choose_backend("triton", *tokens(1, 4, 2, 8, dtype=torch.bfloat16)) == "torch"
 
 
+def test_few_tokens_are_left_to_torch_where_launches_take_longer(monkeypatch):
+    times = {"block": backends.HostTime(kernels=300.0, torch=200.0)}
+    monkeypatch.setattr(backends, "HOST_TIMES", times)
+
+    def few(count: int, family: str = "block") -> bool:
+        return backends.has_few_tokens(family, torch.empty(1, count, 16, 64, device="meta"))
+
+    counts = [2**power for power in range(20)]
+    found = [few(count) for count in counts]
+    assert found[0] and not found[-1] and found == sorted(found, reverse=True)
+    assert not few(1, "decode")
+    # No number is too small for kernels that are launched before plain torch would be.
+    times["block"] = backends.HostTime(kernels=200.0, torch=300.0)
+    assert not any(few(count) for count in counts)
+
+
+@pytest.mark.gpu
+def test_few_tokens_are_for_auto_alone(monkeypatch):
+    query, key, value = (tensor.cuda().half() for tensor in tokens(1, 4, 2, 8))
+    for kernels, expected in ((300.0, "torch"), (100.0, "triton")):
+        monkeypatch.setattr(backends, "HOST_TIMES", {"block": backends.HostTime(kernels, torch=200.0)})
+        assert choose_backend("auto", query, key, value, family="block") == expected
+        assert choose_backend("triton", query, key, value, family="block") == "triton"
+
+
 @pytest.mark.gpu
 def test_float32_takes_the_kernels_where_nothing_is_multiplied():
     query, key, value = (tensor.cuda() for tensor in tokens(1, 4, 2, 8))
