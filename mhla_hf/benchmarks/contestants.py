@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ..ops import triton_obstacle
+from ..ops.kernel_check import kernels_pass
 from . import attention
 from .attention import Inputs
 from .shapes import OperatorShape, check_names
@@ -21,14 +22,22 @@ def _kernels(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cuda":
         # Interpreted kernels, which tests run on CPUs, say nothing about time.
         return f"the kernels run on GPUs, and the tensors are on {device.type}"
-    return triton_obstacle(torch.empty(1, 1, 1, shape.width, dtype=dtype, device=device))
+    tokens = torch.empty(1, 1, 1, shape.width, dtype=dtype, device=device)
+    return triton_obstacle(tokens) or _failed_check("causal" if shape.causal else "block", tokens)
 
 
 def _fused(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> str | None:
     from ..ops.triton import fits_fused_kernels
 
-    fits = fits_fused_kernels(shape.width, shape.width, True, dtype)
-    return None if fits else "heads are too wide for the fused kernels in this type"
+    if not fits_fused_kernels(shape.width, shape.width, True, dtype):
+        return "heads are too wide for the fused kernels in this type"
+    return _failed_check("fused", torch.empty(1, 1, 1, shape.width, dtype=dtype, device=device))
+
+
+def _failed_check(family: str, tokens: torch.Tensor) -> str | None:
+    """The reason where plain torch would take the place of kernels, and be timed for them."""
+    passed = kernels_pass(family, tokens, tokens)
+    return None if passed else f"the {family} kernels failed their check (mhla-hf doctor --kernels)"
 
 
 Requirement = Callable[[OperatorShape, torch.dtype, torch.device], str | None]

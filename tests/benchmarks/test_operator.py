@@ -164,6 +164,12 @@ def hedgehog_by_hand(inputs, normalizer):
     return naive_mhla_attention(*tokens, inputs.value, inputs.mixing, FLAT.layout(), **options)
 
 
+def test_kernels_that_failed_their_check_are_not_timed(monkeypatch):
+    monkeypatch.setattr("mhla_hf.benchmarks.contestants.kernels_pass", lambda family, *tokens: family == "block")
+    requirement = REQUIREMENTS["fused"](FLAT, torch.float32, CPU)
+    assert requirement == "the fused kernels failed their check (mhla-hf doctor --kernels)"
+
+
 def test_whole_path_of_softmax_norms_and_rotates():
     inputs = inputs_of(FLAT)
     query, key = (F.rms_norm(x.flatten(2), (24,), eps=EPS).unflatten(2, (3, 8)) for x in inputs.tokens[:2])
