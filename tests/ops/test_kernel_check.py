@@ -95,14 +95,13 @@ def test_wrong_numbers_lead_to_plain_torch(monkeypatch, caplog):
 
     right = block.triton_block_mhla_attention
     monkeypatch.setattr(block, "triton_block_mhla_attention", lambda *args, **options: 1.1 * right(*args, **options))
-    layer = MHLA(MHLAConfig(blocks=(2, 2), feature_map="hedgehog"), hidden_size=8, num_heads=2, head_dim=WIDTH)
-    with torch.no_grad():
-        expected = layer(*tokens(1, 15, 2, WIDTH), grid=(3, 5))
-    layer.config = layer.config.replace(backend="triton")
+    config = MHLAConfig(blocks=(2, 2), normalizer="block_query", backend="torch")
+    layer = MHLA(config, hidden_size=8, num_heads=2, head_dim=WIDTH)
     with caplog.at_level(logging.INFO, logger="mhla_hf"), torch.no_grad():
-        outputs = [layer(*tokens(1, 15, 2, WIDTH), grid=(3, 5)) for _ in range(2)]
-    for output in outputs:
-        torch.testing.assert_close(output, expected)
+        expected = layer(*tokens(1, 16, 2, WIDTH), grid=(4, 4))
+        layer.config = config.replace(backend="triton")
+        for _ in range(2):
+            torch.testing.assert_close(layer(*tokens(1, 16, 2, WIDTH), grid=(4, 4)), expected)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     message = record.getMessage()
