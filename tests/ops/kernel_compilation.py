@@ -26,6 +26,7 @@ import os
 import pkgutil
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -151,6 +152,7 @@ class Compilations:
         self.target = GPUTarget("cuda", capability, 32)
         self.backend = make_backend(self.target)
         self.launches: list[Launch] = []
+        self.failures: list[str] = []
         self.usages: dict[str, Usage] = {}
         self.seen: set[tuple[str, str, str]] = set()
         self.only_counts = False
@@ -179,7 +181,13 @@ class Compilations:
             attributes = {path: self.backend.parse_attr(hint) for path, hint in attributes.items()}
             signature = dict(zip(given, types, strict=True))
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-            self.usages[description] = inspect(triton.compile(source, target=self.target, options=options))
+            try:
+                compiled = triton.compile(source, target=self.target, options=options)
+            # Whatever type it has: the others are compiled all the same.
+            except Exception as error:
+                self.failures.append(f"{self.case}, {self.stage}: {kernel.__name__} does not compile: {error}")
+                return Launched()
+            self.usages[description] = inspect(compiled)
         usage, warps = self.usages[description], options.get("num_warps", 4)
         processor, programs = PROCESSORS[self.capability], int(torch.Size(grid).numel())
         at_a_time = processor.programs_at_a_time(usage.registers, warps, usage.shared)
@@ -326,6 +334,8 @@ def main() -> None:
     else:
         print(f"Triton {triton.__version__}, compute capability {arguments.capability / 10}")
         print_table(compilations.launches)
+    if compilations.failures:
+        sys.exit("\n".join(compilations.failures))
 
 
 if __name__ == "__main__":

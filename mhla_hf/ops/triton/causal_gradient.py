@@ -106,7 +106,7 @@ def query_gradient_kernel(
                 other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
                 others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
                 keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
-                seen = (other_slot[None, :] <= slot[:, None]).to(keys.dtype)
+                seen = tl.where(other_slot[None, :] <= slot[:, None], 1.0, 0.0).to(keys.dtype)
                 key_sums += token_product(seen, keys, PRECISION)
             sums = tl.load(prefix_sum + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
             total += row_weight[:, None] * (sums[None, :] + own_weight * key_sums)
