@@ -14,7 +14,12 @@ import torch
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.benchmarks.shapes import SHAPES
 from mhla_hf.ops import empty_state, mhla_extend, mhla_step
-from mhla_hf.ops.triton import fits_fused_kernels, fused_mhla_attention
+from mhla_hf.ops.triton import (
+    fits_fused_kernels,
+    fits_hedgehog_kernels,
+    fused_mhla_attention,
+    hedgehog_mhla_attention,
+)
 
 
 # Widths of heads, none of them with kernels of its own: language models, DiT-XL/2, Wan, and the widest there is.
@@ -118,6 +123,32 @@ def fused(
         differentiate(output, query, key, value, mixing, *norms, *([gate, output_norm] if gated else []))
 
 
+def hedgehog(
+    layout: BlockLayout,
+    batch: int,
+    heads: int,
+    width: int,
+    *,
+    trains: bool = False,
+    normalizer: str = "query",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Stages:
+    """Hedgehog features from projections on, with norms and rotary embeddings."""
+    query, key, value = (tokens(batch, layout.num_tokens, heads, width, dtype, trains) for _ in range(3))
+    maps = [weights(heads, width, width, trains=trains, dtype=dtype) for _ in range(2)]
+    mixing = weights(layout.num_blocks, layout.num_blocks, trains=trains)
+    norms = [weights(heads * width, trains=trains, dtype=dtype) for _ in range(2)]
+    angles = weights(layout.num_tokens, width // 2)
+    yield "forward"
+    output = hedgehog_mhla_attention(
+        query, key, value, *maps, mixing, layout, feature_map_eps=0.0, normalizer=normalizer, eps=1e-6, scaling=1.0,
+        rotary=(angles, angles), query_norm=(norms[0], 1e-6), key_norm=(norms[1], 1e-6),
+    )  # fmt: skip
+    if trains:
+        yield "backward"
+        differentiate(output, query, key, value, *maps, mixing, *norms)
+
+
 def generation(
     context: int,
     heads: int,
@@ -166,9 +197,9 @@ def width_case(width: int) -> Stages:
                     has_pair=has_pair,
                 )  # fmt: skip
                 yield from (f"{name} {stage}" for stage in stages)
-        if fits_fused_kernels(width, width, True, dtype):
-            for normalizer in ("query", "none"):
-                stages = fused(blocks, 1, 8, width, trains=trains, normalizer=normalizer, dtype=dtype)
+        for fits, attend_projections in ((fits_fused_kernels, fused), (fits_hedgehog_kernels, hedgehog)):
+            for normalizer in ("query", "none") if fits(width, width, True, dtype) else ():
+                stages = attend_projections(blocks, 1, 8, width, trains=trains, normalizer=normalizer, dtype=dtype)
                 yield from (f"{name} {stage}" for stage in stages)
         if not trains or dtype != torch.bfloat16:
             yield from (f"{name} {stage}" for stage in generation(4096, 8, width, dtype=dtype, block_size=128))
@@ -190,9 +221,11 @@ CASES: dict[str, Callable[[], Stages]] = {
     "wan-per-head": partial(both, partial(attention, "wan", per_head=True)),
     "wan-fused": partial(both, partial(fused, _WAN.layout(), 1, _WAN.heads, _WAN.width)),
     "wan-fused-plain": partial(both, partial(fused, _WAN.layout(), 1, _WAN.heads, _WAN.width, gated=False)),
+    "wan-hedgehog": partial(both, partial(hedgehog, _WAN.layout(), 1, _WAN.heads, _WAN.width)),
     "720p-24-heads": partial(both, partial(attention, "wan-720p", heads=24)),
     "dit": partial(both, partial(attention, "dit-512")),
     "dit-fused": partial(both, partial(fused, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width)),
+    "dit-hedgehog": partial(both, partial(hedgehog, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width)),
     "causal-2k": partial(both, partial(attention, "causal-2k")),
     "causal-32k": partial(both, partial(attention, "causal-32k")),
     "causal-32k-grouped": partial(both, partial(attention, "causal-32k", key_heads=4, per_head=True)),
