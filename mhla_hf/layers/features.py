@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from ..config import MHLAConfig
 from ..ops import FEATURE_MAPS, NORMALIZERS
+from ..ops.kernel_check import kernels_pass
 from ..ops.numerics import accumulation_dtype
 from ..utils.messages import check_choice
 
@@ -41,7 +42,8 @@ class LearnedFeatureMap(nn.Module):
         if backend == "triton" and self.name == "hedgehog":
             from ..ops.triton import fits_hedgehog_kernels, hedgehog_features
 
-            if fits_hedgehog_kernels(tokens.shape[-1], tokens.shape[-1], False, tokens.dtype):
+            fits = fits_hedgehog_kernels(tokens.shape[-1], tokens.shape[-1], False, tokens.dtype)
+            if fits and kernels_pass("hedgehog", tokens, tokens):
                 return hedgehog_features(tokens, self.weight)
         return FEATURE_MAPS[self.name].forward(tokens, self.weight.to(tokens.dtype))
 

@@ -14,6 +14,7 @@ from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..ops import NORMALIZERS
+from ..ops.kernel_check import kernels_pass
 from .features import LearnedFeatureMap
 from .fused import HeadNorms, PairwiseRotary, has_hooks, is_plain_rotary, rotary_tables, weight_and_eps
 from .sequence import TokenSequence
@@ -56,6 +57,7 @@ def can_fuse_hedgehog(
         and all(entry is not None and not has_hooks(entry) and entry.weight.device == query.device
                 for entry in feature_maps)
         and fits_hedgehog_kernels(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
+        and kernels_pass("hedgehog", query, value)
     )  # fmt: skip
 
 

@@ -287,6 +287,54 @@ def _rotated(tokens: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> 
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1).flatten(-2)
 
 
+# Hedgehog features inside of attention: norms of queries and keys, rotary embedding, weights of each head.
+
+
+def _hedgehog_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+    inputs = _fused_inputs(generator, sizes, width, value_width)
+    blocks = inputs["mixing"].shape[-1]
+    return {
+        **{name: tensor for name, tensor in inputs.items() if name not in ("output_norm", "gate")},
+        "mixing": _draw(generator, HEADS, blocks, blocks, positive=True),
+        "query_weight": _near_identity(generator, HEADS, width),
+        "key_weight": _near_identity(generator, KEY_HEADS, width),
+    }
+
+
+def _near_identity(generator: torch.Generator, heads: int, width: int) -> torch.Tensor:
+    noise = 0.3 * width**-0.5 * _draw(generator, heads, width, width)
+    return torch.eye(width, dtype=torch.float64, device="cpu") + noise
+
+
+def _by_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
+    from .triton import hedgehog_mhla_attention
+
+    tensors = {name: inputs[name] for name in ("query", "key", "value", "query_weight", "key_weight", "mixing")}
+    output = hedgehog_mhla_attention(
+        **tensors, layout=_layout(sizes, causal=False), feature_map_eps=1e-4, normalizer="query", eps=1e-6,
+        scaling=0.5, rotary=(inputs["cosine"], inputs["sine"]),
+        **{name: (inputs[name], NORM_EPS) for name in ("query_norm", "key_norm")},
+    )  # fmt: skip
+    return {"output": output}
+
+
+def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
+    features: Results = {}
+    for name in ("query", "key"):
+        tokens, weight = inputs[name], inputs[f"{name}_norm"]
+        tokens = F.rms_norm(tokens.flatten(2), weight.shape, weight, NORM_EPS).view(tokens.shape) * 0.5
+        tokens = _rotated(tokens, inputs["cosine"], inputs["sine"])
+        features[name] = FEATURE_MAPS["hedgehog"].forward(tokens, inputs[f"{name}_weight"]) + 1e-4
+    operands = Operands(**features, value=inputs["value"])
+    return {"output": attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))}
+
+
+def _fits_hedgehog(width: int, value_width: int, dtype: torch.dtype) -> bool:
+    from .triton import fits_hedgehog_kernels
+
+    return fits_hedgehog_kernels(width, value_width, True, dtype)
+
+
 def _fits_fused(width: int, value_width: int, dtype: torch.dtype) -> bool:
     from .triton import fits_fused_kernels
 
@@ -296,6 +344,9 @@ def _fits_fused(width: int, value_width: int, dtype: torch.dtype) -> bool:
 FAMILIES: dict[str, Case] = {
     "block": _attention(causal=False),
     "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True, fits=_fits_fused),
+    "hedgehog": Case(
+        _hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True, fits=_fits_hedgehog
+    ),
     "causal": _attention(causal=True),
     "prompt": Case(
         _recurrent_inputs(lambda sizes: sizes.length), _recurrent(False, "triton"), _recurrent(False, "torch")

@@ -131,22 +131,24 @@ def hedgehog(
     *,
     trains: bool = False,
     normalizer: str = "query",
+    normed: bool = True,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Stages:
-    """Hedgehog features from projections on, with norms and rotary embeddings."""
+    """From projections on, with hedgehog features and mixing weights of each head; norms and rotary if `normed`."""
     query, key, value = (tokens(batch, layout.num_tokens, heads, width, dtype, trains) for _ in range(3))
     maps = [weights(heads, width, width, trains=trains, dtype=dtype) for _ in range(2)]
-    mixing = weights(layout.num_blocks, layout.num_blocks, trains=trains)
-    norms = [weights(heads * width, trains=trains, dtype=dtype) for _ in range(2)]
+    mixing = weights(heads, layout.num_blocks, layout.num_blocks, trains=trains)
+    norms = [weights(heads * width, trains=trains, dtype=dtype) for _ in range(2 if normed else 0)]
     angles = weights(layout.num_tokens, width // 2)
     yield "forward"
     output = hedgehog_mhla_attention(
         query, key, value, *maps, mixing, layout, feature_map_eps=0.0, normalizer=normalizer, eps=1e-6, scaling=1.0,
-        rotary=(angles, angles), query_norm=(norms[0], 1e-6), key_norm=(norms[1], 1e-6),
+        rotary=(angles, angles) if normed else None,
+        **{name: (norm, 1e-6) for name, norm in zip(("query_norm", "key_norm"), norms)},
     )  # fmt: skip
     if trains:
         yield "backward"
-        differentiate(output, query, key, value, *maps, mixing, *norms)
+        differentiate(output, query, key, value, mixing, *maps, *norms)
 
 
 def generation(
@@ -225,7 +227,8 @@ CASES: dict[str, Callable[[], Stages]] = {
     "720p-24-heads": partial(both, partial(attention, "wan-720p", heads=24)),
     "dit": partial(both, partial(attention, "dit-512")),
     "dit-fused": partial(both, partial(fused, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width)),
-    "dit-hedgehog": partial(both, partial(hedgehog, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width)),
+    "dit-hedgehog": partial(both, partial(hedgehog, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width, normed=False)),
+    "minilm-hedgehog": partial(both, partial(hedgehog, BlockLayout((256,), block_size=(8,)), 8, 12, 32, normed=False)),
     "causal-2k": partial(both, partial(attention, "causal-2k")),
     "causal-32k": partial(both, partial(attention, "causal-32k")),
     "causal-32k-grouped": partial(both, partial(attention, "causal-32k", key_heads=4, per_head=True)),

@@ -230,9 +230,10 @@ def test_operators_are_what_torch_expects(device):
     leaves = [tensor.to(device, torch.float32).detach().requires_grad_() for tensor in inputs.values()]
     angles = angles_of(layout, 8).to(device)
     table = layout.token_table(torch.device(device))
-    arguments = *leaves, angles.cos(), angles.sin(), table, True, 1.0, 0.0, 1e-6, 1e-6, 1e-6
+    turns = torch.stack((angles.cos(), angles.sin()), -1).flatten(1)
+    arguments = *leaves, turns, table, True, 1.0, 0.0, 1e-6, 1e-6, 1e-6
     torch.library.opcheck(hedgehog.hedgehog_attention, arguments)
-    bare = *leaves[:6], None, None, None, None, table, False, 1.0, 0.0, 1e-6, 0.0, 0.0
+    bare = *leaves[:6], None, None, None, table, False, 1.0, 0.0, 1e-6, 0.0, 0.0
     torch.library.opcheck(hedgehog.hedgehog_attention, bare)
     torch.library.opcheck(hedgehog_map.hedgehog_features, (leaves[0], leaves[3]))
 

@@ -36,7 +36,7 @@ from ..mixing import mix_summaries
 from ..normalizers import NORMALIZERS
 from .block_gradient import block_attend_backward, block_summary_backward
 from .fused_gradient import norm_gradient_
-from .fused_products import heads_together, inverse_norm
+from .fused_products import heads_together, inverse_norm, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
 from .hedgehog_products import hedgehog_outputs, hedgehog_summaries
 from .launching import dense_like, multiplies_exactly, product_flops, summary_dtype, token_tensor
@@ -86,12 +86,11 @@ def hedgehog_mhla_attention(
     dtype = value.dtype
     weights = [None if norm is None else norm[0] for norm in (query_norm, key_norm)]
     query_eps, key_eps = (0.0 if norm is None else float(norm[1]) for norm in (query_norm, key_norm))
-    tables = (None, None) if rotary is None else tuple(part.float().contiguous() for part in rotary)
     with torch.autocast(query.device.type, enabled=False):
         output, *_ = hedgehog_attention(
-            query.to(dtype), key.to(dtype), value, query_weight, key_weight, mixing.float(), *weights, *tables,
-            layout.token_table(query.device), NORMALIZERS[normalizer].divides, scaling, feature_map_eps, eps,
-            query_eps, key_eps,
+            query.to(dtype), key.to(dtype), value, query_weight, key_weight, mixing.float(), *weights,
+            None if rotary is None else rotary_table(*rotary, dtype), layout.token_table(query.device),
+            NORMALIZERS[normalizer].divides, scaling, feature_map_eps, eps, query_eps, key_eps,
         )  # fmt: skip
         return output
 
@@ -100,13 +99,12 @@ def _projection(
     weight: Tensor,
     norm: Tensor | None,
     inverse: Tensor | None,
-    cosine: Tensor | None,
-    sine: Tensor | None,
+    rotary: Tensor | None,
     scaling: float,
     feature_eps: float,
 ) -> Projection:
     return Projection(
-        weight.contiguous(), norm, None if norm is None else inverse, cosine, sine, scaling, feature_eps or None
+        weight.contiguous(), norm, None if norm is None else inverse, rotary, scaling, feature_eps or None
     )
 
 
@@ -124,8 +122,7 @@ def hedgehog_attention(
     mixing: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
-    cosine: Tensor | None,
-    sine: Tensor | None,
+    rotary: Tensor | None,
     table: Tensor,
     divides: bool,
     scaling: float,
@@ -136,8 +133,8 @@ def hedgehog_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs from projected queries and keys.
 
-    Arguments are those of [`hedgehog_mhla_attention`], with norms as weights and eps, dense float32 tables of cosines
-    and sines, the token of each slot, int32 `[M, N]` or `[B, M, N]`, for the layout, and whether to divide.
+    Arguments are those of [`hedgehog_mhla_attention`], with norms as weights and eps, a table from `rotary_table`, the
+    token of each slot, int32 `[M, N]` or `[B, M, N]`, for the layout, and whether to divide.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; and for the backward pass, in float32, the denominators `[B, T, H]`,
@@ -147,7 +144,7 @@ def hedgehog_attention(
     batch, (blocks, slots) = query.shape[0], table.shape[-2:]
     query_inverse = _inverse_norm(query, query_norm, query_norm_eps)
     key_inverse = _inverse_norm(key, key_norm, key_norm_eps)
-    rest = cosine, sine, scaling, feature_eps
+    rest = rotary, scaling, feature_eps
     summaries = key.new_empty(batch, groups, blocks, 2 * width, columns, dtype=summary_dtype(key.dtype, True))
     sums = key.new_empty(batch, groups, blocks, 2 * width, dtype=torch.float32) if divides else None
     # Summaries are means over the slots: their size does not grow with the blocks'.
@@ -167,9 +164,7 @@ def hedgehog_attention(
 
 
 @hedgehog_attention.register_fake
-def _(
-    query, key, value, query_weight, key_weight, mixing, query_norm, key_norm, cosine, sine, table, divides, *numbers
-):
+def _(query, key, value, query_weight, key_weight, mixing, query_norm, key_norm, rotary, table, divides, *numbers):
     inverses = [
         tokens.new_empty((0,) if norm is None else tokens.shape[:2], dtype=torch.float32)
         for tokens, norm in ((query, query_norm), (key, key_norm))
@@ -193,15 +188,14 @@ def hedgehog_attention_backward(
     mixing: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
-    cosine: Tensor | None,
-    sine: Tensor | None,
+    rotary: Tensor | None,
     table: Tensor,
     divides: bool,
     scaling: float,
     feature_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, both weights, mixing and both norms, which are empty where there is none."""
-    rest = cosine, sine, scaling, feature_eps
+    rest = rotary, scaling, feature_eps
     query, key = heads_together(query), heads_together(key)
     query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
     key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
@@ -262,7 +256,7 @@ def _(
 
 
 def _context(ctx, inputs, output):
-    tensors, (ctx.divides, ctx.scaling, ctx.feature_eps, *_) = inputs[:11], inputs[11:]
+    tensors, (ctx.divides, ctx.scaling, ctx.feature_eps, *_) = inputs[:10], inputs[10:]
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output, *tensors)
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .device_functions import COUNTS, dense_head_rows, head_rows, load_matrix, load_rows, product, store_rows, to_tf32
+from .fused_products import rotary_rows, rotate
 from .launching import (
     FEW_PROGRAMS,
     as_rows,
@@ -59,8 +60,7 @@ class Projection(NamedTuple):
         weight: W, `[H, K, K]`, dense.
         norm_weight: Weight of an RMSNorm across heads, `[H · K]`; None for no norm.
         inverse_norm: 1 / rms of each token, float32 `[B, T]`; None without a norm.
-        cosine: Table of rotary embeddings for neighbouring pairs of channels, `[T, K / 2]`, dense; or None.
-        sine: The same.
+        rotary: Table of rotary embeddings from `fused_products.rotary_table`, `[T, K]`, dense; None for no rotation.
         scaling: Factor of p.
         feature_eps: Added to the features; None for nothing.
     """
@@ -68,8 +68,7 @@ class Projection(NamedTuple):
     weight: torch.Tensor
     norm_weight: torch.Tensor | None
     inverse_norm: torch.Tensor | None
-    cosine: torch.Tensor | None
-    sine: torch.Tensor | None
+    rotary: torch.Tensor | None
     scaling: float
     feature_eps: float | None
 
@@ -115,21 +114,10 @@ def turned_rows(
     if projection.norm_weight is not None:
         weight = tl.load(projection.norm_weight + head * WIDTH + column, mask=column < WIDTH, other=0.0)
         values = values.to(tl.float32) * weight.to(tl.float32)[None, :]
-    if projection.cosine is not None:
-        cosine, sine = _rotary_rows(projection, tokens, present, WIDTH // 2, BLOCK_WIDTH // 2)
-        even, odd = tl.split(tl.reshape(values.to(tl.float32), (TOKENS, BLOCK_WIDTH // 2, 2)))
-        values = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
-        values = tl.reshape(values, (TOKENS, BLOCK_WIDTH))
+    turns = rotary_rows(projection, tokens, present, column, WIDTH)
+    if turns is not None:
+        values = rotate(values.to(tl.float32), turns, 1, TOKENS, BLOCK_WIDTH)
     return _to_factor(values, PRECISION)
-
-
-@triton.jit
-def _rotary_rows(projection, tokens, present, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    pair = tl.arange(0, BLOCK_HALF)
-    places = tokens[:, None] * HALF + pair[None, :]
-    mask = present[:, None] & (pair < HALF)[None, :]
-    cosine = tl.load(projection.cosine + places, mask=mask, other=0.0).to(tl.float32)
-    return cosine, tl.load(projection.sine + places, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -214,7 +202,8 @@ def features(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
     """φ of rows `[B, T, H, K]`: `[B, T, H, 2K]` in their dtype."""
     batch, num_tokens, heads, width = rows.shape
     result = rows.new_empty(batch, num_tokens, heads, 2 * width)
-    options = token_options(rows, 64 if rows.dtype == torch.bfloat16 else 32)
+    few_registers = rows.dtype != torch.bfloat16 or not multiplies_from_shared_memory(rows.device)
+    options = token_options(rows, 32 if few_registers else 64)
     tiles = ceil_divide(num_tokens, options["BLOCK_TOKENS"])
     launch(
         hedgehog_features_kernel, tiles * batch * heads, as_rows(rows), projection, result,
@@ -265,11 +254,8 @@ def hedgehog_gradient_kernel(
         changed = tl.trans(product(tl.trans(weight), _to_factor(slope, PRECISION), PRECISION))
         if projection.inverse_norm is not None:
             changed = changed * (projection.scaling / tl.where(present, scale, 1.0))[:, None]
-        if projection.cosine is not None:
-            cosine, sine = _rotary_rows(projection, tokens, present, WIDTH // 2, BLOCK_WIDTH // 2)
-            even, odd = tl.split(tl.reshape(changed, (BLOCK_TOKENS, BLOCK_WIDTH // 2, 2)))
-            changed = tl.join(even * cosine + odd * sine, odd * cosine - even * sine)
-            changed = tl.reshape(changed, (BLOCK_TOKENS, BLOCK_WIDTH))
+        turns = rotary_rows(projection, tokens, present, feature, WIDTH)
+        changed = rotate(changed, turns, -1, BLOCK_TOKENS, BLOCK_WIDTH)
         store_rows(results, tokens, present, feature, changed, WIDTH)
     start = weight_gradient + program.to(tl.int64) * (WIDTH * WIDTH)
     pointers = start + feature[:, None] * WIDTH + feature[None, :]
@@ -309,7 +295,7 @@ def features_gradient(
 @torch.library.custom_op("mhla_hf::hedgehog_features", mutates_args=())
 def hedgehog_features(tokens: Tensor, weight: Tensor) -> Tensor:
     """softmax([Wx, -Wx]) of tokens `[B, T, H, K]` with W `[H, K, K]`: `[B, T, H, 2K]` in the dtype of the tokens."""
-    return features(tokens, Projection(weight.contiguous(), None, None, None, None, 1.0, None))
+    return features(tokens, Projection(weight.contiguous(), None, None, None, 1.0, None))
 
 
 @hedgehog_features.register_fake
@@ -320,7 +306,7 @@ def _(tokens, weight):
 @torch.library.custom_op("mhla_hf::hedgehog_features_backward", mutates_args=())
 def hedgehog_features_backward(gradient: Tensor, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of tokens and weight."""
-    return features_gradient(gradient, tokens, Projection(weight.contiguous(), None, None, None, None, 1.0, None))
+    return features_gradient(gradient, tokens, Projection(weight.contiguous(), None, None, None, 1.0, None))
 
 
 @hedgehog_features_backward.register_fake

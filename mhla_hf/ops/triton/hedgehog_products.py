@@ -208,7 +208,7 @@ def hedgehog_summaries(
         hedgehog_summary_kernel, lines * ceil_divide(columns, tile) * table.shape[-2],
         as_rows(key), as_rows(value), projection, table, summaries, sums,
         first_line=first_line, lines=lines, factor=factor, HEADS=key.shape[2],
-        num_warps=8 if 2 * padded(width) * tile > 64 * 64 else 4, num_stages=2,
+        num_warps=8 if 2 * padded(width) * tile > 64 * 64 else 4, num_stages=3,
         **_options(key, table, columns, tile, most_tokens),
     )  # fmt: skip
 
