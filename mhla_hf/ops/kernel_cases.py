@@ -309,11 +309,11 @@ def _near_identity(generator: torch.Generator, heads: int, width: int) -> torch.
 def _by_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
     from .triton import hedgehog_mhla_attention
 
-    tensors = {name: inputs[name] for name in ("query", "key", "value", "query_weight", "key_weight", "mixing")}
+    norms: Results = {name: (inputs[name], NORM_EPS) for name in ("query_norm", "key_norm")}
     output = hedgehog_mhla_attention(
-        **tensors, layout=_layout(sizes, causal=False), feature_map_eps=1e-4, normalizer="query", eps=1e-6,
-        scaling=0.5, rotary=(inputs["cosine"], inputs["sine"]),
-        **{name: (inputs[name], NORM_EPS) for name in ("query_norm", "key_norm")},
+        inputs["query"], inputs["key"], inputs["value"], inputs["query_weight"], inputs["key_weight"],
+        inputs["mixing"], _layout(sizes, causal=False), feature_map_eps=1e-4, normalizer="query", eps=1e-6,
+        scaling=0.5, rotary=(inputs["cosine"], inputs["sine"]), **norms,
     )  # fmt: skip
     return {"output": output}
 

@@ -41,6 +41,7 @@ from .launching import (
     ceil_divide,
     dense_like,
     launch,
+    multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
     product_flops,
@@ -287,7 +288,8 @@ def features_gradient(
     launch(
         hedgehog_gradient_kernel, batch * shares * heads,
         as_rows(rows), as_rows(gradient), projection, result, partial,
-        share=share, num_warps=4 if padded(width) <= 64 else 8, num_stages=1, **options,
+        share=share, num_warps=4 if padded(width) <= 64 and not multiplies_exactly(rows.dtype) else 8, num_stages=1,
+        **options,
     )  # fmt: skip
     return result, partial.sum(0).to(projection.weight.dtype)
 

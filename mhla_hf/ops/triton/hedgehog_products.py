@@ -148,7 +148,8 @@ def hedgehog_attend_kernel(
             pointers = vectors + (matrix + offset // slots) * (2 * WIDTH) + feature
             plus_vector = tl.load(pointers, mask=inside, other=0.0)
             minus_vector = tl.load(pointers + WIDTH, mask=inside, other=0.0)
-            divisors = tl.sum(plus * plus_vector[None, :] + minus * minus_vector[None, :], axis=1) + eps * total
+            divisors = tl.sum(plus * plus_vector[None, :], axis=1) + tl.sum(minus * minus_vector[None, :], axis=1)
+            divisors += eps * total
             if column_tile == 0:
                 per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + head
                 tl.store(denominator + per_token, divisors / total, mask=present)
