@@ -45,6 +45,8 @@ PROGRAMS = {
     "mix_kernel": (2, 2),
     "mixing_gradient_kernel": (2, 2),
     "attend_kernel": (2, 1),
+    "hedgehog_attend_kernel": (2, 2),
+    "hedgehog_features_kernel": (2, 2),
     "limit_kernel": (3, 3),
     "causal_attend_kernel": (3, 2),
     "query_gradient_kernel": (2, 2),
