@@ -298,15 +298,23 @@ class MHLACacheLayer(CacheLayerMixin):
 
     def _record(self, dim: int, **tokens: torch.Tensor) -> None:
         """Writes the last of these tokens, which lie along `dim`, into their rings, in the order of their columns."""
+        first = next(iter(tokens.values()))
+        length = first.shape[dim]
+        kept = min(length, REWINDABLE_TOKENS)
+        columns = None
+        # A single known column is written as it lies, in one operation. Compiled code would be made anew for each.
+        if kept > 1 or isinstance(self._before, torch.Tensor) or torch.compiler.is_compiling():
+            columns = self._before + torch.arange(length - kept, length, device=first.device)
+            columns = columns % REWINDABLE_TOKENS
         for name, tensor in tokens.items():
-            length = tensor.shape[dim]
-            kept = min(length, REWINDABLE_TOKENS)
             if name not in self._last:
                 shape = [*tensor.shape[:dim], REWINDABLE_TOKENS, *tensor.shape[dim + 1 :]]
                 self._last[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-            columns = self._before + torch.arange(length - kept, length, device=tensor.device)
-            new = tensor.detach().narrow(dim, length - kept, kept)
-            self._last[name].index_copy_(dim, columns % REWINDABLE_TOKENS, new)
+            ring, new = self._last[name], tensor.detach().narrow(dim, length - kept, kept)
+            if columns is None:
+                ring.narrow(dim, self._before % REWINDABLE_TOKENS, 1).copy_(new)
+            else:
+                ring.index_copy_(dim, columns, new)
 
     def _recorded(self, name: str) -> torch.Tensor | None:
         """The last tokens in the order of their columns."""
