@@ -42,7 +42,7 @@ PASSED_ARCHITECTURES: frozenset[tuple[int, int]] = frozenset()
 """Compute capabilities on which all tests of the kernels have passed: nothing is checked there. None so far."""
 UNCHECKED_DEVICES = ("cpu",)
 """Types of devices without a check: Triton interprets kernels on a CPU, which is a test already."""
-TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 1e-2}
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 5e-3}
 """Largest relative errors of outputs and gradients: several times those of rounding, which TF32 does for float32."""
 # Widths of heads that are checked: powers of two stand for themselves, and one other width for all others below.
 _WIDTHS = ((16, 8), (32, 24), (64, 40), (128, 72), (256, 144))
