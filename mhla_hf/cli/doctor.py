@@ -23,19 +23,22 @@ def doctor_command(
     report = describe_installation(chosen)
     _show_installation(report)
     rows: list[dict[str, Any]] = []
+    if json_file is not None:
+        write_json(json_file, report)
     if kernels:
+        report["results"] = rows
         from rich.console import Console
 
         # To the terminal alone: what is piped into a file is the tables.
         with Console(stderr=True).status("Compiling and running kernels: this takes minutes.") as status:
             for row in check_kernels(chosen):
                 rows.append(row)
+                if json_file is not None:
+                    # A kernel may end the process, and what came before it is worth keeping.
+                    write_json(json_file, report)
                 status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
-        report["results"] = rows
         _show_kernels(rows)
         typer.echo(f"To paste into an issue:\n\n{_facts_line(report)}\n\n{markdown_table(rows)}")
-    if json_file is not None:
-        write_json(json_file, report)
     failed = sum(row["status"] == "failed" for row in rows)
     if kernels:
         typer.echo(f"\n{len(rows) - failed} of {len(rows)} runs passed.")
