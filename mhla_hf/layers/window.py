@@ -2,7 +2,16 @@
 """The softmax window beside MHLA: each token attends exactly to those of its own block and of blocks near it.
 
 The window has a layout of its own. The tokens are grouped by its blocks, and the queries of a block meet the keys of
-the blocks that it sees in one call of PyTorch's fused attention: the cost is T · L for L tokens in a window.
+the blocks that it sees in one call of PyTorch's fused attention: the cost is T · L for L tokens in a window, that is
+2 B T H L (K + V) operations.
+
+A window of own blocks needs no mask, and so PyTorch can take FlashAttention: blocks that are cut short at the end of an
+axis are computed apart from full ones, in 2 calls for each such axis. Each of q, k, v and the output is copied once,
+which reads and writes 4 B T D (H + H_kv) numbers for heads of width D, unless the tokens of a block lie next to each
+other; the attention itself reads and writes half as many. For Wan at 31,500 tokens (`docs/kernels.md`) and blocks of
+(21, 3, 3) these are 774 MB and 387 MB in bfloat16, and 36 GFLOP.
+
+An `"adjacent"` window copies the keys and values of 3 blocks for each axis, 27 for videos, and needs a mask.
 
 Shape letters: B batch, T tokens, H heads, H_kv key/value heads, g = H / H_kv, K query/key width, V value width,
 M blocks of the window, N tokens of the largest one, S blocks that a block sees, itself included.
@@ -10,6 +19,8 @@ M blocks of the window, N tokens of the largest one, S blocks that a block sees,
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,19 +106,68 @@ def _attend_grid(
     window: str,
 ) -> torch.Tensor:
     """Attention of the tokens of a grid to their blocks and those beside them, and to the keys and values before."""
+    if window == "block":
+        return _attend_own_blocks(query, key, value, window_size, grid, prefix, scale)
     layout = cached(BlockLayout, grid, None, window_size)
     seen = cached(_blocks_seen, layout, window, query.device)
-    mask = None
-    if not layout.is_uniform or window != "block":
-        mask = cached(_slots_seen, layout, window, query.device)
+    mask = cached(_slots_seen, layout, window, query.device)
     keys, values = (_of_seen(head_blocks(x, layout), seen).flatten(3, 4) for x in (key, value))
     if prefix is not None:
         keys, values = (
             torch.cat([x.transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
             for x, y in zip(prefix, (keys, values))
         )
-        mask = None if mask is None else F.pad(mask, (prefix[0].shape[1], 0), value=True)
+        mask = F.pad(mask, (prefix[0].shape[1], 0), value=True)
     return from_head_blocks(_attend(head_blocks(query, layout), keys, values, mask, scale), layout)
+
+
+def _attend_own_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window_size: tuple[int, ...],
+    grid: tuple[int, ...],
+    prefix: tuple[torch.Tensor, torch.Tensor] | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of the tokens of a grid to their own blocks, without masks, and to the keys and values before."""
+    size = tuple([min(side, length) for side, length in zip(window_size, grid)])
+    if prefix is None and query.shape[2] == key.shape[2] and size[1:] == grid[1:] and grid[0] % size[0] == 0:
+        # The tokens of a block lie next to each other: blocks are batch entries, and nothing is copied.
+        blocks = [x.unflatten(1, (-1, math.prod(size))).flatten(0, 1).transpose(1, 2) for x in (query, key, value)]
+        output = F.scaled_dot_product_attention(blocks[0], blocks[1], blocks[2], scale=scale)
+        return output.transpose(1, 2).reshape(*query.shape[:3], value.shape[3])
+    output = query.new_empty(query.shape[0], *grid, query.shape[2], value.shape[3])
+    cuts = [_cuts(length, side) for length, side in zip(grid, size)]
+    for part in itertools.product(*cuts):
+        places = (slice(None), *[slice(start, stop) for start, stop, _ in part])
+        sides = [side for _, _, side in part]
+        queries, keys, values = (_own_blocks(x.unflatten(1, grid)[places], sides) for x in (query, key, value))
+        # Heads first, and the blocks and their tokens each as one axis.
+        counts, tail = queries.shape[2 : 2 + len(sides)], queries.shape[2 + len(sides) : -1]
+        blocks = [x.flatten(2, 1 + len(sides)).flatten(3, -2) for x in (queries, keys, values)]
+        if prefix is not None:
+            blocks[1:] = [
+                torch.cat([x.transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
+                for x, y in zip(prefix, blocks[1:])
+            ]
+        attended = _attend(blocks[0], blocks[1], blocks[2], None, scale)
+        _own_blocks(output[places], sides).copy_(attended.unflatten(3, tail).unflatten(2, counts))
+    return output.flatten(1, -3)
+
+
+def _cuts(length: int, side: int) -> list[tuple[int, int, int]]:
+    """Parts of an axis with blocks of one size: first and last position, and size."""
+    full = length // side * side
+    return [(0, full, side)] + ([(full, length, length - full)] if full < length else [])
+
+
+def _own_blocks(tokens: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
+    """A view of `[B, *grid, H, D]` by head and block, `[B, H, *counts, *sides, D]`."""
+    axes = len(sides)
+    for axis in reversed(range(axes)):
+        tokens = tokens.unflatten(1 + axis, (-1, sides[axis]))
+    return tokens.permute(0, 2 * axes + 1, *range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2), 2 * axes + 2)
 
 
 def sequence_window_attention(
@@ -135,6 +195,8 @@ def sequence_window_attention(
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
     """
     length, device = query.shape[1], query.device
+    if window == "block" and not sequence.causal and sequence.valid is None and sequence.documents is None:
+        return _attend_own_blocks(query, key, value, (window_size,), (length,), None, scale)
     offsets = _offsets_seen(window, sequence.causal)
     if sequence.valid is None and sequence.documents is None:
         layout: BlockLayout | SequenceLayout = cached(BlockLayout, (length,), None, (window_size,))

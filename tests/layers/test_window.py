@@ -116,6 +116,21 @@ def test_grids_agree_with_the_dense_form(window, grid, size, seed):
     assert_same_with_gradients(layer, make_tokens(length, seed), dense_mask(grid, window, size), grid=grid)
 
 
+@pytest.mark.parametrize("grid, size, calls", [((24,), (6,), 1), ((5, 7), (2, 3), 4), ((4, 5, 6), (4, 2, 3), 2)])
+def test_own_blocks_need_no_mask(grid, size, calls, monkeypatch):
+    """PyTorch's FlashAttention takes none."""
+    masks, attend = [], F.scaled_dot_product_attention
+
+    def attention(*tokens, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return attend(*tokens, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    layer = make_layer(blocks=tuple(1 for _ in grid), window="block", window_size=size)
+    layer(*make_tokens(torch.tensor(grid).prod().item()), grid=grid)
+    assert masks == [None] * calls
+
+
 @pytest.mark.parametrize("window", ["block", "adjacent"])
 def test_prefix_tokens_see_and_are_seen_by_every_window(window):
     grid, size, prefix = (5, 4), (2, 2), 3
