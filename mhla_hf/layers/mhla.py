@@ -36,7 +36,7 @@ from .hedgehog import can_fuse_hedgehog, fused_hedgehog_attention
 from .lepe import convolved_values, depthwise_convolution
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 from .sequence import DecodingState, TokenSequence, attend_sequence, decode_sequence, sequence_blocks
-from .window import grid_window_attention, sequence_window_attention
+from .window import grid_window_attention, sequence_window_attention, sum_of_terms
 from .window_state import empty_window_state, extend_window
 
 
@@ -219,13 +219,12 @@ class MHLA(nn.Module):
             ValueError: As there.
         """
         parts = self.attention_parts(query, key, value, **options)
-        output = parts.attended
-        if parts.window is not None:
+        output, window, positional = parts.attended, parts.window, parts.positional
+        if window is not None:
             assert self.window_gain is not None
-            gain = self.window_gain
-            output = gain[0] * output + gain[1] * parts.window
-        if parts.positional is not None:
-            output = output + parts.positional
+            output, positional = sum_of_terms(output, window, positional, self.window_gain, self.config.backend), None
+        if positional is not None:
+            output = output + positional
         output = output.to(value.dtype)
         return output if parts.state is None else (output, parts.state)
 

@@ -5,10 +5,10 @@ The window has a layout of its own. The tokens are grouped by its blocks, and th
 the blocks that it sees in one call of PyTorch's fused attention: the cost is T · L for L tokens in a window, that is
 2 B T H L (K + V) operations.
 
-A window of own blocks needs no mask, and so PyTorch can take FlashAttention: blocks that are cut short at the end of an
-axis are computed apart from full ones, in 2 calls for each such axis. Each of q, k, v and the output is copied once,
-which reads and writes 4 B T D (H + H_kv) numbers for heads of width D, unless the tokens of a block lie next to each
-other; the attention itself reads and writes half as many. For Wan at 31,500 tokens (`docs/kernels.md`) and blocks of
+A window of own blocks needs no mask, and so PyTorch can take FlashAttention: blocks that are cut short at the end of
+an axis are computed apart from full ones, in 2 calls for each such axis. Each of q, k, v and the output is copied
+once, which reads and writes 4 B T D (H + H_kv) numbers for heads of width D, unless the tokens of a block lie next to
+each other; the attention itself reads and writes half as many. For Wan at 31,500 tokens (`docs/kernels.md`) and blocks of
 (21, 3, 3) these are 774 MB and 387 MB in bfloat16, and 36 GFLOP.
 
 An `"adjacent"` window copies the keys and values of 3 blocks for each axis, 27 for videos, and needs a mask.
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..layouts.tables import cached
+from ..ops.backends import choose_backend
 from ..ops.numerics import from_head_blocks, head_blocks
 from .sequence import TokenSequence
 from .window_cross import cross_attention
@@ -222,6 +223,33 @@ def sequence_window_attention(
     queries, keys, values = (head_blocks(x, layout) for x in (query, key, value))
     keys, values = (_of_seen(x, seen).flatten(3, 4) for x in (keys, values))
     return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)
+
+
+def sum_of_terms(
+    attended: torch.Tensor,
+    window: torch.Tensor,
+    positional: torch.Tensor | None,
+    gains: torch.Tensor,
+    backend: str,
+) -> torch.Tensor:
+    """MHLA and the window times their gains, and the convolution of the values.
+
+    Args:
+        attended: `[B, T, H, V]`.
+        window: `[B, T, H, V]`.
+        positional: `[B, T, H, V]`, or `None`.
+        gains: `[2, H, 1]` or `[2, H, V]`.
+        backend: What was asked for, see [`mhla_hf.ops.choose_backend`]: one kernel, or operations of torch.
+
+    Returns:
+        `[B, T, H, V]`, in the dtype of `window` or a wider one.
+    """
+    if choose_backend(backend, attended, window, window, gains, products=False, family="terms") == "triton":
+        from ..ops.triton import sum_of_terms as sum_in_kernel
+
+        return sum_in_kernel(attended, window, positional, gains, window.dtype)
+    output = gains[0] * attended + gains[1] * window
+    return output if positional is None else output + positional
 
 
 def _attend(

@@ -329,6 +329,26 @@ def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
     return {"output": attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))}
 
 
+# The sum of a layer's terms.
+
+
+def _terms_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+    shape = 2, math.prod(sizes.grid), HEADS, value_width
+    terms = {name: _draw(generator, *shape) for name in ("attended", "window", "positional")}
+    return {**terms, "gains": _draw(generator, 2, HEADS, value_width)}
+
+
+def _terms_by_kernel(inputs: Results, sizes: Sizes) -> Results:
+    from .triton import sum_of_terms
+
+    return {"output": sum_of_terms(*inputs.values(), inputs["window"].dtype)}
+
+
+def _terms_by_torch(inputs: Results, sizes: Sizes) -> Results:
+    terms = inputs["gains"][0] * inputs["attended"] + inputs["gains"][1] * inputs["window"]
+    return {"output": terms + inputs["positional"]}
+
+
 def _fits_hedgehog(width: int, value_width: int, dtype: torch.dtype) -> bool:
     from .triton import fits_hedgehog_kernels
 
@@ -347,6 +367,7 @@ FAMILIES: dict[str, Case] = {
     "hedgehog": Case(
         _hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True, fits=_fits_hedgehog
     ),
+    "terms": Case(_terms_inputs, _terms_by_kernel, _terms_by_torch, has_gradients=True),
     "causal": _attention(causal=True),
     "prompt": Case(
         _recurrent_inputs(lambda sizes: sizes.length), _recurrent(False, "triton"), _recurrent(False, "torch")

@@ -19,6 +19,7 @@ _PUBLIC_NAMES = {
     "fused_mhla_attention": "fused",
     "hedgehog_features": "hedgehog_map",
     "hedgehog_mhla_attention": "hedgehog",
+    "sum_of_terms": "terms",
     "triton_block_mhla_attention": "block",
     "triton_causal_mhla_attention": "causal",
 }
@@ -31,6 +32,7 @@ __all__ = [
     "fused_mhla_attention",
     "hedgehog_features",
     "hedgehog_mhla_attention",
+    "sum_of_terms",
     "triton_block_mhla_attention",
     "triton_causal_mhla_attention",
 ]
@@ -44,5 +46,6 @@ if TYPE_CHECKING:
     from .hedgehog import hedgehog_mhla_attention
     from .hedgehog_map import fits_hedgehog_kernels, hedgehog_features
     from .prompt import attend_prompt
+    from .terms import sum_of_terms
 
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
