@@ -8,8 +8,8 @@ the blocks that it sees in one call of PyTorch's fused attention: the cost is T 
 A window of own blocks needs no mask, and so PyTorch can take FlashAttention: blocks that are cut short at the end of
 an axis are computed apart from full ones, in 2 calls for each such axis. Each of q, k, v and the output is copied
 once, which reads and writes 4 B T D (H + H_kv) numbers for heads of width D, unless the tokens of a block lie next to
-each other; the attention itself reads and writes half as many. For Wan at 31,500 tokens (`docs/kernels.md`) and blocks of
-(21, 3, 3) these are 774 MB and 387 MB in bfloat16, and 36 GFLOP.
+each other; the attention itself reads and writes half as many. For Wan at 31,500 tokens (`docs/kernels.md`) and blocks
+of (21, 3, 3) these are 774 MB and 387 MB in bfloat16, and 36 GFLOP.
 
 An `"adjacent"` window copies the keys and values of 3 blocks for each axis, 27 for videos, and needs a mask.
 

@@ -4,8 +4,8 @@
     o_t = g₀ a_t + g₁ w_t + p_t            da = g₀ do,  dw = g₁ do,  dp = do,  dg₀ = Σ_t do a,  dg₁ = Σ_t do w
 
 in float32, rounded once. One pass reads and writes 4 B T H V numbers (3 without p), where operations of torch one
-after the other, half of them in float32, move five times as many bytes. Gradients of gains are summed in float32 in an order
-that depends on nothing but the shapes.
+after the other, half of them in float32, move five times as many bytes. Gradients of gains are summed in float32 in an
+order that depends on nothing but the shapes.
 
 Shape letters: B batch, T tokens, H heads, V width.
 """
