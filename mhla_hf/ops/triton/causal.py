@@ -32,7 +32,16 @@ from ..causal import causal_mhla_attention
 from ..normalizers import NORMALIZERS
 from ..numerics import Operands
 from .causal_gradient import causal_attention_backward, causal_flops, mixed_prefix
-from .chunks import chunk_options, diagonal_strides, is_per_head, matrix_product, score_product, tile_of_program
+from .chunks import (
+    chunk_options,
+    diagonal_strides,
+    inner_tile,
+    is_per_head,
+    matrix_product,
+    row_matrix_product,
+    score_product,
+    tile_of_program,
+)
 from .device_functions import (
     COUNTS,
     denominators,
@@ -170,7 +179,7 @@ def causal_attend_kernel(
     factor, eps, num_tokens, num_blocks, table_stride_batch, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     PLAIN: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_PLAIN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """output_t = (factor · query_tᵀ prefix_i + m_ii Σ_{j ≤ t in i} (query_t · key_j) value_j) / d_t for chunk i.
 
@@ -189,17 +198,23 @@ def causal_attend_kernel(
     tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
     key_rows, value_rows = head_rows(key, batch, key_head), head_rows(value, batch, key_head)
     rows = load_rows(head_rows(query, batch, head), tokens, present, column, WIDTH)
-    plain_rows = rows
-    if plain_query is not None:
-        plain_rows = load_rows(head_rows(plain_query, batch, head), tokens, present, plain_column, PLAIN)
     weight = tl.load(mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal)
     matrix = line // PREFIX_REPEATS * num_blocks + block
-    matrix_rows = load_matrix(prefix + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
-    result = matrix_product(rows, matrix_rows, PRECISION) * factor
+    own_prefix = prefix + matrix * (WIDTH * VALUE)
+    if BLOCK_INNER < BLOCK_WIDTH:
+        result = row_matrix_product(
+            head_rows(query, batch, head), tokens, present, own_prefix, value_column, VALUE, 1,
+            WIDTH, VALUE, BLOCK_TOKENS, BLOCK_VALUE, BLOCK_INNER, False, PRECISION,
+        )  # fmt: skip
+    else:
+        matrix_rows = load_matrix(own_prefix, column, value_column, VALUE, 1, WIDTH, VALUE)
+        result = matrix_product(rows, matrix_rows, PRECISION)
+    result *= factor
     divisor = tl.zeros((BLOCK_TOKENS,), tl.float32)
     if prefix_sum is not None:
         sums = tl.load(prefix_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
-        divisor += denominators(plain_rows, sums, eps)
+        if plain_query is None:
+            divisor += denominators(rows, sums, eps)
     for tile in range(row_tile + 1):
         other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
@@ -208,13 +223,21 @@ def causal_attend_kernel(
         values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
         scores = tl.where(seen, token_product(rows, tl.trans(keys), PRECISION) * weight, 0.0)
         result += score_product(scores, values, PRECISION)
-        if plain_query is not None:
-            plain_keys = load_rows(head_rows(plain_key, batch, key_head), others, there, plain_column, PLAIN)
-            plain_keys = finite_or_zero(plain_keys)
-            scores = tl.where(seen, token_product(plain_rows, tl.trans(plain_keys), PRECISION) * weight, 0.0)
-        if prefix_sum is not None:
+        if prefix_sum is not None and plain_query is None:
             divisor += tl.sum(scores, axis=1)
     if prefix_sum is not None:
+        if plain_query is not None:
+            # Apart from the products above, which need the registers.
+            plain_rows = load_rows(head_rows(plain_query, batch, head), tokens, present, plain_column, PLAIN)
+            for tile in range(row_tile + 1):
+                other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+                others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+                seen = other_slot[None, :] <= slot[:, None]
+                plain_keys = load_rows(head_rows(plain_key, batch, key_head), others, there, plain_column, PLAIN)
+                plain_keys = finite_or_zero(plain_keys)
+                scores = tl.where(seen, token_product(plain_rows, tl.trans(plain_keys), PRECISION) * weight, 0.0)
+                divisor += tl.sum(scores, axis=1)
+            divisor += denominators(plain_rows, sums, eps)
         result = divide(result, divisor, present)
         if column_tile == 0:
             tl.store(denominator + (batch * num_tokens + tokens) * HEADS + head, divisor, mask=present)
@@ -271,7 +294,8 @@ def causal_attend(
         prefix, prefix_sum, limit, mixing, table, output, denominator,
         **diagonal_strides(mixing), factor=factor, eps=eps, REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
-        BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width), **options,
+        BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
+        BLOCK_INNER=inner_tile(width), **options,
     )  # fmt: skip
     return Stage(run, heads // groups * table.shape[-2] * tiles)
 

@@ -21,7 +21,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .chunks import chunk_options, diagonal_strides, is_per_head, matrix_product, score_product, tile_of_program
+from .chunks import (
+    chunk_options,
+    diagonal_strides,
+    inner_tile,
+    is_per_head,
+    matrix_product,
+    row_matrix_product,
+    score_product,
+    tile_of_program,
+)
 from .device_functions import (
     COUNTS,
     denominator_gradient,
@@ -46,7 +55,8 @@ def query_gradient_kernel(
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     factor, num_tokens, num_blocks, table_stride_batch, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, of their denominators (`weight`, δ), and of m_ii (`share`, to be summed over tokens).
 
@@ -81,8 +91,16 @@ def query_gradient_kernel(
         mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
     )
     matrix = line // PREFIX_REPEATS * num_blocks + block
-    columns = load_matrix(prefix + matrix * (WIDTH * VALUE), value_column, column, 1, VALUE, VALUE, WIDTH)
-    total = own * own_weight + matrix_product(rows, columns, PRECISION) * factor
+    own_prefix = prefix + matrix * (WIDTH * VALUE)
+    if BLOCK_INNER < BLOCK_VALUE:
+        from_prefix = row_matrix_product(
+            head_rows(gradient, batch, head), tokens, used, own_prefix, column, 1, VALUE,
+            VALUE, WIDTH, BLOCK_TOKENS, BLOCK_WIDTH, BLOCK_INNER, False, PRECISION,
+        )  # fmt: skip
+    else:
+        columns = load_matrix(own_prefix, value_column, column, 1, VALUE, VALUE, WIDTH)
+        from_prefix = matrix_product(rows, columns, PRECISION)
+    total = own * own_weight + from_prefix * factor
     queries = load_rows(head_rows(query, batch, head), tokens, used, column, WIDTH).to(tl.float32)
     if scale is None:
         shares = tl.sum(queries * own, axis=1)
@@ -167,7 +185,7 @@ def query_gradient(
         prefix, prefix_sum, scale, limit, mixing, table, result, weight, share,
         **diagonal_strides(mixing), factor=factor, REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns,
-        BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), **options,
+        BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), BLOCK_INNER=inner_tile(columns), **options,
     )  # fmt: skip
     return Stage(run, heads // groups * blocks * parts), share
 
@@ -179,7 +197,7 @@ def key_gradient_kernel(
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """result_j = factor · rows_jᵀ matrix_i + m_ii Σ_{t ≥ j in i} (scale_t rows_j · inner_t + weight_t) other_t.
 
@@ -219,8 +237,15 @@ def key_gradient_kernel(
             scores = tl.where(later_slot[None, :] >= slot[:, None], scores * own_weight, 0.0)
             total += score_product(scores, other_rows, PRECISION)
     start = matrices + matrix * (WIDTH * COLUMNS)
-    columns = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
-    total += matrix_product(own, columns, PRECISION) * factor
+    if BLOCK_INNER < BLOCK_WIDTH:
+        from_summaries = row_matrix_product(
+            head_rows(rows, batch, head), tokens, present, start, column, matrix_stride_row, matrix_stride_column,
+            WIDTH, COLUMNS, BLOCK_TOKENS, BLOCK_COLUMNS, BLOCK_INNER, True, PRECISION,
+        )  # fmt: skip
+    else:
+        columns = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
+        from_summaries = matrix_product(own, columns, PRECISION)
+    total += from_summaries * factor
     if vectors is not None:
         total += tl.load(vectors + matrix * COLUMNS + column, mask=column < COLUMNS, other=0.0)[None, :]
     results = dense_head_rows(result, batch, head, num_tokens, HEADS, COLUMNS)
@@ -272,7 +297,7 @@ def key_gradient(
         mixing, table, result,
         **diagonal_strides(mixing), matrix_stride_row=1 if transpose else columns,
         matrix_stride_column=width if transpose else 1, factor=factor, REPEATS=inner.shape[2] // heads, WIDTH=width,
-        COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile, **options,
+        COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile, BLOCK_INNER=inner_tile(width), **options,
     )  # fmt: skip
     return Stage(run, table.shape[-2] * tiles)
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device_functions import place_of_program, product, raw_product
+from .device_functions import finite_or_zero, load_matrix, load_rows, place_of_program, product, raw_product
 from .launching import (
     MAX_TILE,
     ceil_divide,
@@ -73,6 +73,27 @@ def matrix_product(rows, matrix, PRECISION: tl.constexpr):
     return result
 
 
+@triton.jit
+def row_matrix_product(
+    head, tokens, present, matrix, column, stride_row, stride_column,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_INNER: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[`matrix_product`] of rows of one head and some columns of a matrix, BLOCK_INNER of its rows at a time.
+
+    For matrices that would take too many registers at once. With CLEAN, numbers that are not finite count as zero.
+    """
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, WIDTH, BLOCK_INNER):
+        inner = start + tl.arange(0, BLOCK_INNER)
+        rows = load_rows(head, tokens, present, inner, WIDTH)
+        if CLEAN:
+            rows = finite_or_zero(rows)
+        part = load_matrix(matrix, inner, column, stride_row, stride_column, WIDTH, COLUMNS)
+        total += matrix_product(rows, part, PRECISION)
+    return total
+
+
 def diagonal_strides(mixing: torch.Tensor) -> dict[str, int]:
     """Kernel arguments for the diagonal of mixing weights."""
     batch, head, row, column = mixing_strides(mixing)
@@ -82,6 +103,11 @@ def diagonal_strides(mixing: torch.Tensor) -> dict[str, int]:
 def is_per_head(mixing: torch.Tensor) -> bool:
     """Whether every query head has weights of its own in `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`."""
     return mixing.dim() > 2 and mixing.shape[-3] != 1
+
+
+def inner_tile(width: int) -> int:
+    """Rows of a matrix `[width, ...]` that a program multiplies with at a time, see [`row_matrix_product`]."""
+    return padded(width) if padded(width) <= 64 else 32
 
 
 def chunk_options(
@@ -140,7 +166,7 @@ def _tiles(
     columns_tile = min(padded(columns), largest // padded(width))
     if (full and wide) or (is_padded(width) and not from_shared_memory) or exact:
         most_tokens = 16
-    elif quartered or not (from_shared_memory or (row_bytes <= 128 and not full)):
+    elif quartered or row_bytes > 128 or (full and not from_shared_memory):
         most_tokens = 32
     else:
         most_tokens = 64
