@@ -127,6 +127,36 @@ def rotary_tables(rotary: PairwiseRotary | None) -> tuple[torch.Tensor, torch.Te
     return None if rotary is None else (rotary.cosine.flatten(0, 2), rotary.sine.flatten(0, 2))
 
 
+def turned_in_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rotary: Callable[[torch.Tensor], torch.Tensor] | None,
+    norms: HeadNorms | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Queries and keys after their norms and rotary embedding, each by one kernel; `None` where it cannot.
+
+    Args:
+        query: `[B, T, H, K]`, before norms.
+        key: `[B, T, H_kv, K]`.
+        rotary: Rotates `[B, T, H, K]`.
+        norms: Norms across heads; `None` where there are none.
+        dtype: Of the result.
+    """
+    plain = rotary is not None and is_plain_rotary(rotary, query) and query.shape[3] % 2 == 0
+    if not plain or not (norms is None or norms.are_plain(query.device)) or not kernels_pass("turning", query, key):
+        return None
+    from ..ops.triton import turned_tokens
+
+    tables = rotary_tables(rotary)  # type: ignore[arg-type]
+    assert tables is not None
+    pair = (None, None) if norms is None else (norms.query, norms.key)
+    return (
+        turned_tokens(query, tables, weight_and_eps(pair[0]), dtype),
+        turned_tokens(key, tables, weight_and_eps(pair[1]), dtype),
+    )
+
+
 def fused_attention(
     config: MHLAConfig,
     query: torch.Tensor,

@@ -31,7 +31,7 @@ from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
 from .features import LearnedFeatureMap, features_and_plain, token_dtype
-from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention
+from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention, turned_in_kernel
 from .hedgehog import can_fuse_hedgehog, fused_hedgehog_attention
 from .lepe import convolved_values, depthwise_convolution
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
@@ -290,9 +290,16 @@ class MHLA(nn.Module):
                 self.config.backend, query, key, value,
                 products=family != "decode", width=width, family=family, check=False,
             )  # fmt: skip
-        if norms is not None and not identity and self.window_gain is not None:
+        turned, rotary_of_window = None, rotary
+        if self.window_gain is not None and not identity:
             # The window needs them outside the kernels in any case.
-            (query, key), norms = norms.apply(query, key), None
+            if backend == "triton":
+                turned = turned_in_kernel(query, key, rotary, norms, value.dtype)
+            if turned is None and norms is not None:
+                (query, key), norms = norms.apply(query, key), None
+            rotary_of_window = rotary if turned is None else None
+            if turned is not None and self.config.rope == "before_feature_map":
+                (query, key), rotary, norms = turned, None, None
         window = None
         if identity:
             output = repeat_heads(value, self.num_heads, 2)
@@ -328,7 +335,8 @@ class MHLA(nn.Module):
             if gate is not None:
                 output = output * F.silu(gate)
         if self.window_gain is not None and not identity:
-            window, state = self._attend_window(query, key, value, layout, sequence, state, rotary, scaling)
+            pair = turned or (query, key)
+            window, state = self._attend_window(*pair, value, layout, sequence, state, rotary_of_window, scaling)
         positional = None
         if self.lepe is not None and layout is not None:
             positional = convolved_values(self.lepe, value, layout, self.num_heads, shard)

@@ -329,6 +329,28 @@ def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
     return {"output": attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))}
 
 
+# Norm and rotary embedding by themselves.
+
+
+def _turning_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+    inputs = _fused_inputs(generator, sizes, width, value_width)
+    return {name: inputs[name] for name in ("query", "query_norm", "cosine", "sine")}
+
+
+def _turned_by_kernel(inputs: Results, sizes: Sizes) -> Results:
+    from .triton import turned_tokens
+
+    norm = inputs["query_norm"], NORM_EPS
+    tables = inputs["cosine"], inputs["sine"]
+    return {"output": turned_tokens(inputs["query"], tables, norm, inputs["query"].dtype)}
+
+
+def _turned_by_torch(inputs: Results, sizes: Sizes) -> Results:
+    tokens, weight = inputs["query"], inputs["query_norm"]
+    tokens = F.rms_norm(tokens.flatten(2), weight.shape, weight, NORM_EPS).view(tokens.shape)
+    return {"output": _rotated(tokens, inputs["cosine"], inputs["sine"])}
+
+
 # The sum of a layer's terms.
 
 
@@ -367,6 +389,7 @@ FAMILIES: dict[str, Case] = {
     "hedgehog": Case(
         _hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True, fits=_fits_hedgehog
     ),
+    "turning": Case(_turning_inputs, _turned_by_kernel, _turned_by_torch, has_gradients=True),
     "terms": Case(_terms_inputs, _terms_by_kernel, _terms_by_torch, has_gradients=True),
     "causal": _attention(causal=True),
     "prompt": Case(

@@ -21,6 +21,7 @@ _PUBLIC_NAMES = {
     "hedgehog_mhla_attention": "hedgehog",
     "sum_of_terms": "terms",
     "triton_block_mhla_attention": "block",
+    "turned_tokens": "turning",
     "triton_causal_mhla_attention": "causal",
 }
 
@@ -35,6 +36,7 @@ __all__ = [
     "sum_of_terms",
     "triton_block_mhla_attention",
     "triton_causal_mhla_attention",
+    "turned_tokens",
 ]
 
 if TYPE_CHECKING:
@@ -47,5 +49,6 @@ if TYPE_CHECKING:
     from .hedgehog_map import fits_hedgehog_kernels, hedgehog_features
     from .prompt import attend_prompt
     from .terms import sum_of_terms
+    from .turning import turned_tokens
 
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
