@@ -133,21 +133,19 @@ def test_what_torch_computes_is_counted():
     rotary = PairwiseRotary(*(torch.empty(1, 31500, 1, 64, device="meta") for _ in range(2)))
     convolution = depthwise_convolution(3, 1536, 3).to(**options)
     layout = SHAPES["wan"].layout()
-    gain = torch.empty(2, 12, 1, **options)
 
     def lepe():
         return value + convolved_values(convolution, value, layout, 12, None)
 
     def cross():
-        window = grid_window_attention(rotary(query), rotary(key), value, "cross", (1, 3, 3), (21, 30, 50))
-        return gain[0] * query + gain[1] * window
+        return grid_window_attention(rotary(query), rotary(key), value, "cross", (1, 3, 3), (21, 30, 50))
 
     for name, part in (("lepe", lepe), ("cross", cross)):
         with torch.no_grad(), Traffic() as traffic:
             part()
-        # Norms of queries and keys are one operation each on a GPU and several here.
-        norms = 4 if name == "cross" else 0
-        assert traffic.bytes / TOKENS + norms == pytest.approx(PARTS[name].eager, rel=0.02)
+        # Norms of queries and keys are one operation each on a GPU, and so is the sum in the end.
+        others = 4 + 3 if name == "cross" else 0
+        assert traffic.bytes / TOKENS + others == pytest.approx(PARTS[name].eager, rel=0.02)
 
 
 def test_measured_times_enter_the_table():
