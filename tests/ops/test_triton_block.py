@@ -18,6 +18,9 @@ from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_er
 
 pytest.importorskip("triton")
 
+from mhla_hf.ops.triton import launching
+
+
 LAYOUTS = [
     pytest.param(BlockLayout((1,), blocks=(1,)), id="T1"),
     pytest.param(BlockLayout((63,), blocks=(4,)), id="T63"),
@@ -93,6 +96,76 @@ def test_grouped_queries(per_head, device):
         inputs["mixing"].requires_grad_()
     expected = output_and_gradients(inputs, layout, backend="naive")
     assert_same(on("cpu", output_and_gradients(cast(inputs, device), layout, backend="triton")), expected, 1e-5)
+
+
+GROUPED = {
+    "one line": (1, {}),
+    "two lines": (2, {"rotated": True}),
+    "four lines and two": (4, {}),
+    "per head": (4, {"per_head": True, "rotated": True}),
+    "grouped queries": (1, {"grouped": True}),
+    "grouped queries, per head": (4, {"grouped": True, "per_head": True}),
+    "not divided": (4, {"normalizer": "none"}),
+    "block_query": (4, {"normalizer": "block_query"}),
+    "wide": (4, {"key_width": 256, "value_width": 24}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lines, case", GROUPED.values(), ids=GROUPED)
+def test_groups_of_lines_change_nothing(lines, case, device, monkeypatch):
+    """Six lines in groups that may be of different sizes: the same bits, but for sums over lines."""
+    layout = BlockLayout((6, 4), blocks=(3, 2))
+    case = {"per_head": False, "rotated": False, "grouped": False, "normalizer": "query", **case}
+    grouped, normalizer = case.pop("grouped"), case.pop("normalizer")
+    inputs = make_inputs(layout, **case)
+    if grouped:
+        inputs["query"] = torch.cat([inputs["query"].detach(), inputs["query"].detach().flip(1)], 2).requires_grad_()
+        if case["per_head"]:
+            inputs["mixing"] = inputs["mixing"].detach().repeat(2, 1, 1).requires_grad_()
+    exact = output_and_gradients(inputs, layout, normalizer=normalizer, backend="naive")
+    inputs = cast(inputs, device)
+    expected = output_and_gradients(inputs, layout, normalizer=normalizer, backend="triton")
+    monkeypatch.setattr(launching, "GROUP_LINES", lines)
+    with buffers_full_of_nan():
+        actual = output_and_gradients(inputs, layout, normalizer=normalizer, backend="triton")
+    assert_same(on("cpu", actual), exact, 1e-5)
+    for name, tensor in actual.items():
+        assert name == "gradient of mixing" or torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lines", [1, 4])
+def test_groups_of_lines_of_padded_rows(lines, device, monkeypatch):
+    """Whose tables, and mixing weights, are different for each batch entry."""
+    inputs = cast(make_inputs(BlockLayout((20,), blocks=(1,)), blocks=5), device)
+    valid = torch.ones(2, 20, dtype=torch.bool, device=device)
+    valid[0, :3] = valid[1, 13:] = False
+    layout = SequenceLayout(valid, 4)
+    results = []
+    for override in (None, lines):
+        monkeypatch.setattr(launching, "GROUP_LINES", override)
+        mixing = layout.mixing_matrix(inputs["mixing"], causal=False)
+        tokens = [inputs[name] for name in ("query", "key", "value")]
+        output = attend_blocks(*tokens, mixing, layout, causal=False, backend="triton")
+        results.append([output, *torch.autograd.grad(output.square().sum(), [*tokens, inputs["mixing"]])])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_groups_fit_the_cache_and_fill_the_processors(monkeypatch):
+    """An H200: 60 MB, 132 multiprocessors."""
+    monkeypatch.setattr(launching, "cache_and_multiprocessors", lambda device: (60 << 20, 132))
+    device, matrix = torch.device("cuda"), 128 * 128
+    # Wan: 9.8 MB of bfloat16 a line, and twice that in training, where one line would be too few programs.
+    assert launching.lines_of_group(12, 2 * 150 * matrix * 2, 150, device) == 3
+    assert launching.lines_of_group(12, 2 * 150 * matrix * 4, 150, device) == 2
+    # DiT-XL/2 at 512 px: groups of about one size.
+    assert launching.lines_of_group(256, 2 * 30 * 72 * 72 * 2, 30, device) == 43
+    # What fits as a whole, and what does not fit at all.
+    assert launching.lines_of_group(12, 2 * 16 * 64 * 64 * 2, 16, device) == 12
+    assert launching.lines_of_group(12, 2 * 2000 * matrix * 4, 2000, device) == 12
+    assert launching.lines_of_group(12, 2 * 150 * matrix * 4, 150, torch.device("cpu")) == 12
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -196,21 +269,16 @@ def test_operators_are_what_torch_expects(rotated, device):
     """Schemas, fake tensors, autograd registration and ahead-of-time tracing of every custom operator."""
     layout = BlockLayout((3, 4), blocks=(2, 2))
     inputs = cast(make_inputs(layout, rotated=rotated), device)
-    plain_query, plain_key = inputs.get("normalizer_query"), inputs.get("normalizer_key")
+    mixing = inputs["mixing"]
     table = layout.token_table(torch.device(device))
     operators = torch.ops.mhla_hf
-    arguments = inputs["key"], inputs["value"], plain_key, table, 0.5, True, False
-    torch.library.opcheck(operators.block_summary, arguments)
-    summary, key_sum = (tensor.detach() for tensor in operators.block_summary(*arguments))
-    summary.requires_grad_()
-    torch.library.opcheck(operators.mix_blocks, (inputs["mixing"], summary, 3, False, True))
-    for divisor in (None, torch.rand(2, 12, 3, device=device) + 1):
-        sums = key_sum.requires_grad_() if divisor is None else None
-        plain = plain_query if divisor is None else None
-        divisor = divisor if divisor is None else divisor.requires_grad_()
-        torch.library.opcheck(
-            operators.block_attend, (inputs["query"], summary, sums, plain, divisor, table, 2.0, 1e-6)
-        )
+    tokens = [inputs[name] for name in ("query", "key", "value")]
+    for divides in (True, False):
+        pair = [inputs.get(name) if divides else None for name in ("normalizer_query", "normalizer_key")]
+        divisor = None if divides else (torch.rand(2, 12, 3, device=device) + 1).requires_grad_()
+        torch.library.opcheck(operators.block_attention, (*tokens, *pair, divisor, mixing, table, divides, 1e-6))
+    summary = torch.rand(2, 3, 4, 5, 4, device=device, requires_grad=True)
+    torch.library.opcheck(operators.mix_blocks, (mixing, summary, 3, False, True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -218,16 +286,14 @@ def test_gradients_have_the_type_of_their_tensors(device):
     """The normaliser's pair may be float32 beside tokens of half precision."""
     layout = BlockLayout((6,), blocks=(2,))
     inputs = cast(make_inputs(layout), device)
-    plain_query, plain_key = inputs["normalizer_query"], inputs["normalizer_key"]
-    query, key, value = (inputs[name].to(torch.bfloat16) for name in ("query", "key", "value"))
-    table, operators = layout.token_table(torch.device(device)), torch.ops.mhla_hf
-    summary, key_sum = operators.block_summary(key, value, plain_key, table, 1.0, True, False)
-    output, divisor = operators.block_attend(query, summary, key_sum, plain_query, None, table, 1.0, 1e-6)
-    *_, grad_plain_key = operators.block_summary_backward(summary, key_sum, key, value, plain_key, table, 1.0, True)
-    *_, grad_plain_query = operators.block_attend_backward(
-        output, output, divisor, query, summary, key_sum, plain_query, table, 1.0
+    pair = inputs["normalizer_query"], inputs["normalizer_key"]
+    tokens = [inputs[name].to(torch.bfloat16) for name in ("query", "key", "value")]
+    table = layout.token_table(torch.device(device))
+    output, denominator = torch.ops.mhla_hf.block_attention(*tokens, *pair, None, inputs["mixing"], table, True, 1e-6)
+    gradients = torch.ops.mhla_hf.block_attention_backward(
+        output, None, denominator, *tokens, *pair, None, inputs["mixing"], table, True, 1e-6
     )
-    assert grad_plain_query.dtype == grad_plain_key.dtype == torch.float32
+    assert [gradient.dtype for gradient in gradients[:5]] == [torch.bfloat16] * 3 + [torch.float32] * 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

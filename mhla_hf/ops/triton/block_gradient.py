@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-parallel MHLA, backward: each token's row times a matrix of its block.
+"""Block-parallel MHLA, backward.
 
-    dk_t = dS_b v_t + dz_b                  dv_t = dS_bᵀ k_t
     dq_t = S̃_b g'_t + δ_t z̃_b              dS̃_b = Σ q_t g'_tᵀ,  dz̃_b = Σ δ_t q_t       (sums by `outer`)
+    dm_ib = dS̃_i · S_b + dz̃_i · z_b        dS_b = Σ_i m_ib dS̃_i,  dz_b = Σ_i m_ib dz̃_i  (by `mixing`)
+    dk_t = dS_b v_t + dz_b                  dv_t = dS_bᵀ k_t
 
 with g' = g / d for the denominator d = φ(q)·z̃ + eps, and its gradient δ = -g'·o = -q·(S̃ g') / d. For a normaliser's
-pair p other than query and key, dz_b and δ_t z̃_b are gradients of p. Shape letters are those of `block`.
+pair p other than query and key, dz_b and δ_t z̃_b are gradients of p.
+
+Summaries S and S̃ are computed again, in float32, since gradients are sums whose terms cancel: bfloat16 would triple
+their error. As in the forward pass, one group of lines comes after the other; dS̃ and dS take the place of S̃ and S.
+Shape letters are those of `block`.
 """
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -28,8 +35,20 @@ from .device_functions import (
     slot_tokens,
     store_rows,
 )
-from .launching import as_rows, dense_like, launch, matrix_options, padded, product_flops, token_tensor
-from .outer import outer
+from .launching import (
+    Stage,
+    as_rows,
+    dense_like,
+    lines_of_group,
+    matrix_options,
+    multiplies_exactly,
+    padded,
+    prepare,
+    product_flops,
+    token_tensor,
+)
+from .mixing import MixingGradient, has_head_weights, prepare_mixing, prepare_weights
+from .outer import prepare_outer
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -43,6 +62,7 @@ def apply_kernel(
 ):  # fmt: skip
     """result_t = factor · scale_t · rows_tᵀ matrix_b(t), plus weight_t · vector_b(t).
 
+    Matrices `[lines, M, ...]` and `vectors` `[lines, M, VECTOR]` are those of a group of lines from `first_line` on.
     The strides of a matrix say whether it is transposed. With `vectors`, the weighted vector is added to the result,
     or written to `second` if that is given. weight_t is 1 without `weight`. Otherwise it is the gradient of a
     denominator, written to `weight` `[B, T, H]`, where rows are output gradients and `scale` is one over the
@@ -76,18 +96,19 @@ def apply_kernel(
             # After the product: gradients of half precision then enter it as they are.
             row_scale = tl.load(scale + per_token, mask=present, other=0.0)
             output *= row_scale[:, None]
+        if weight is not None:
+            if queries is None:
+                others = load_rows(head_rows(outputs, batch, row_head), tokens, present, row_column, WIDTH)
+                row_weight = denominator_gradient(others, values, row_scale)
+            else:
+                others = load_rows(head_rows(queries, batch, row_head), tokens, present, column, COLUMNS)
+                row_weight = denominator_gradient(others, output, row_scale)
+            if column_tile == 0:
+                tl.store(weight + per_token, row_weight, mask=present)
         if vectors is not None:
             if weight is None:
                 weighted = tl.zeros((BLOCK_TOKENS, 1), tl.float32) + vector[None, :]
             else:
-                if queries is None:
-                    others = load_rows(head_rows(outputs, batch, row_head), tokens, present, row_column, WIDTH)
-                    row_weight = denominator_gradient(others, values, row_scale)
-                else:
-                    others = load_rows(head_rows(queries, batch, row_head), tokens, present, column, COLUMNS)
-                    row_weight = denominator_gradient(others, output, row_scale)
-                if column_tile == 0:
-                    tl.store(weight + per_token, row_weight, mask=present)
                 weighted = row_weight[:, None] * vector[None, :]
             if second is None:
                 output += weighted
@@ -98,150 +119,180 @@ def apply_kernel(
         store_rows(result_rows, tokens, present, column, output, COLUMNS)
 
 
-def apply(
+def prepare_apply(
     rows: Tensor,
     matrices: Tensor,
     table: Tensor,
+    groups: int,
     *,
     transpose: bool = False,
     factor: float,
     scale: Tensor | None = None,
     vectors: Tensor | None = None,
-    vectors_dtype: torch.dtype | None = None,
+    apart: torch.dtype | None = None,
     outputs: Tensor | None = None,
     queries: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """factor · scale_t · rows_tᵀ matrix_b(t) + weight_t · vector_b(t).
+) -> tuple[Stage, Tensor, Tensor | None, Tensor | None]:
+    """The stage that computes factor · scale_t · rows_tᵀ matrix_b(t) + weight_t · vector_b(t) for a group of lines.
 
     Args:
         rows: `[B, T, H, D]`.
-        matrices: `[B, G, M, D, E]`, dense; with `transpose`, `[B, G, M, E, D]`.
+        matrices: Of the group, `[L, M, D, E]`, dense; with `transpose`, `[L, M, E, D]`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
+        groups: Heads of the matrices in a batch entry, a divisor of H.
         transpose: Multiply with the transposed matrices.
         factor: Factor of the products.
         scale: float32 `[B, T, H]`; 1 if not given.
-        vectors: float32 `[B, G, M, P]`, dense.
-        vectors_dtype: Return the weighted vectors by themselves, in this type; if not given, they are added to the
-            result (P = E).
-        outputs: `[B, T, H, D]`: weight_t = -scale_t rows_t · outputs_t; 1 if not given.
-        queries: `[B, T, H, E]`, from which `outputs` were computed with these matrices; given beside them, the weights
-            are free of the outputs' rounding where E is at most 128.
+        vectors: Of the group, float32 `[L, M, P]`, dense.
+        apart: Write the weighted vectors by themselves, in this type; if not given, they are added to the result
+            (P = E).
+        outputs: `[B, T, H, D]`: weight_t = -scale_t rows_t · outputs_t. Not needed where one program has all E
+            columns.
+        queries: `[B, T, H, E]`, from which outputs were computed with these matrices: the weights then come from the
+            products, free of the outputs' rounding. Without them, weights are 1.
 
     Returns:
-        The result `[B, T, H, E]` in the type of `rows`; the weighted vectors `[B, T, H, P]`, and the weights, float32
-        `[B, T, H]`, each empty where it is not asked for.
+        The stage; and what it writes: the result `[B, T, H, E]` in the type of `rows`, the weighted vectors
+        `[B, T, H, P]`, and the weights, float32 `[B, T, H]`, each None where it is not asked for.
     """
     columns = matrices.shape[-2 if transpose else -1]
     vector_width = columns if vectors is None else vectors.shape[-1]
-    programs, column_tile, options = matrix_options(rows, matrices, table, columns)
-    from_products = outputs is not None and queries is not None and columns <= column_tile
+    programs, options = matrix_options(rows, matrices, table, groups, columns)
+    from_products = queries is not None and columns <= options["BLOCK_COLUMNS"]
     result = token_tensor(rows, table, columns)
-    apart = vectors is not None and vectors_dtype is not None
-    second = token_tensor(rows, table, vector_width, vectors_dtype) if apart else rows.new_empty(0)
-    weight = rows.new_empty(rows.shape[:3] if outputs is not None else (0,), dtype=torch.float32)
-    launch(
-        apply_kernel, programs,
+    second = None if vectors is None or apart is None else token_tensor(rows, table, vector_width, apart)
+    weight = None if queries is None else token_tensor(rows, table, 1, torch.float32).squeeze(-1)
+    run = prepare(
+        apply_kernel,
         as_rows(rows),
-        None if from_products else as_rows(outputs),
+        None if from_products or queries is None else as_rows(outputs),
         as_rows(queries) if from_products else None,
-        matrices, vectors, scale, table, result,
-        second if apart else None,
-        None if outputs is None else weight,
+        matrices, vectors, scale, table, result, second, weight,
         matrix_stride_row=1 if transpose else columns,
         matrix_stride_column=rows.shape[-1] if transpose else 1,
-        factor=factor, COLUMNS=columns, VECTOR=vector_width, BLOCK_COLUMNS=column_tile,
-        BLOCK_VECTOR=padded(vector_width), **options,
+        factor=factor, VECTOR=vector_width, BLOCK_VECTOR=padded(vector_width), **options,
     )  # fmt: skip
-    return result, second, weight
+    return Stage(run, programs), result, second, weight
 
 
-@torch.library.custom_op("mhla_hf::block_summary_backward", mutates_args=())
-def block_summary_backward(
-    grad_summary: Tensor,
-    grad_total: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plain: Tensor | None,
-    table: Tensor,
-    factor: float,
-    total: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of key, value and plain (empty without one): each token's row times its block's gradient."""
-    vectors = grad_total.contiguous() if total else None
-    matrices = grad_summary.contiguous()
-    vectors_dtype = None if plain is None else plain.dtype
-    grad_key, grad_plain, _ = apply(
-        value, matrices, table, transpose=True, factor=factor, vectors=vectors, vectors_dtype=vectors_dtype
-    )
-    grad_value, _, _ = apply(key, matrices, table, factor=factor)
-    return grad_key, grad_value, grad_plain
-
-
-@block_summary_backward.register_fake
-def _(grad_summary, grad_total, key, value, plain, table, factor, total):
-    grad_plain = key.new_empty(0) if plain is None or not total else dense_like(plain)
-    return dense_like(key), dense_like(value), grad_plain
-
-
-@register_flop_formula(torch.ops.mhla_hf.block_summary_backward)
-def _summary_backward_flops(grad_summary, grad_total, key, *args, **kwargs) -> int:
-    return 2 * product_flops(key, grad_summary[-1])
-
-
-@torch.library.custom_op("mhla_hf::block_attend_backward", mutates_args=())
-def block_attend_backward(
-    grad_output: Tensor,
-    output: Tensor,
+@torch.library.custom_op("mhla_hf::block_attention_backward", mutates_args=())
+def block_attention_backward(
+    gradient: Tensor,
+    output: Tensor | None,
     denominator: Tensor,
     query: Tensor,
-    summary: Tensor,
-    key_sum: Tensor | None,
-    plain: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
+    divisor: Tensor | None,
+    mixing: Tensor,
     table: Tensor,
-    factor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, summary, key_sum and plain (the last two empty where there is none).
+    divides: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, the normaliser's pair, divisor and mixing, empty for what is not given.
 
-    `denominator` is d, empty where nothing is divided; S̃ counts with `factor`.
+    Args beyond those of `block_attention`:
+        gradient: Of the output.
+        output: `[B, T, H, V]`; needed where something is divided and heads are wide.
+        denominator: The denominators with eps, float32 `[B, T, H]`; empty unless `divides`.
     """
-    # Divisors that were given may lie in memory in any order.
-    scale = denominator.reciprocal().contiguous() if denominator.numel() else None
-    divides = key_sum is not None
-    grad_query, grad_plain, weight = apply(
-        grad_output,
-        summary.contiguous(),
+    batch, _, heads, width = query.shape
+    groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
+    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    repeats = mixed_heads // groups
+    exact = multiplies_exactly(query.dtype)
+    lines = batch * groups
+    line_bytes = (1 + repeats) * blocks * width * columns * 4
+    group = lines_of_group(lines, line_bytes, blocks, query.device)
+    scale = None
+    if divides:
+        scale = denominator.reciprocal()
+    elif divisor is not None:
+        # Divisors that were given may lie in memory in any order.
+        scale = (divisor + eps).reciprocal().contiguous()
+    weights = prepare_weights(mixing, torch.float32, exact=exact, sums=divides)
+    transposed = prepare_weights(mixing, torch.float32, exact=exact, sums=divides, transpose=True)
+    sums = prepare_outer(
+        key, value, table, groups, group, factor=1 / slots, total=divides, plain=plain_key, dtype=torch.float32
+    )
+    summaries, key_sums = sums.products, sums.sums if divides else None
+    mixed = summaries.new_empty(group * repeats, blocks, width, columns)
+    mixed_sums = None if key_sums is None else key_sums.new_empty(group * repeats, *key_sums.shape[1:])
+    query_stage, grad_query, grad_plain_query, weight = prepare_apply(
+        gradient, mixed, table, mixed_heads, transpose=True, factor=float(slots), scale=scale, vectors=mixed_sums,
+        outputs=output, queries=None if scale is None else query,
+        apart=None if plain_query is None else plain_query.dtype,
+    )  # fmt: skip
+    gradient_sums = prepare_outer(
+        query, gradient, table, mixed_heads, group * repeats, factor=float(slots), scale=scale, total=divides,
+        plain=plain_query, weight=weight if divides else None, products=mixed, sums=mixed_sums, dtype=torch.float32,
+    )  # fmt: skip
+    both = None if mixed_sums is None or key_sums is None else (mixed_sums, key_sums)
+    grad_mixing = MixingGradient(
+        mixing, mixed, summaries, batch=batch, heads=mixed_heads, repeats=repeats, exact=exact, sums=both
+    )
+    key_stage, grad_key, grad_plain_key, _ = prepare_apply(
+        value,
+        summaries,
         table,
+        groups,
         transpose=True,
-        factor=factor,
-        scale=scale,
-        vectors=None if key_sum is None else key_sum.contiguous(),
-        vectors_dtype=None if plain is None else plain.dtype,
-        outputs=output if divides else None,
-        queries=query,
+        factor=1 / slots,
+        vectors=key_sums,
+        apart=None if plain_key is None else plain_key.dtype,
     )
-    grad_summary, grad_key_sum, _ = outer(
-        query,
-        grad_output,
-        table,
-        summary.shape[1],
-        factor=factor,
-        dtype=summary.dtype,
-        scale=scale,
-        total=divides,
-        plain=plain,
-        weight=weight if divides else None,
+    value_stage, grad_value, _, _ = prepare_apply(key, summaries, table, groups, factor=1 / slots)
+
+    def mixing_stages(weights, sources, results, **options):
+        return [
+            prepare_mixing(weights, source, result, repeats=repeats, **options)
+            for source, result in zip(sources, results)
+            if source is not None
+        ]
+
+    pairs = (summaries, key_sums), (mixed, mixed_sums)
+    stages = [
+        sums.run,
+        *mixing_stages(weights, *pairs, heads=mixed_heads),
+        replace(query_stage, repeats=repeats),
+        lambda first_line, lines: gradient_sums.run(first_line * repeats, lines * repeats),
+        grad_mixing,
+        *mixing_stages(transposed, *pairs[::-1], heads=groups, sum_repeats=True),
+        key_stage,
+        value_stage,
+    ]
+    for first_line in range(0, lines, group):
+        for stage in stages:
+            stage(first_line, min(group, lines - first_line))
+    return (
+        grad_query,
+        grad_key,
+        grad_value,
+        query.new_empty(0) if grad_plain_query is None else grad_plain_query,
+        query.new_empty(0) if grad_plain_key is None else grad_plain_key,
+        query.new_empty(0) if divisor is None or weight is None else weight,
+        grad_mixing.total(),
     )
-    return grad_query, grad_summary, grad_key_sum, grad_plain
 
 
-@block_attend_backward.register_fake
-def _(grad_output, output, denominator, query, summary, key_sum, plain, table, factor):
-    nothing = query.new_empty(0)
-    grad_key_sum = query.new_empty(0, dtype=torch.float32) if key_sum is None else dense_like(key_sum)
-    grad_plain = nothing if plain is None or key_sum is None else dense_like(plain)
-    return dense_like(query), dense_like(summary), grad_key_sum, grad_plain
+@block_attention_backward.register_fake
+def _(
+    gradient, output, denominator, query, key, value, plain_query, plain_key, divisor, mixing, table, divides, eps
+):  # fmt: skip
+    tensors = query, key, value, plain_query, plain_key, divisor, mixing
+    return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
 
 
-@register_flop_formula(torch.ops.mhla_hf.block_attend_backward)
-def _attend_backward_flops(grad_output, output, denominator, query, summary, *args, **kwargs) -> int:
-    return 2 * product_flops(query, summary[-1])
+def block_flops(query, key, value, mixing) -> int:
+    """Products of block-parallel MHLA for tensors of these shapes: 2 B T K V (G + H), and 2 B S M² K V for mixing."""
+    mixed_heads = query[2] if has_head_weights(mixing) else key[2]
+    mixed = 2 * query[0] * mixed_heads * mixing[-1] ** 2 * query[-1] * value[-1]
+    return product_flops(query, value[-1]) + product_flops(key, value[-1]) + mixed
+
+
+@register_flop_formula(torch.ops.mhla_hf.block_attention_backward)
+def _flops(gradient, output, denominator, query, key, value, plain_query, plain_key, divisor, mixing, *args, **kwargs):
+    """Twice the forward pass, as of any product. What is computed again does not count."""
+    return 2 * block_flops(query, key, value, mixing)

@@ -17,6 +17,7 @@ What a plan may hold:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -142,7 +143,8 @@ def launch(kernel: Any, grid: int | tuple[int, int, int], *tensors: Any, **keywo
     Launch(kernel, tensors, keywords)(grid)
 
 
-class Stage(NamedTuple):
+@dataclass(slots=True)
+class Stage:
     """A launch over lines, which an operator repeats for one group of lines after the other.
 
     Attributes:
@@ -163,6 +165,48 @@ class Stage(NamedTuple):
 def ceil_divide(number: int, divisor: int) -> int:
     """Quotient, rounded up. `triton.cdiv` may be called in kernels too, and takes 2 µs for that."""
     return -(-number // divisor)
+
+
+# Lines of a group, in place of those that [`lines_of_group`] would choose.
+GROUP_LINES: int | None = None
+# Share of the second-level cache that summaries of a group, plain and mixed, may take.
+CACHE_SHARE = 0.5
+# Programs of a launch for each multiprocessor, under which groups are larger.
+GROUP_PROGRAMS = 2
+
+
+def lines_of_group(lines: int, line_bytes: int, line_programs: int, device: torch.device) -> int:
+    """Number of lines whose summaries are computed, mixed and used before those of the next lines.
+
+    Summaries S and S̃ pass between the launches of an operator. If those of a group stay in the second-level cache, and
+    the next group takes their place, they never travel to memory. Tokens stream through the same cache, so that about
+    half of it is left for them. Groups too small for the GPU cost more than they save: a launch has to have about two
+    programs for each multiprocessor, and where so many lines do not fit the cache at all, one group has all lines.
+
+    Args:
+        lines: Lines of all, B · G.
+        line_bytes: Bytes of a line's summaries, plain and mixed.
+        line_programs: Programs of a line in the launch that has fewest.
+        device: Device of the tokens.
+    """
+    if GROUP_LINES is not None:
+        return min(GROUP_LINES, lines)
+    if device.type != "cuda":
+        return lines
+    cache_bytes, multiprocessors = cache_and_multiprocessors(device)
+    fitting = int(cache_bytes * CACHE_SHARE) // line_bytes
+    most = max(fitting, ceil_divide(GROUP_PROGRAMS * multiprocessors, line_programs))
+    if most * line_bytes > cache_bytes:
+        return lines
+    # Of one size, as far as possible.
+    return ceil_divide(lines, ceil_divide(lines, most))
+
+
+@cache
+def cache_and_multiprocessors(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU's second-level cache, and its number of multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.L2_cache_size, properties.multi_processor_count
 
 
 @cache
@@ -242,15 +286,7 @@ def multiplies_exactly(tokens: torch.dtype) -> bool:
     return tokens == torch.float16 or (tokens == torch.float32 and not tf32_is_allowed())
 
 
-def as_matrices(sums: torch.Tensor, tokens: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    """float32 sums over rows of some type, as the kernels themselves would write them, see `to_matrix`."""
-    if dtype != torch.float32 or multiplies_exactly(tokens):
-        return sums.to(dtype)
-    bits = (sums.view(torch.int32) + 0x1000) & -0x2000
-    return torch.where(sums.isnan(), sums, bits.view(torch.float32))
-
-
-def summary_dtype(tokens: torch.dtype, half: bool) -> torch.dtype:
+def summary_dtype(tokens: torch.dtype, half: bool = True) -> torch.dtype:
     """Dtype of summaries: float32, or bfloat16 for bfloat16 tokens if `half`.
 
     Sums of float16 would leave its range. Summaries in bfloat16 take half the memory traffic; outputs keep the error
@@ -291,46 +327,63 @@ def product_flops(tokens: torch.Size, columns: int) -> int:
 
 
 def matrix_options(
-    rows: torch.Tensor, matrices: torch.Tensor, table: torch.Tensor, columns: int
-) -> tuple[int, int, dict[str, Any]]:
+    rows: torch.Tensor, matrices: torch.Tensor, table: torch.Tensor, groups: int, columns: int
+) -> tuple[int, dict[str, Any]]:
     """Launch of a kernel that multiplies each token's row with the matrix of its block.
 
     Args:
         rows: `[B, T, H, D]`.
-        matrices: `[B, G, M, ...]`.
+        matrices: Of a group of lines, `[L, M, ...]`.
         table: Token of each slot, `[M, N]` or `[B, M, N]`.
+        groups: G, heads of the matrices.
         columns: Columns of a matrix.
 
     Returns:
-        Number of programs, columns of matrices that each takes, and the arguments that such kernels share.
+        Number of programs of a line, and the arguments that such kernels share.
     """
-    batch, _, heads, width = rows.shape
-    groups, blocks = matrices.shape[1:3]
-    columns_tile, tokens_tile = column_tile(width, columns), token_tile(table.shape[-1], width)
-    from_shared_memory = multiplies_from_shared_memory(rows.device)
-    if multiplies_exactly(rows.dtype):
-        # Both halves of the factors have to find room.
-        columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
-        tokens_tile = min(tokens_tile, max(16, 2048 // padded(width)))
-    elif matrices.dtype == torch.float32 and not from_shared_memory:
-        # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
-        fewest = 16 if rows.dtype == torch.float32 else 32
-        tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
-    programs = batch * heads * blocks * ceil_divide(columns, columns_tile)
-    splits, share = split_slots(table.shape[-1], tokens_tile, programs)
+    heads, width = rows.shape[2:]
+    columns_tile, tokens_tile = _matrix_tiles(
+        width, columns, table.shape[-1], rows.dtype, matrices.dtype, multiplies_exactly(rows.dtype),
+        multiplies_from_shared_memory(rows.device),
+    )  # fmt: skip
+    line_programs = heads // groups * table.shape[-2] * ceil_divide(columns, columns_tile)
+    splits, share = split_slots(table.shape[-1], tokens_tile, matrices.shape[0] * line_programs)
     options = {
         **table_sizes(table, rows),
-        "first_line": 0,
-        "lines": batch * groups,
         "splits": splits,
         "split_slots": share,
         "HEADS": groups,
         "REPEATS": heads // groups,
         "WIDTH": width,
+        "COLUMNS": columns,
         "BLOCK_WIDTH": padded(width),
+        "BLOCK_COLUMNS": columns_tile,
         "BLOCK_TOKENS": tokens_tile,
         "PRECISION": product_precision(rows.dtype, matrices.dtype),
         "num_warps": warps(width, columns_tile),
         "num_stages": 2,
     }
-    return programs * splits, columns_tile, options
+    return line_programs * splits, options
+
+
+@cache
+def _matrix_tiles(
+    width: int,
+    columns: int,
+    slots: int,
+    rows: torch.dtype,
+    matrices: torch.dtype,
+    exact: bool,
+    from_shared_memory: bool,
+) -> tuple[int, int]:
+    """Columns of matrices that a program takes, and tokens at a time."""
+    columns_tile, tokens_tile = column_tile(width, columns), token_tile(slots, width)
+    if exact:
+        # Both halves of the factors have to find room.
+        columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
+        tokens_tile = min(tokens_tile, max(16, 2048 // padded(width)))
+    elif matrices == torch.float32 and not from_shared_memory:
+        # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
+        fewest = 16 if rows == torch.float32 else 32
+        tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
+    return columns_tile, tokens_tile

@@ -208,9 +208,9 @@ def diagonal_arguments(mixing: Tensor) -> dict[str, Any]:
     }
 
 
-def has_head_weights(mixing: Tensor) -> bool:
-    """Whether every query head has weights of its own in `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`."""
-    return mixing.dim() > 2 and mixing.shape[-3] != 1
+def has_head_weights(shape: torch.Size) -> bool:
+    """Whether weights `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]` are different for every query head."""
+    return len(shape) > 2 and shape[-3] != 1
 
 
 def _row_tile(blocks: int) -> int:
@@ -485,7 +485,7 @@ def mix_summaries_and_sums(
         `[B, H, M, K, V]` and `[B, H, M, P]` (or None), with G for H where all heads share the weights.
     """
     weights = mixing.float()
-    heads = num_heads if has_head_weights(weights) else summaries.shape[1]
+    heads = num_heads if has_head_weights(weights.shape) else summaries.shape[1]
     mixed = mix_blocks(weights, summaries, heads, False, exact)
     if key_sums is None:
         return mixed, None

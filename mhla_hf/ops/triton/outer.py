@@ -14,9 +14,14 @@ plain rows, M blocks, N slots of a block.
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .device_functions import (
     COUNTS,
@@ -31,14 +36,16 @@ from .device_functions import (
     to_tf32,
 )
 from .launching import (
-    as_matrices,
+    Stage,
     as_rows,
     ceil_divide,
     column_tile,
     is_padded,
     launch,
+    multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
+    prepare,
     product_precision,
     split_slots,
     table_sizes,
@@ -123,21 +130,140 @@ def outer_kernel(
         tl.store(first_bad + part.to(tl.int64) * split_stride + matrix, found_bad)
 
 
+@triton.jit(do_not_specialize=("count", "shares"))
+def add_shares_kernel(parts, result, count, shares, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """result = Σ_share parts, `[count]` from float32 `[shares, count]`."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for share in range(shares):
+        total += tl.load(parts + share * tl.cast(count, tl.int64) + place, mask=place < count, other=0.0)
+    tl.store(result + place, to_matrix(total, result.dtype.element_ty, PRECISION), mask=place < count)
+
+
+def _add_shares(parts: Tensor, result: Tensor, precision: str) -> None:
+    launch(
+        add_shares_kernel, ceil_divide(result.numel(), 1024), parts, result,
+        count=result.numel(), shares=parts.shape[0], BLOCK=1024, PRECISION=precision, num_warps=4,
+    )  # fmt: skip
+
+
+@cache
+def _tiles(
+    width: int, value: int, slots: int, tokens: torch.dtype, precision: str, from_shared_memory: bool
+) -> tuple[int, int]:
+    """Columns of the right rows that a program takes, and tokens at a time."""
+    value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
+    exact = precision == "tf32x3"
+    few_registers = (exact or tokens == torch.float32) and not from_shared_memory
+    limits = few_registers, exact, is_padded(width)
+    if any(limits):
+        tile = min(tile, 16 if sum(limits) > 1 else 32)
+    return value_tile, tile
+
+
+class Sums(NamedTuple):
+    """Sums over the tokens of each block, to be computed by [`run`] for one group of lines after the other.
+
+    Attributes:
+        run: Computes them, given the first line and the number of lines.
+        products: `[L, M, K, V]` of the group.
+        sums: float32 `[L, M, P]`; empty if they are not wanted.
+        first_bad: int32 `[parts, L, M]`, whose least part counts; see [`outer`].
+    """
+
+    run: Callable[[int, int], Any]
+    products: Tensor
+    sums: Tensor
+    first_bad: Tensor
+
+
+def prepare_outer(
+    left: Tensor,
+    right: Tensor,
+    table: Tensor,
+    num_heads: int,
+    lines: int,
+    *,
+    factor: float,
+    dtype: torch.dtype,
+    scale: Tensor | None = None,
+    total: bool = False,
+    plain: Tensor | None = None,
+    weight: Tensor | None = None,
+    limit: Tensor | None = None,
+    finite: bool = False,
+    products: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> Sums:
+    """[`outer`] for groups of `lines` lines, L.
+
+    Args beyond those of [`outer`]:
+        lines: L. The slots of a block are shared out only if these are all lines there are.
+        products: Where the products of a group shall be written, dense; allocated if not given.
+        sums: The same of the sums.
+    """
+    batch, _, heads, width = left.shape
+    value, (blocks, slots) = right.shape[-1], table.shape[-2:]
+    plain_width = width if plain is None else plain.shape[-1]
+    # Without a scale the rows enter as they are, whatever the type of the products.
+    precision = product_precision(left.dtype, left.dtype if scale is None else dtype)
+    if scale is None and left.dtype == torch.float16:
+        precision = "fp16"
+    value_tile, tile = _tiles(width, value, slots, left.dtype, precision, multiplies_from_shared_memory(left.device))
+    tiles = ceil_divide(value, value_tile)
+    splits, share = 1, slots
+    if lines == batch * num_heads:
+        splits, share = split_slots(slots, tile, tiles * lines * blocks)
+    parts = splits * tiles
+    if products is None:
+        products = left.new_empty(lines, blocks, width, value, dtype=dtype)
+    if sums is None:
+        sums = left.new_empty((lines, blocks, plain_width) if total else (0,), dtype=torch.float32)
+    split_products, split_sums = products, sums
+    if splits > 1:
+        split_products = left.new_empty(splits, *products.shape, dtype=torch.float32)
+        split_sums = left.new_empty(splits, *sums.shape, dtype=torch.float32)
+    first_bad = left.new_empty((parts, lines, blocks) if finite else (0,), dtype=torch.int32)
+    stage = Stage(
+        prepare(
+            outer_kernel, as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table,
+            split_products, split_sums if total else None, first_bad if finite else None,
+            **table_sizes(table, left), factor=factor, splits=splits, split_slots=share, split_stride=lines * blocks,
+            HEADS=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width,
+            BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
+            LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
+            num_warps=warps(width, value_tile), num_stages=2,
+        ),
+        blocks * parts,
+    )  # fmt: skip
+    if splits == 1:
+        return Sums(stage, products, sums, first_bad)
+
+    def run(first_line: int, lines: int) -> None:
+        stage(first_line, lines)
+        # Rounded as the kernel itself would.
+        _add_shares(split_products, products, "tf32x3" if multiplies_exactly(left.dtype) else "tf32")
+        if total:
+            _add_shares(split_sums, sums, "tf32x3")
+
+    return Sums(run, products, sums, first_bad)
+
+
 def outer(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    table: torch.Tensor,
+    left: Tensor,
+    right: Tensor,
+    table: Tensor,
     num_heads: int,
     *,
     factor: float,
     dtype: torch.dtype,
-    scale: torch.Tensor | None = None,
+    scale: Tensor | None = None,
     total: bool = False,
-    plain: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    limit: torch.Tensor | None = None,
+    plain: Tensor | None = None,
+    weight: Tensor | None = None,
+    limit: Tensor | None = None,
     finite: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
 
     Args:
@@ -158,39 +284,13 @@ def outer(
         The products `[B, G, M, K, V]`; the sums, float32 `[B, G, M, P]` (empty if not `total`); and with `finite`, the
         first slot of each block whose rows were not all finite, int32 `[B, G, M]`, N where all were.
     """
-    batch, _, heads, width = left.shape
-    value, (blocks, slots) = right.shape[-1], table.shape[-2:]
-    plain_width = width if plain is None else plain.shape[-1]
-    value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
-    # Without a scale the rows enter as they are, whatever the type of the products.
-    precision = product_precision(left.dtype, left.dtype if scale is None else dtype)
-    if scale is None and left.dtype == torch.float16:
-        precision = "fp16"
-    exact = precision == "tf32x3"
-    few_registers = (exact or left.dtype == torch.float32) and not multiplies_from_shared_memory(left.device)
-    limits = few_registers, exact, is_padded(width)
-    if any(limits):
-        tile = min(tile, 16 if sum(limits) > 1 else 32)
-    tiles, lines = ceil_divide(value, value_tile), batch * num_heads
-    splits, share = split_slots(slots, tile, tiles * lines * blocks)
-    product_dtype = dtype if splits == 1 else torch.float32
-    products = left.new_empty(splits, batch, num_heads, blocks, width, value, dtype=product_dtype)
-    sums_shape = (splits, batch, num_heads, blocks, plain_width) if total else (0,)
-    sums = left.new_empty(sums_shape, dtype=torch.float32)
-    parts = splits * tiles
-    first_bad = left.new_empty((parts, batch, num_heads, blocks) if finite else (0,), dtype=torch.int32)
-    launch(
-        outer_kernel, lines * blocks * parts,
-        as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table,
-        products, sums if total else None, first_bad if finite else None,
-        **table_sizes(table, left), first_line=0, lines=lines, factor=factor, splits=splits, split_slots=share,
-        split_stride=lines * blocks, HEADS=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value,
-        PLAIN=plain_width, BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width),
-        BLOCK_TOKENS=tile, LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
-        num_warps=warps(width, value_tile), num_stages=2,
+    heads = left.shape[0], num_heads
+    lines = left.shape[0] * num_heads
+    run, products, sums, first_bad = prepare_outer(
+        left, right, table, num_heads, lines, factor=factor, dtype=dtype, scale=scale, total=total, plain=plain,
+        weight=weight, limit=limit, finite=finite,
     )  # fmt: skip
+    run(0, lines)
     if finite:
-        first_bad = first_bad[0] if parts == 1 else first_bad.amin(0)
-    if splits == 1:
-        return products[0], sums[0] if total else sums, first_bad
-    return as_matrices(products.sum(0), left.dtype, dtype), sums.sum(0) if total else sums, first_bad
+        first_bad = (first_bad[0] if first_bad.shape[0] == 1 else first_bad.amin(0)).unflatten(0, heads)
+    return products.unflatten(0, heads), sums.unflatten(0, heads) if total else sums, first_bad
