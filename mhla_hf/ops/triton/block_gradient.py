@@ -175,8 +175,7 @@ def prepare_apply(
     return Stage(run, programs), result, second, weight
 
 
-@torch.library.custom_op("mhla_hf::block_attention_backward", mutates_args=())
-def block_attention_backward(
+def block_gradients(
     gradient: Tensor,
     output: Tensor | None,
     denominator: Tensor,
@@ -274,6 +273,28 @@ def block_attention_backward(
         query.new_empty(0) if grad_plain_key is None else grad_plain_key,
         query.new_empty(0) if divisor is None or weight is None else weight,
         grad_mixing.total(),
+    )
+
+
+@torch.library.custom_op("mhla_hf::block_attention_backward", mutates_args=())
+def block_attention_backward(
+    gradient: Tensor,
+    output: Tensor | None,
+    denominator: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
+    divisor: Tensor | None,
+    mixing: Tensor,
+    table: Tensor,
+    divides: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """[`block_gradients`], as an operator."""
+    return block_gradients(
+        gradient, output, denominator, query, key, value, plain_query, plain_key, divisor, mixing, table, divides, eps
     )
 
 

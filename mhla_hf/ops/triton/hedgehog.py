@@ -32,16 +32,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
-from ..mixing import mix_summaries
 from ..normalizers import NORMALIZERS
-from .block_gradient import block_attend_backward, block_summary_backward
+from .block_gradient import block_gradients
 from .fused_gradient import norm_gradient_
 from .fused_products import heads_together, inverse_norm, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
 from .hedgehog_products import hedgehog_outputs, hedgehog_summaries
 from .launching import dense_like, multiplies_exactly, product_flops, summary_dtype, token_tensor
-from .mixing import mix_blocks_backward, mix_summaries_and_sums
-from .outer import outer
+from .mixing import mix_summaries_and_sums
 
 
 def hedgehog_mhla_attention(
@@ -200,9 +198,10 @@ def hedgehog_attention_backward(
     query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
     key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
     query_features, key_features = features(query, query_projection), features(key, key_projection)
-    grad_query, grad_key, grad_value, grad_mixing = _block_gradients(
-        grad_output, output, denominator, query_features, key_features, value, mixing, table, divides
-    )
+    grad_query, grad_key, grad_value, _, _, _, grad_mixing = block_gradients(
+        grad_output, output, denominator, query_features, key_features, value, None, None, None, mixing, table,
+        divides, 0.0,
+    )  # fmt: skip
     grad_query, grad_query_weight = features_gradient(grad_query, query, query_projection)
     grad_query_norm = norm_gradient_(query, grad_query, query_norm, query_inverse)
     grad_key, grad_key_weight = features_gradient(grad_key, key, key_projection)
@@ -210,40 +209,6 @@ def hedgehog_attention_backward(
     query_part, key_part = (query.new_empty(0) if norm is None else norm for norm in (grad_query_norm, grad_key_norm))
     weights = grad_query_weight, grad_key_weight
     return grad_query, grad_key, grad_value, *weights, grad_mixing, query_part, key_part
-
-
-def _block_gradients(
-    grad_output: Tensor,
-    output: Tensor,
-    denominator: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: Tensor,
-    table: Tensor,
-    divides: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of features of queries and keys, of values and of mixing weights, by way of float32 summaries."""
-    slots, heads, groups = table.shape[-1], query.shape[2], key.shape[2]
-    exact = multiplies_exactly(value.dtype)
-    dtype = summary_dtype(value.dtype, False)
-    summaries, sums, _ = outer(key, value, table, groups, factor=1 / slots, dtype=dtype, total=divides)
-    mixed, mixed_sums = mix_summaries_and_sums(mixing, summaries, sums if divides else None, heads, exact=exact)
-    grad_query, grad_mixed, grad_mixed_sums, _ = block_attend_backward(
-        grad_output, output, denominator, query, mixed, mixed_sums, None, table, float(slots)
-    )
-    grad_mixing, grad_summaries = mix_blocks_backward(grad_mixed, mixing, summaries, mixed.shape[1], False, exact)
-    grad_sums = sums
-    if divides:
-        repeats = mixed.shape[1] // groups
-        grad_sums = mix_summaries(mixing.mT, grad_mixed_sums.unsqueeze(-1), mixed.shape[1]).squeeze(-1)
-        grad_sums = grad_sums.unflatten(1, (groups, repeats)).sum(2)
-        outside = grad_mixed_sums @ sums.repeat_interleave(repeats, 1).mT
-        grad_mixing = grad_mixing + outside.sum_to_size((1,) * (4 - mixing.dim()) + mixing.shape).reshape(mixing.shape)
-    grad_key, grad_value, _ = block_summary_backward(
-        grad_summaries, grad_sums, key, value, None, table, 1 / slots, divides
-    )
-    return grad_query, grad_key, grad_value, grad_mixing
 
 
 @hedgehog_attention_backward.register_fake
