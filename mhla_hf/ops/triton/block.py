@@ -34,11 +34,12 @@ from .device_functions import (
     denominators,
     dense_head_rows,
     divide,
+    factors,
     head_rows,
     load_matrix,
     load_rows,
     place_of_program,
-    product,
+    row_product,
     slot_tokens,
     store_rows,
 )
@@ -118,6 +119,7 @@ def attend_kernel(
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     plain_column = tl.arange(0, BLOCK_PLAIN)
     weights = load_matrix(summary + matrix * (WIDTH * COLUMNS), row_column, column, COLUMNS, 1, WIDTH, COLUMNS)
+    weights = factors(weights, PRECISION)
     if key_sum is not None:
         sums = tl.load(key_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
     queries = head_rows(query, batch, row_head)
@@ -125,11 +127,15 @@ def attend_kernel(
     block_table = table + batch * table_stride_batch + block * slots
     first = split * split_slots
     stop = tl.minimum(first + split_slots, slots)
+    tile_slot = tl.arange(0, BLOCK_TOKENS)
+    following, following_present = slot_tokens(block_table, first + tile_slot, stop, num_tokens)
     for offset in range(first, stop, BLOCK_TOKENS):
-        slot = offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = slot_tokens(block_table, slot, stop, num_tokens)
+        # Known one tile ahead, tokens let the compiler load the next rows before it multiplies these.
+        tokens, present = following, following_present
+        next_slot = offset + BLOCK_TOKENS + tile_slot
+        following, following_present = slot_tokens(block_table, next_slot, stop, num_tokens)
         rows = load_rows(queries, tokens, present, row_column, WIDTH)
-        result = product(rows, weights, PRECISION) * factor
+        result = row_product(rows, weights, PRECISION) * factor
         per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
         if key_sum is not None:
             plain_rows = rows

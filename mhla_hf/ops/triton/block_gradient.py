@@ -27,11 +27,12 @@ from .device_functions import (
     COUNTS,
     denominator_gradient,
     dense_head_rows,
+    factors,
     head_rows,
     load_matrix,
     load_rows,
     place_of_program,
-    product,
+    row_product,
     slot_tokens,
     store_rows,
 )
@@ -42,6 +43,7 @@ from .launching import (
     lines_of_group,
     matrix_options,
     multiplies_exactly,
+    multiplies_from_shared_memory,
     padded,
     prepare,
     product_flops,
@@ -54,16 +56,16 @@ from .outer import prepare_outer
 @triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
     rows, outputs, queries, matrices, vectors, scale, table, result, second, weight,
-    first_line, lines, matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch,
+    first_line, lines, factor, num_tokens, num_blocks, table_stride_batch,
     slots, splits, split_slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_VECTOR: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TRANSPOSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """result_t = factor · scale_t · rows_tᵀ matrix_b(t), plus weight_t · vector_b(t).
 
     Matrices `[lines, M, ...]` and `vectors` `[lines, M, VECTOR]` are those of a group of lines from `first_line` on.
-    The strides of a matrix say whether it is transposed. With `vectors`, the weighted vector is added to the result,
+    TRANSPOSE: matrices are COLUMNS × WIDTH. With `vectors`, the weighted vector is added to the result,
     or written to `second` if that is given. weight_t is 1 without `weight`. Otherwise it is the gradient of a
     denominator, written to `weight` `[B, T, H]`, where rows are output gradients and `scale` is one over the
     denominator: -scale_t rows_t · output_t from `outputs`, or the same from the products just made,
@@ -77,7 +79,11 @@ def apply_kernel(
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     start = matrices + matrix * (WIDTH * COLUMNS)
-    weights = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
+    if TRANSPOSE:
+        weights = load_matrix(start, row_column, column, 1, WIDTH, WIDTH, COLUMNS)
+    else:
+        weights = load_matrix(start, row_column, column, COLUMNS, 1, WIDTH, COLUMNS)
+    weights = factors(weights, PRECISION)
     if vectors is not None:
         vector_column = column if second is None else tl.arange(0, BLOCK_VECTOR)
         vector = tl.load(vectors + matrix * VECTOR + vector_column, mask=vector_column < VECTOR, other=0.0)
@@ -86,12 +92,16 @@ def apply_kernel(
     block_table = table + batch * table_stride_batch + block * slots
     first = split * split_slots
     stop = tl.minimum(first + split_slots, slots)
+    tile_slot = tl.arange(0, BLOCK_TOKENS)
+    following, following_present = slot_tokens(block_table, first + tile_slot, stop, num_tokens)
     for offset in range(first, stop, BLOCK_TOKENS):
-        slot = offset + tl.arange(0, BLOCK_TOKENS)
-        tokens, present = slot_tokens(block_table, slot, stop, num_tokens)
+        # Known one tile ahead, tokens let the compiler load the next rows before it multiplies these.
+        tokens, present = following, following_present
+        next_slot = offset + BLOCK_TOKENS + tile_slot
+        following, following_present = slot_tokens(block_table, next_slot, stop, num_tokens)
         per_token = token_start + tokens * (HEADS * REPEATS)
         values = load_rows(row_head_rows, tokens, present, row_column, WIDTH)
-        output = product(values, weights, PRECISION) * factor
+        output = row_product(values, weights, PRECISION) * factor
         if scale is not None:
             # After the product: gradients of half precision then enter it as they are.
             row_scale = tl.load(scale + per_token, mask=present, other=0.0)
@@ -159,6 +169,9 @@ def prepare_apply(
     vector_width = columns if vectors is None else vectors.shape[-1]
     programs, options = matrix_options(rows, matrices, table, groups, columns)
     from_products = queries is not None and columns <= options["BLOCK_COLUMNS"]
+    if from_products and options["PRECISION"] == "bf16x2" and multiplies_from_shared_memory(rows.device):
+        # Queries beside the products take more than the half of a multiprocessor's registers that 8 warps can share.
+        options["num_warps"] = 4
     result = token_tensor(rows, table, columns)
     second = None if vectors is None or apart is None else token_tensor(rows, table, vector_width, apart)
     weight = None if queries is None else token_tensor(rows, table, 1, torch.float32).squeeze(-1)
@@ -168,9 +181,7 @@ def prepare_apply(
         None if from_products or queries is None else as_rows(outputs),
         as_rows(queries) if from_products else None,
         matrices, vectors, scale, table, result, second, weight,
-        matrix_stride_row=1 if transpose else columns,
-        matrix_stride_column=rows.shape[-1] if transpose else 1,
-        factor=factor, VECTOR=vector_width, BLOCK_VECTOR=padded(vector_width), **options,
+        factor=factor, TRANSPOSE=transpose, VECTOR=vector_width, BLOCK_VECTOR=padded(vector_width), **options,
     )  # fmt: skip
     return Stage(run, programs), result, second, weight
 

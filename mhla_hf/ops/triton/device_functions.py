@@ -3,7 +3,9 @@
 
 Token tensors `[B, T, H, D]` reach kernels as [`launching.Rows`], a tensor and its strides; inside a kernel, the rows
 of one head are a pair of pointer and token stride. PRECISION names the factors of a product: `"bf16"`, `"fp16"`, or
-float32 through `"tf32"` or, exactly, `"tf32x3"`.
+float32 through `"tf32"` or, exactly, `"tf32x3"`. `"bf16x2"` is bfloat16 on the left and float32 on the right, which
+is split into two bfloat16 halves: as many operations as TF32, five more bits, and no demands on how factors lie in
+shared memory, which TF32 makes.
 """
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
@@ -111,9 +113,36 @@ def to_matrix(values, TYPE: tl.constexpr, PRECISION: tl.constexpr):
 
     Beside bfloat16 and through TF32, float32 keeps the bits of TF32 only.
     """
-    if TYPE == tl.float32 and (PRECISION == "tf32" or PRECISION == "bf16"):
+    if TYPE == tl.float32 and (PRECISION == "tf32" or PRECISION == "bf16" or PRECISION == "bf16x2"):
         values = to_tf32(values)
     return values.to(TYPE)
+
+
+@triton.jit
+def halves(values):
+    """Two tiles of bfloat16 whose sum float32 values are, but for the last 8 of their 24 bits."""
+    high = values.to(tl.bfloat16)
+    return high, (values - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def factors(matrix, PRECISION: tl.constexpr):
+    """A matrix as [`row_product`] takes it, prepared for all rows: a pair of halves for `"bf16x2"`."""
+    if PRECISION == "bf16x2":
+        pair = halves(matrix)
+    else:
+        pair = (matrix, matrix)
+    return pair
+
+
+@triton.jit
+def row_product(rows, matrix, PRECISION: tl.constexpr):
+    """rows @ matrix in float32, for a matrix prepared by [`factors`]; see [`product`]."""
+    if PRECISION == "bf16x2":
+        result = raw_product(rows, matrix[0], "bf16") + raw_product(rows, matrix[1], "bf16")
+    else:
+        result = product(rows, matrix[0], PRECISION)
+    return result
 
 
 @triton.jit
@@ -137,6 +166,19 @@ def raw_product(left, right, PRECISION: tl.constexpr):
     """
     TYPE: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float16 if PRECISION == "fp16" else tl.float32
     return tl.dot(left.to(TYPE), right.to(TYPE), input_precision="tf32x3" if PRECISION == "tf32x3" else "tf32")
+
+
+@triton.jit
+def add_product(total, left, right, PRECISION: tl.constexpr):
+    """total + left @ right; see [`product`]."""
+    if PRECISION == "bf16x2":
+        high, low = halves(right)
+        # One after the other: the sum of both products would take as many registers as the total.
+        total += raw_product(left, high, "bf16")
+        total += raw_product(left, low, "bf16")
+    else:
+        total += product(left, right, PRECISION)
+    return total
 
 
 @triton.jit

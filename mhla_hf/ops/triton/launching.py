@@ -240,6 +240,13 @@ def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
     return "tf32x3" if multiplies_exactly(tokens) else "tf32"
 
 
+def row_precision(rows: torch.dtype, matrices: torch.dtype) -> str:
+    """PRECISION of products of rows as tokens have them with float32 or bfloat16 matrices."""
+    if rows == torch.bfloat16 and matrices == torch.float32:
+        return "bf16x2"
+    return product_precision(rows, matrices)
+
+
 def padded(width: int) -> int:
     """Width inside of a kernel: the next power of two, 16 at least (the smallest matrix product)."""
     return max(16, 1 << (width - 1).bit_length())
@@ -258,6 +265,14 @@ def token_tile(slots: int, width: int) -> int:
 def warps(width: int, columns: int) -> int:
     """Warps of a program that holds `[width, columns]`: with fewer, large tiles would spill registers."""
     return 8 if padded(width) * padded(columns) > 64 * 64 else 4
+
+
+def stages(precision: str, device: torch.device) -> int:
+    """Stages of the compiler's pipeline: with three, the next rows are on their way while these are multiplied.
+
+    Where a program has no room for them, another one on the multiprocessor has to fill the gap.
+    """
+    return 3 if precision in ("bf16", "fp16") and multiplies_from_shared_memory(device) else 2
 
 
 def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
@@ -284,6 +299,13 @@ def multiplies_exactly(tokens: torch.dtype) -> bool:
     torch's setting, see [`tf32_is_allowed`].
     """
     return tokens == torch.float16 or (tokens == torch.float32 and not tf32_is_allowed())
+
+
+def round_matrices_(sums: torch.Tensor, tokens: torch.dtype) -> None:
+    """Rounds float32 sums over rows of some type as the kernels do theirs, see `to_matrix`."""
+    if not multiplies_exactly(tokens):
+        bits = (sums.view(torch.int32) + 0x1000) & -0x2000
+        sums.copy_(torch.where(sums.isnan(), sums, bits.view(torch.float32)))
 
 
 def summary_dtype(tokens: torch.dtype, half: bool = True) -> torch.dtype:
@@ -347,7 +369,9 @@ def matrix_options(
         multiplies_from_shared_memory(rows.device),
     )  # fmt: skip
     line_programs = heads // groups * table.shape[-2] * ceil_divide(columns, columns_tile)
-    splits, share = split_slots(table.shape[-1], tokens_tile, matrices.shape[0] * line_programs)
+    # Over all lines: groups are made so large that there is no need.
+    splits, share = split_slots(table.shape[-1], tokens_tile, rows.shape[0] * groups * line_programs)
+    precision = row_precision(rows.dtype, matrices.dtype)
     options = {
         **table_sizes(table, rows),
         "splits": splits,
@@ -359,9 +383,9 @@ def matrix_options(
         "BLOCK_WIDTH": padded(width),
         "BLOCK_COLUMNS": columns_tile,
         "BLOCK_TOKENS": tokens_tile,
-        "PRECISION": product_precision(rows.dtype, matrices.dtype),
+        "PRECISION": precision,
         "num_warps": warps(width, columns_tile),
-        "num_stages": 2,
+        "num_stages": stages(precision, rows.device),
     }
     return line_programs * splits, options
 

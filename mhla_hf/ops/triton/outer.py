@@ -25,12 +25,12 @@ from torch import Tensor
 
 from .device_functions import (
     COUNTS,
+    add_product,
     finite_or_zero,
     first_bad_slot,
     head_rows,
     load_rows,
     place_of_program,
-    product,
     slot_tokens,
     to_matrix,
     to_tf32,
@@ -41,13 +41,13 @@ from .launching import (
     ceil_divide,
     column_tile,
     is_padded,
-    launch,
-    multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
     prepare,
-    product_precision,
+    round_matrices_,
+    row_precision,
     split_slots,
+    stages,
     table_sizes,
     token_tile,
     warps,
@@ -77,6 +77,7 @@ def outer_kernel(
     left_column = tl.arange(0, BLOCK_LEFT)
     right_column = column_tile * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
     plain_column = tl.arange(0, BLOCK_PLAIN)
+    tile_slot = tl.arange(0, BLOCK_TOKENS)
     accumulator = tl.zeros((BLOCK_LEFT, BLOCK_RIGHT), tl.float32)
     total = tl.zeros((BLOCK_PLAIN,), tl.float32)
     block_table = table + batch * table_stride_batch + block * slots
@@ -90,9 +91,12 @@ def outer_kernel(
             limit_matrix = (batch * limit_heads + row_head // LIMIT_REPEATS) * num_blocks + block
             stop = tl.minimum(tl.minimum(first + split_slots, slots), tl.load(limit + limit_matrix))
         left_head, right_head = head_rows(left, batch, row_head), head_rows(right, batch, row_head)
+        following, following_present = slot_tokens(block_table, first + tile_slot, stop, num_tokens)
         for offset in range(first, stop, BLOCK_TOKENS):
-            slot = offset + tl.arange(0, BLOCK_TOKENS)
-            tokens, present = slot_tokens(block_table, slot, stop, num_tokens)
+            slot = offset + tile_slot
+            # Known one tile ahead, tokens let the compiler load the next rows before it multiplies these.
+            tokens, present = following, following_present
+            following, following_present = slot_tokens(block_table, slot + BLOCK_TOKENS, stop, num_tokens)
             per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
             left_rows = load_rows(left_head, tokens, present, left_column, LEFT)
             right_rows = load_rows(right_head, tokens, present, right_column, RIGHT)
@@ -105,7 +109,7 @@ def outer_kernel(
                 right_rows = right_rows.to(tl.float32) * row_scale[:, None]
                 if PRECISION == "tf32":
                     right_rows = to_tf32(right_rows)
-            accumulator += product(tl.trans(left_rows), right_rows, PRECISION)
+            accumulator = add_product(accumulator, tl.trans(left_rows), right_rows, PRECISION)
             if sums is not None:
                 if plain is not None:
                     plain_rows = load_rows(head_rows(plain, batch, row_head), tokens, present, plain_column, PLAIN)
@@ -130,23 +134,6 @@ def outer_kernel(
         tl.store(first_bad + part.to(tl.int64) * split_stride + matrix, found_bad)
 
 
-@triton.jit(do_not_specialize=("count", "shares"))
-def add_shares_kernel(parts, result, count, shares, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """result = Σ_share parts, `[count]` from float32 `[shares, count]`."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for share in range(shares):
-        total += tl.load(parts + share * tl.cast(count, tl.int64) + place, mask=place < count, other=0.0)
-    tl.store(result + place, to_matrix(total, result.dtype.element_ty, PRECISION), mask=place < count)
-
-
-def _add_shares(parts: Tensor, result: Tensor, precision: str) -> None:
-    launch(
-        add_shares_kernel, ceil_divide(result.numel(), 1024), parts, result,
-        count=result.numel(), shares=parts.shape[0], BLOCK=1024, PRECISION=precision, num_warps=4,
-    )  # fmt: skip
-
-
 @cache
 def _tiles(
     width: int, value: int, slots: int, tokens: torch.dtype, precision: str, from_shared_memory: bool
@@ -156,7 +143,7 @@ def _tiles(
     exact = precision == "tf32x3"
     few_registers = (exact or tokens == torch.float32) and not from_shared_memory
     limits = few_registers, exact, is_padded(width)
-    if any(limits):
+    if any(limits) or precision == "bf16x2":
         tile = min(tile, 16 if sum(limits) > 1 else 32)
     return value_tile, tile
 
@@ -206,7 +193,7 @@ def prepare_outer(
     value, (blocks, slots) = right.shape[-1], table.shape[-2:]
     plain_width = width if plain is None else plain.shape[-1]
     # Without a scale the rows enter as they are, whatever the type of the products.
-    precision = product_precision(left.dtype, left.dtype if scale is None else dtype)
+    precision = row_precision(left.dtype, left.dtype if scale is None else dtype)
     if scale is None and left.dtype == torch.float16:
         precision = "fp16"
     value_tile, tile = _tiles(width, value, slots, left.dtype, precision, multiplies_from_shared_memory(left.device))
@@ -219,10 +206,9 @@ def prepare_outer(
         products = left.new_empty(lines, blocks, width, value, dtype=dtype)
     if sums is None:
         sums = left.new_empty((lines, blocks, plain_width) if total else (0,), dtype=torch.float32)
-    split_products, split_sums = products, sums
-    if splits > 1:
-        split_products = left.new_empty(splits, *products.shape, dtype=torch.float32)
-        split_sums = left.new_empty(splits, *sums.shape, dtype=torch.float32)
+    # Of the same type, so that nothing is compiled anew: bfloat16 shares together err less than a sum that is rounded.
+    split_products = products if splits == 1 else products.new_empty(splits, *products.shape)
+    split_sums = sums if splits == 1 else sums.new_empty(splits, *sums.shape)
     first_bad = left.new_empty((parts, lines, blocks) if finite else (0,), dtype=torch.int32)
     stage = Stage(
         prepare(
@@ -232,7 +218,7 @@ def prepare_outer(
             HEADS=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width,
             BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
             LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
-            num_warps=warps(width, value_tile), num_stages=2,
+            num_warps=warps(width, value_tile), num_stages=stages(precision, left.device),
         ),
         blocks * parts,
     )  # fmt: skip
@@ -241,10 +227,11 @@ def prepare_outer(
 
     def run(first_line: int, lines: int) -> None:
         stage(first_line, lines)
-        # Rounded as the kernel itself would.
-        _add_shares(split_products, products, "tf32x3" if multiplies_exactly(left.dtype) else "tf32")
+        torch.sum(split_products, 0, out=products)
+        if dtype == torch.float32:
+            round_matrices_(products, left.dtype)
         if total:
-            _add_shares(split_sums, sums, "tf32x3")
+            torch.sum(split_sums, 0, out=sums)
 
     return Sums(run, products, sums, first_bad)
 
