@@ -54,9 +54,9 @@ def _window_products(seen: int) -> float:
     return 4.0 * _WAN.rows * _WAN.tokens * seen * _WAN.width
 
 
-# A window sees queries and keys after norm (2 each) and rotation (19 each in float32), which compiled are one
-# reading for the norm, one for both and one writing. In the end a kernel adds up MHLA, the window and LePE.
-_BEFORE, _BEFORE_COMPILED, _SUM = 42.0, 6.0, 3.0
+# A window sees queries and keys after norm and rotation, which a kernel writes. In the end another one adds up MHLA,
+# the window and LePE.
+_BEFORE, _SUM = 4.0, 3.0
 # Scores of the cross window: 21 places of 9 tokens and the 8 blocks around, for each token and head of 128 channels.
 _SCORES = (21 * 9 + 8 * 9) / 128
 
@@ -68,7 +68,7 @@ PARTS: dict[str, TorchPart] = {
     "block": TorchPart(
         title='window `"block"` (21, 3, 3)',
         eager=_BEFORE + 6 + 4 + 2 + _SUM,
-        compiled=_BEFORE_COMPILED + 6 + 4 + 2 + _SUM,
+        compiled=_BEFORE + 6 + 4 + 2 + _SUM,
         products=_window_products(189),
     ),
     # Padded and by place: scaled queries, keys and values, and keys and values of the 8 blocks around, 40; two
@@ -77,7 +77,7 @@ PARTS: dict[str, TorchPart] = {
     "cross": TorchPart(
         title='window `"cross"` (1, 3, 3)',
         eager=_BEFORE + 117 + _SUM,
-        compiled=_BEFORE_COMPILED + 6 + 18 + 27 + 3 * _SCORES + 2 + _SUM,
+        compiled=_BEFORE + 6 + 18 + 27 + 3 * _SCORES + 2 + _SUM,
         products=_window_products(21 * 9 + 8 * 9),
     ),
 }
@@ -109,12 +109,11 @@ class Choice:
     def kernels(self) -> Problem:
         """What kernels compute of a layer."""
         features = 2 if self.hedgehog else 1
-        # Beside a window, the norms have been applied.
-        norms = self.window is None
+        # Before hedgehog features, rows are normed and rotated as a window has them.
+        own = self.window is None or not self.hedgehog
         shape = replace(_WAN, blocks=self.blocks or _WAN.blocks)
-        return Problem(
-            shape=shape, normalizer="query", per_head=self.per_head, features=features, gate=False, norms=norms
-        )
+        options = {"normalizer": "query", "gate": False, "norms": own, "rotary": own}
+        return Problem(shape=shape, per_head=self.per_head, features=features, **options)
 
     def parts(self) -> list[TorchPart]:
         """What torch computes of a layer."""
