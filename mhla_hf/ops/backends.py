@@ -49,7 +49,7 @@ class HostTime(NamedTuple):
 # By family of kernels. Predictions until they have been measured on a GPU: forward passes on one core of a CPU with
 # launches stubbed out, and for plain torch half as much again for launches that are not. Nothing here may depend on
 # whether gradients are recorded: checkpointing computes the same output with and without.
-HOST_TIMES = {"block": HostTime(kernels=200, torch=200), "causal": HostTime(kernels=220, torch=550)}
+HOST_TIMES = {"block": HostTime(kernels=160, torch=200), "causal": HostTime(kernels=215, torch=550)}
 # Bytes that plain torch reads and writes for each channel of a query, and in a microsecond: those of an H100, whose
 # larger relatives gain from kernels later and smaller ones earlier.
 TORCH_BYTES, TORCH_RATE = 60, 2.5e6
