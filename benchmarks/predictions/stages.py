@@ -225,10 +225,8 @@ def fused_backward(problem: Problem) -> list[Stage]:
         Stage("mixing again", ("S", "m", *z), ("S̃", *z), mixing, problem.mixing_requests("S")),
     ]
     if gate:
-        stages += [
-            Stage("outputs before norm and gate, again", ("q", "S̃", *z, *rows), ("ô",), full),
-            Stage("gradients of ô, gate and output norm", ("ô", "gate", "do"), ("dô", "dgate")),
-        ]
+        reads = ("q", "S̃", *z, "gate", "do", *rows)
+        stages.append(Stage("outputs again, gradients of gate and output norm", reads, ("dô", "dgate"), full))
     stages += [
         Stage("gradient of normed q", ("q", "dô", "S̃", *z, *rows), ("dn", *d, *d), full),
         Stage("gradient of S̃", ("q", "dô", *d, *d, *rows), ("dS̃", *z), full if d else half),

@@ -40,12 +40,14 @@ class Case:
         forward: Stages of the forward pass.
         backward: Stages of the backward pass, if it is wanted.
         target: Milliseconds aimed for.
+        grouped: Whether it runs for one group of lines after the other.
     """
 
     problem: Problem
     forward: Callable[[Problem], list[Stage]] = block_forward
     backward: Callable[[Problem], list[Stage]] | None = None
     target: float | None = None
+    grouped: bool = True
 
     def passes(self) -> list[tuple[str, list[Stage], bool]]:
         """Name, stages, and whether summaries are float32, of each pass."""
@@ -53,8 +55,8 @@ class Case:
         return found if self.backward is None else [*found, ("backward", self.backward(self.problem), True)]
 
     def seconds(self, cached: bool) -> float:
-        """Least time of all stages one after the other."""
-        passes = self.passes()
+        """Least time of all stages one after the other, with summaries in L2 if they are `cached` and can be."""
+        passes, cached = self.passes(), cached and self.grouped
         return sum(self.problem.seconds(stage, full, cached) for _, stages, full in passes for stage in stages)
 
 
@@ -68,7 +70,7 @@ _FUSED: dict[str, Any] = {"forward": fused_forward}
 _FUSED_TRAIN: dict[str, Any] = {"forward": fused_forward, "backward": fused_backward}
 _HEDGEHOG: dict[str, Any] = {"features": 2, "forward": hedgehog_forward}
 _HEDGEHOG_TRAIN: dict[str, Any] = {**_HEDGEHOG, "backward": hedgehog_backward}
-_CAUSAL: dict[str, Any] = {"forward": causal_forward}
+_CAUSAL: dict[str, Any] = {"forward": causal_forward, "grouped": False}
 
 CASES: dict[str, Case] = {
     "wan none": _case("wan", "none", 0.16),
@@ -92,27 +94,27 @@ CASES: dict[str, Case] = {
 
 def stage_table(case: Case) -> str:
     """A table of all stages of a case, in Markdown."""
-    lines = [
-        "| stage | reads | writes | MB | MB, in L2 | GFLOP | through memory | in L2 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    ways = (False, True) if case.grouped else (False,)
+    titles = ["stage", "reads", "writes", "MB", "MB, in L2", "GFLOP", "through memory", "in L2"]
+    if not case.grouped:
+        titles = ["stage", "reads", "writes", "MB", "GFLOP", "predicted"]
+    lines = [_row(*titles), "|---" * len(titles) + "|"]
     problem = case.problem
     for name, stages, full in case.passes():
         for stage in stages:
             lines.append(
-                _row(stage.name, _listed(stage.reads), _listed(stage.writes), *_figures(problem, [stage], full))
+                _row(stage.name, _listed(stage.reads), _listed(stage.writes), *_figures(problem, [stage], full, ways))
             )
-        if case.backward is not None or len(stages) > 1:
-            lines.append(_row(f"**{name}**", "", "", *_figures(problem, stages, full)))
+        lines.append(_row(f"**{name}**", "", "", *_figures(problem, stages, full, ways)))
     if case.backward is not None:
-        seconds = (_time(case.seconds(cached)) for cached in (False, True))
-        lines.append(_row("**forward and backward**", "", "", "", "", "", *seconds))
+        seconds = [_time(case.seconds(cached)) for cached in ways]
+        lines.append(_row("**forward and backward**", *[""] * (len(titles) - 1 - len(ways)), *seconds))
     return "\n".join(lines)
 
 
-def _figures(problem: Problem, stages: Sequence[Stage], full: bool) -> list[str]:
-    moved = (sum(problem.memory(stage, full, cached) for stage in stages) for cached in (False, True))
-    seconds = (sum(problem.seconds(stage, full, cached) for stage in stages) for cached in (False, True))
+def _figures(problem: Problem, stages: Sequence[Stage], full: bool, ways: Sequence[bool]) -> list[str]:
+    moved = (sum(problem.memory(stage, full, cached) for stage in stages) for cached in ways)
+    seconds = (sum(problem.seconds(stage, full, cached) for stage in stages) for cached in ways)
     operations = sum(sum(stage.products.values()) for stage in stages)
     products = f"{operations / 1e9:.1f}" if operations else ""
     return [*(f"{count / 1e6:,.0f}" for count in moved), products, *(_time(value) for value in seconds)]
@@ -136,7 +138,7 @@ def target_table(measured: Mapping[str, float]) -> str:
     """A table of all cases with what is aimed for and, in milliseconds, what was measured."""
     lines = ["| case | blocks | through memory | in L2 | target | measured |", "|---|---|---|---|---|---|"]
     for name, case in CASES.items():
-        seconds = (_time(case.seconds(cached)) for cached in (False, True))
+        seconds = (_time(case.seconds(False)), _time(case.seconds(True)) if case.grouped else "")
         target = "" if case.target is None else _time(case.target / 1e3)
         found = _time(measured[name] / 1e3) if name in measured else "not yet"
         lines.append(_row(name, str(case.problem.shape.layout().num_blocks), *seconds, target, found))
@@ -151,7 +153,7 @@ def decode_table() -> str:
     matrix = shape.heads * shape.width * (shape.width + 1)
     # The current block's summary, its prefix and the next one's are read and written in float32.
     running, finished = 6 * 4 * matrix, 2 * matrix
-    attention = " to ".join(_time(case.seconds(cached)) for cached in (True, False))
+    attention = _time(case.seconds(False))
     blocks = shape.layout().num_blocks
     lines = [
         "| step | reads | writes | MB | predicted |",
