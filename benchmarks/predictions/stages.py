@@ -24,7 +24,7 @@ SUMMARIES = ("S", "S̃", "dS̃", "dS")
 
 # Slots of a block are padded to tiles of tokens. A program of the mixing takes a tile of rows and of columns, and goes
 # through the blocks in steps.
-_TOKEN_TILE, _MIXING_ROWS, _MIXING_COLUMNS, _MIXING_STEP = 32, 64, 128, 32
+_TOKEN_TILE, _MIXING_ROWS, _MIXING_COLUMNS, _MIXING_STEP = 64, 64, 128, 32
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,11 @@ def test_requests_by_hand():
 
 
 def test_products_by_hand():
-    # 150 blocks of 210 slots, padded to 224, for each of 12 heads.
-    assert Problem(shape=SHAPES["wan"]).token_products() == 2 * 12 * 150 * 224 * 128 * 128
+    # 150 blocks of 210 slots, padded to 256, for each of 12 heads.
+    assert Problem(shape=SHAPES["wan"]).token_products() == 2 * 12 * 150 * 256 * 128 * 128
     # Heads of 72 are padded to 128, blocks of at most 42 slots to 64.
     assert Problem(shape=SHAPES["dit-512"]).token_products() == 2 * 256 * 30 * 64 * 128 * 128
-    assert Problem(shape=SHAPES["wan"], features=2).token_products() == 2 * 12 * 150 * 224 * 256 * 128
+    assert Problem(shape=SHAPES["wan"], features=2).token_products() == 2 * 12 * 150 * 256 * 256 * 128
     # 150 rows padded to 192, as many columns to 160.
     assert Problem(shape=SHAPES["wan"]).mixing_products() == 2 * 12 * 192 * 160 * 128 * 128
 
