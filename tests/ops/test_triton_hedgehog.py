@@ -127,6 +127,23 @@ def test_values_and_gradients(grid, case, seed, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["grouped heads", "grouped heads, shared weights", "no normaliser"])
+@pytest.mark.parametrize("lines", [1, 3])
+def test_groups_of_lines(lines, case, device, monkeypatch):
+    """The same in one group of all lines and in several, the last one smaller."""
+    from mhla_hf.ops.triton import launching
+
+    layout, (sizes, options) = LAYOUTS["ragged"], CASES[case]
+    inputs = make_inputs(layout, sizes, 0, **options)
+    expected = results(in_kernels, inputs, layout, torch.float32, device, **options)
+    monkeypatch.setattr(launching, "GROUP_LINES", lines)
+    with buffers_full_of_nan():
+        actual = results(in_kernels, inputs, layout, torch.float32, device, **options)
+    assert torch.equal(actual["output"], expected["output"])
+    assert_same(actual, expected, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["grouped heads", "norms and rotary embeddings"])
 def test_half_precision_is_as_good_as_torch(case, dtype, device):

@@ -13,11 +13,12 @@ otherwise), it reads and writes
     summaries:  B T G (K + V) s + 2 B G M K V s'        mixing:  2 · 2 B H M K V s'
     outputs:    B T H (K + V) s + 2 B H M K V s'
 
-bytes, and a norm of queries and keys across heads B T (H + G) K s more, which is read before. It computes
-2 B T H K (K + 2V) operations in each of summaries and outputs, and 4 B H M² K V in mixing, twice where weights meet
-summaries in bfloat16. At the shape of Wan (`docs/kernels.md`): 312 + 236 + 312 MB, and 37 + 35 (71) + 37 GFLOP, where
-ReLU has 253 + 118 + 253 MB and 12 + 18 (35) + 12 GFLOP; 194 MB more with norms either way, for now. Each of q and k
-takes 97 million exponentials beside that.
+bytes, and a norm of queries and keys across heads B T (H + G) K s more, which is read before. It computes 2 B T H K (K
++ 2V) operations in each of summaries and outputs, and 4 B H M² K V in mixing, twice where weights meet summaries in
+bfloat16. At the shape of Wan (`docs/kernels.md`): 312 + 236 + 312 MB, and 37 + 18 (35) + 37 GFLOP, where ReLU has 253
++ 118 + 253 MB and 12 + 9 (18) + 12 GFLOP; 194 MB more with norms either way, for now. Each of q and k takes 97
+million exponentials beside that. All of it goes over groups of lines (see [`launching.lines_of_group`]), whose
+summaries may stay in the second-level cache: what then travels are the tokens, 387 MB and the norms.
 
 Backward, features are computed again and written, 2 · 290 MB; the gradients of block attention are those of `block`
 for features of width 2K, and `hedgehog_map` goes on from the gradients of features, 2 · 387 MB, to those of rows
@@ -37,9 +38,9 @@ from .block_gradient import block_gradients
 from .fused_gradient import norm_gradient_
 from .fused_products import heads_together, inverse_norm, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
-from .hedgehog_products import hedgehog_outputs, hedgehog_summaries
-from .launching import dense_like, multiplies_exactly, product_flops, summary_dtype, token_tensor
-from .mixing import mix_summaries_and_sums
+from .hedgehog_products import prepare_outputs, prepare_summaries
+from .launching import dense_like, lines_of_group, multiplies_exactly, product_flops, summary_dtype, token_tensor
+from .mixing import has_head_weights, prepare_mixing, prepare_weights
 
 
 def hedgehog_mhla_attention(
@@ -143,21 +144,45 @@ def hedgehog_attention(
     query_inverse = _inverse_norm(query, query_norm, query_norm_eps)
     key_inverse = _inverse_norm(key, key_norm, key_norm_eps)
     rest = rotary, scaling, feature_eps
-    summaries = key.new_empty(batch, groups, blocks, 2 * width, columns, dtype=summary_dtype(key.dtype, True))
-    sums = key.new_empty(batch, groups, blocks, 2 * width, dtype=torch.float32) if divides else None
-    # Summaries are means over the slots: their size does not grow with the blocks'.
-    hedgehog_summaries(
-        key, value, _projection(key_weight, key_norm, key_inverse, *rest), table, summaries, sums,
-        factor=1 / slots, first_line=0, lines=batch * groups,
-    )  # fmt: skip
-    mixed, mixed_sums = mix_summaries_and_sums(mixing, summaries, sums, heads, exact=multiplies_exactly(key.dtype))
+    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    lines, repeats = batch * groups, mixed_heads // groups
+    dtype = summary_dtype(key.dtype)
+    line_bytes = (1 + repeats) * blocks * 2 * width * columns * dtype.itemsize
+    group = lines_of_group(lines, line_bytes, blocks, query.device)
+    weights = prepare_weights(mixing, dtype, exact=multiplies_exactly(key.dtype), sums=divides)
+    summaries = key.new_empty(group, blocks, 2 * width, columns, dtype=dtype)
+    mixed = summaries.new_empty(group * repeats, blocks, 2 * width, columns)
+    sums = mixed_sums = None
+    if divides:
+        sums = key.new_empty(group, blocks, 2 * width, dtype=torch.float32)
+        mixed_sums = sums.new_empty(group * repeats, blocks, 2 * width)
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
-    hedgehog_outputs(
-        query, _projection(query_weight, query_norm, query_inverse, *rest), table, mixed, mixed_sums, output,
-        denominator, factor=float(slots), eps=eps, first_line=0, lines=batch * mixed.shape[1],
-        repeats=heads // mixed.shape[1],
-    )  # fmt: skip
+    # Summaries are means over the slots: their size does not grow with the blocks'.
+    key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
+    stages = [prepare_summaries(key, value, key_projection, table, summaries, sums, factor=1 / slots)]
+    for source, result in ((summaries, mixed), (sums, mixed_sums)):
+        if source is not None and result is not None:
+            stages.append(prepare_mixing(weights, source, result, heads=mixed_heads, repeats=repeats))
+    query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
+    stages.append(
+        prepare_outputs(
+            query,
+            query_projection,
+            table,
+            mixed,
+            mixed_sums,
+            output,
+            denominator,
+            factor=float(slots),
+            eps=eps,
+            heads=mixed_heads,
+            repeats=repeats,
+        )  # fmt: skip
+    )
+    for first_line in range(0, lines, group):
+        for stage in stages:
+            stage(first_line, min(group, lines - first_line))
     return output, denominator, query_inverse, key_inverse
 
 
@@ -174,7 +199,7 @@ def _(query, key, value, query_weight, key_weight, mixing, query_norm, key_norm,
 @torch.library.custom_op("mhla_hf::hedgehog_attention_backward", mutates_args=())
 def hedgehog_attention_backward(
     grad_output: Tensor,
-    output: Tensor,
+    output: Tensor | None,
     denominator: Tensor,
     query_inverse: Tensor,
     key_inverse: Tensor,
@@ -223,7 +248,10 @@ def _(
 def _context(ctx, inputs, output):
     tensors, (ctx.divides, ctx.scaling, ctx.feature_eps, *_) = inputs[:10], inputs[10:]
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output, *tensors)
+    # Features so wide that no program of the backward pass has all of their gradient: see `block_gradient`.
+    query, value = inputs[0], inputs[2]
+    wide = max(2 * query.shape[-1], value.shape[-1]) > (128 if query.dtype == torch.bfloat16 else 64)
+    ctx.save_for_backward(output[0] if wide and ctx.divides else None, *output[1:], *tensors)
 
 
 def _backward(ctx, grad_output, *_):
@@ -247,7 +275,7 @@ def _flops(query, key, value, mixing, heads: int) -> tuple[int, int, int]:
 
 
 def _mixed_heads(query, key, mixing) -> int:
-    return query[2] if len(mixing) > 2 and mixing[-3] != 1 else key[2]
+    return query[2] if has_head_weights(mixing) else key[2]
 
 
 @register_flop_formula(torch.ops.mhla_hf.hedgehog_attention)

@@ -47,12 +47,13 @@ from .hedgehog_map import (
 )
 from .launching import (
     MAX_TILE,
+    Stage,
     as_rows,
     ceil_divide,
-    launch,
     multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
+    prepare,
     product_precision,
     table_sizes,
 )
@@ -176,7 +177,7 @@ def _options(rows: torch.Tensor, table: torch.Tensor, columns: int, tile: int, m
     }
 
 
-def hedgehog_summaries(
+def prepare_summaries(
     key: torch.Tensor,
     value: torch.Tensor,
     projection: Projection,
@@ -185,36 +186,32 @@ def hedgehog_summaries(
     sums: torch.Tensor | None,
     *,
     factor: float,
-    first_line: int,
-    lines: int,
-) -> None:
-    """Writes the summaries of some lines, and the sums of their features.
+) -> Stage:
+    """The stage that writes the summaries of a group of lines, and the sums of their features.
 
     Args:
         key: Projected keys, `[B, T, G, K]`.
         value: `[B, T, G, V]`.
         projection: See [`Projection`].
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`.
-        summaries: `[lines, M, 2K, V]`, dense.
-        sums: float32 `[lines, M, 2K]`, dense; None where they are not wanted.
+        summaries: To be written, `[L, M, 2K, V]` for the L lines of a group, dense.
+        sums: To be written, float32 `[L, M, 2K]`, dense; None where they are not wanted.
         factor: Factor of the summaries.
-        first_line: The first of the lines, `batch entry * G + head`.
-        lines: Number of lines.
     """
     width, columns = key.shape[-1], value.shape[-1]
     from_shared_memory = multiplies_from_shared_memory(key.device)
     tile = min(padded(columns), (MAX_TILE if from_shared_memory else MAX_TILE // 2) // padded(width))
     most_tokens = 32 if key.dtype == torch.bfloat16 else 16
-    launch(
-        hedgehog_summary_kernel, lines * ceil_divide(columns, tile) * table.shape[-2],
-        as_rows(key), as_rows(value), projection, table, summaries, sums,
-        first_line=first_line, lines=lines, factor=factor, HEADS=key.shape[2],
+    run = prepare(
+        hedgehog_summary_kernel, as_rows(key), as_rows(value), projection, table, summaries, sums,
+        factor=factor, HEADS=key.shape[2],
         num_warps=8 if 2 * padded(width) * tile > 64 * 64 else 4, num_stages=3,
         **_options(key, table, columns, tile, most_tokens),
     )  # fmt: skip
+    return Stage(run, ceil_divide(columns, tile) * table.shape[-2])
 
 
-def hedgehog_outputs(
+def prepare_outputs(
     query: torch.Tensor,
     projection: Projection,
     table: torch.Tensor,
@@ -225,39 +222,37 @@ def hedgehog_outputs(
     *,
     factor: float,
     eps: float,
-    first_line: int,
-    lines: int,
+    heads: int,
     repeats: int,
-) -> None:
-    """Writes the outputs of some lines, and their denominators.
+) -> Stage:
+    """The stage that writes the outputs of a group of lines, and their denominators.
 
     Args:
         query: Projected queries, `[B, T, H, K]`.
         projection: See [`Projection`].
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`.
-        matrices: Mixed summaries of these lines, `[lines, M, 2K, V]`, dense.
-        vectors: Mixed sums, float32 `[lines, M, 2K]`, dense; None does not divide.
-        output: `[B, T, H, V]`, dense.
-        denominator: float32 `[B, T, H]`, dense; written where something is divided.
+        matrices: Mixed summaries of the group, `[L · repeats, M, 2K, V]`, dense.
+        vectors: Mixed sums, float32 `[L · repeats, M, 2K]`, dense; None does not divide.
+        output: To be written, `[B, T, H, V]`, dense.
+        denominator: To be written where something is divided, float32 `[B, T, H]`, dense.
         factor: Factor of the products.
         eps: Added to the denominator.
-        first_line: The first of the lines, `batch entry * (H / repeats) + head`.
-        lines: Number of lines.
-        repeats: Heads in a row that share a mixed summary.
+        heads: Heads of mixed summaries in a batch entry, S.
+        repeats: S / G, lines of mixed summaries for each line of a group.
     """
-    width, columns = query.shape[-1], output.shape[-1]
+    width, columns, sharing = query.shape[-1], output.shape[-1], query.shape[2] // heads
     from_shared_memory = multiplies_from_shared_memory(query.device)
     # Room for a tile of summaries beside W; both are held twice to be multiplied exactly.
     room = MAX_TILE if from_shared_memory else MAX_TILE // 8 if multiplies_exactly(query.dtype) else MAX_TILE // 2
     tile = min(padded(columns), room // padded(width))
     most_tokens = 64 if from_shared_memory and query.dtype == torch.bfloat16 else 16
-    launch(
-        hedgehog_attend_kernel, lines * repeats * ceil_divide(columns, tile) * table.shape[-2],
-        as_rows(query), projection, table, matrices, vectors, output, denominator,
-        first_line=first_line, lines=lines, factor=factor, eps=eps, HEADS=query.shape[2] // repeats, REPEATS=repeats,
+    run = prepare(
+        hedgehog_attend_kernel, as_rows(query), projection, table, matrices, vectors, output, denominator,
+        factor=factor, eps=eps, HEADS=heads, REPEATS=sharing,
         FEATURE_PRECISION=product_precision(query.dtype, matrices.dtype),
         # What is read ahead would take the room of a second program.
         num_warps=4 if padded(width) * tile <= 64 * 64 or from_shared_memory else 8,
         num_stages=1 if from_shared_memory and padded(width) > 64 else 2,
         **_options(query, table, columns, tile, most_tokens),
     )  # fmt: skip
+    return Stage(run, sharing * ceil_divide(columns, tile) * table.shape[-2], repeats)
