@@ -122,9 +122,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def rotary_tables(rotary: PairwiseRotary | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tables of cosines and sines as the kernels take them, `[T, K / 2]`; `None` without rotary embeddings."""
-    # The tables' halves interleave as models make them.
-    return None if rotary is None else (rotary.cosine.flatten(0, 2), rotary.sine.flatten(0, 2))
+    """Tables of cosines and sines; `None` without rotary embeddings."""
+    # The tensors themselves: the kernels remember what they make of them.
+    return None if rotary is None else (rotary.cosine, rotary.sine)
 
 
 def turned_in_kernel(
@@ -173,7 +173,7 @@ def fused_attention(
 ) -> torch.Tensor:
     """A layer by the fused kernels, where [`can_fuse`] says so.
 
-    Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
+    Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
     Arguments that are not listed are those of [`MHLA.attention_parts`].
 
     Args:

@@ -179,6 +179,32 @@ def test_gradients_of_blocks_and_shares_of_several_tiles(heads, kv_heads, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixing_heads": "per_head", "heads": 4},
+        {"heads": 4, "normalizer": "none", "output_norm": True},
+        {"mixing_heads": "per_head", "output_gate": True, "heads": 2, "kv_heads": 2},
+    ],
+)
+def test_groups_of_lines_change_nothing(options, group, device, monkeypatch, fused_calls):
+    """Some key heads of batch entries at a time, the last group smaller; weights of each head, or shared ones."""
+    from mhla_hf.ops.triton import launching
+
+    layer, tokens, arguments = make_layer(device, grid=(5, 7), blocks=(2, 3), **options)
+    expected = exact_results(layer, tokens, arguments)
+    whole = outputs_and_gradients(layer, tokens, arguments)
+    monkeypatch.setattr(launching, "GROUP_LINES", group)
+    with buffers_full_of_nan():
+        actual = outputs_and_gradients(layer, tokens, arguments)
+    assert torch.equal(actual["output"], whole["output"])
+    for name, reference in expected.items():
+        size = max(1.0, reference.abs().max().item())
+        torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_inputs_and_gradients_may_lie_anyhow(device, fused_calls):
     """Queries, keys and values cut out of one projection, and an output that is summed up: a gradient of stride 0."""
     layer, tokens, arguments = make_layer(device, output_gate=True)
@@ -225,7 +251,8 @@ def test_gradients_in_half_precision_are_no_more_than_twice_as_wrong_as_those_of
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_changes_no_gradient(reentrant, device, fused_calls):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation_checkpointing_changes_no_gradient(dtype, reentrant, device, fused_calls):
     class Checkpointed(nn.Module):
         def __init__(self, layer):
             super().__init__()
@@ -236,6 +263,7 @@ def test_activation_checkpointing_changes_no_gradient(reentrant, device, fused_c
             return torch.utils.checkpoint.checkpoint(call, query, key, value, use_reentrant=reentrant)
 
     layer, tokens, arguments = make_layer(device, output_gate=True)
+    tokens = [tensor.to(dtype) for tensor in tokens]
     expected = outputs_and_gradients(layer, tokens, arguments)
     actual = outputs_and_gradients(Checkpointed(layer), tokens, arguments)
     assert len(fused_calls) == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused operators as torch sees them: schemas, fakes, autograd, and how many operations they count."""
+"""The fused operator as torch sees it: schema, fakes, autograd, and how many operations it counts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from .triton_checks import DEVICES
 pytest.importorskip("triton")
 
 LAYOUT = BlockLayout((3, 5), blocks=(2, 2))
-# Feature map, eps of the norm, scaling, eps of the features.
-SHARED = "relu", 1e-6, 0.5, 1e-3
 
 
-def make_arguments(device, dtype, everything):
-    """Arguments of both operators, for two heads of width 8, with all that is optional or none of it."""
+def make_arguments(device, dtype, everything, *, per_head=False):
+    """Arguments of the operator, for two heads of width 8, with all that is optional or none of it."""
     from mhla_hf.ops.triton.fused_products import rotary_table
 
     generator = torch.Generator().manual_seed(0)
@@ -29,49 +27,39 @@ def make_arguments(device, dtype, everything):
         return torch.rand(shape, generator=generator).add(0.5).to(device, dtype).requires_grad_()
 
     query, key, value, gate = (leaf(2, 15, 2, 8) for _ in range(4))
+    mixing = leaf(*((2,) if per_head else ()), 4, 4, dtype=torch.float32)
     angles = torch.rand(15, 4, generator=generator).to(device)
     turns = rotary_table(angles.cos(), angles.sin(), dtype) if everything else None
-    norm, output_norm = (leaf(16), leaf(8, dtype=torch.float32)) if everything else (None, None)
+    norms = [leaf(16), leaf(16), leaf(8, dtype=torch.float32)] if everything else [None] * 3
     table = LAYOUT.token_table(torch.device(device))
-    summaries = leaf(2, 2, 4, 8, 8, dtype=torch.float32)
-    sums = leaf(2, 2, 4, 8, dtype=torch.float32) if everything else None
-    summary_arguments = key, value, norm, turns, table, *SHARED, 0.1, everything, False
-    gates = gate if everything else None
-    return summary_arguments, (
-        query, summaries, sums, gates, norm, output_norm, turns, table, *SHARED, 2.0, 1e-6, 1e-6,
-    )  # fmt: skip
+    # Feature map, scaling, eps of the features, whether to divide, and other epsilons.
+    rest = "relu", 0.5, 1e-3, everything, 1e-6, 1e-6, 1e-6, 1e-6
+    return query, key, value, gate if everything else None, mixing, *norms, turns, table, *rest
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("everything", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators_are_what_torch_expects(dtype, everything, device):
+def test_operator_is_what_torch_expects(dtype, everything, device):
     from mhla_hf.ops.triton import fused
 
-    summary_arguments, attend_arguments = make_arguments(device, dtype, everything)
-    torch.library.opcheck(fused.fused_summary, summary_arguments)
-    torch.library.opcheck(fused.fused_attend, attend_arguments)
+    torch.library.opcheck(fused.fused_attention, make_arguments(device, dtype, everything))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_operations_are_counted(device):
-    """2 B T H K V for each product: one in each forward pass, two in each backward one, one of outputs made again."""
+@pytest.mark.parametrize("per_head", [False, True])
+def test_operations_are_counted(per_head, device):
+    """2 B T H K V for summaries, the same for outputs, and 2 B H M² K V for mixing; twice that backwards."""
     from mhla_hf.ops.triton import fused
 
-    summary_arguments, attend_arguments = make_arguments(device, torch.float32, True)
-    product = 2 * 2 * 15 * 2 * 8 * 8
+    arguments = make_arguments(device, torch.float32, True, per_head=per_head)
+    forward = 2 * (2 * 2 * 15 * 2 * 8 * 8) + 2 * 2 * 2 * 4**2 * 8 * 8
     with FlopCounterMode(display=False) as counter:
-        summaries, sums, _ = fused.fused_summary(*summary_arguments)
-    assert counter.get_total_flops() == product
-    with FlopCounterMode(display=False) as counter:
-        (summaries.sum() + sums.sum()).backward()
-    assert counter.get_total_flops() == 2 * product
-    with FlopCounterMode(display=False) as counter:
-        output, _ = fused.fused_attend(*attend_arguments)
-    assert counter.get_total_flops() == product
+        output, *_ = fused.fused_attention(*arguments)
+    assert counter.get_total_flops() == forward
     with FlopCounterMode(display=False) as counter:
         output.sum().backward()
-    assert counter.get_total_flops() == 3 * product
+    assert counter.get_total_flops() == 2 * forward
 
 
 def test_rotary_tables_in_half_precision_are_finer_than_the_tokens():

@@ -5,10 +5,13 @@
     o_t = norm(ψ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)·z̃_{b(t)} + eps)) · silu(gate_t)
 
 with φ(x) the feature map of scaling · norm(x), and ψ(x) the same, rotated. Kernels and shape letters are those of
-`fused_products`; mixing comes in between, as in `block`.
+`fused_products`; mixing comes in between, and one custom operator does all of it for one group of lines after the
+other, as in `block`.
 """
 
 # No postponed annotations here: torch.library reads schemas from them.
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,11 +20,21 @@ from torch.utils.flop_counter import register_flop_formula
 from ...layouts.blocks import BlockLayout
 from ..feature_maps import FEATURE_MAPS
 from ..normalizers import NORMALIZERS
-from ..numerics import records_gradients
-from .fused_gradient import fused_attend_backward, fused_summary_backward
-from .fused_products import Features, fused_outer, fused_products, inverse_norm, rotary_table
-from .launching import multiplies_exactly, product_flops, summary_dtype
-from .mixing import mix_summaries_and_sums
+from . import launching
+from .block_gradient import block_flops
+from .fused_gradient import fused_attention_backward, mixing_stages
+from .fused_products import (
+    Features,
+    dense_rows,
+    heads_together,
+    inverse_norms,
+    prepare_fused_outer,
+    prepare_fused_products,
+    rotary_table,
+)
+from .launching import lines_of_group, multiplies_exactly, summary_dtype
+from .mixing import has_head_weights, prepare_weights
+from .replay import replayed
 
 
 def fused_mhla_attention(
@@ -44,7 +57,7 @@ def fused_mhla_attention(
 ) -> Tensor:
     """Non-causal MHLA from projections on, with everything between them and the output inside of the kernels.
 
-    Summaries are float32, but bfloat16 for bfloat16 tokens where no gradient is recorded; sums always run in float32.
+    Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
 
     Args:
         query: Projected queries `[B, T, H, K]`, before any norm.
@@ -57,7 +70,7 @@ def fused_mhla_attention(
         normalizer: One of [`mhla_hf.ops.NORMALIZERS`] that has a kernel.
         eps: Added to the denominator.
         scaling: Factor of queries and keys before the feature map.
-        rotary: Tables of cosines and sines for neighbouring pairs of channels, `[T, K / 2]`; without gradients.
+        rotary: Tables of cosines and sines for neighbouring pairs of channels, of T rows of K / 2; without gradients.
         query_norm: Weight `[H · K]` and eps of an RMSNorm of queries across heads.
         key_norm: Weight `[H_kv · K]` and eps of an RMSNorm of keys across heads.
         output_norm: Weight `[V]` and eps of an RMSNorm of each head's output.
@@ -67,195 +80,178 @@ def fused_mhla_attention(
         `[B, T, H, V]` in the dtype of `value`, normed and gated.
     """
     dtype = value.dtype
-    divides, map_name = NORMALIZERS[normalizer].divides, FEATURE_MAPS[feature_map].kernel
-    weights = [None if norm is None else norm[0] for norm in (query_norm, key_norm, output_norm)]
-    query_eps, key_eps, output_eps = (0.0 if norm is None else norm[1] for norm in (query_norm, key_norm, output_norm))
-    half = not records_gradients(query, key, value, mixing, gate, *weights)
-    with torch.autocast(query.device.type, enabled=False):
-        table = layout.token_table(query.device)
-        slots = float(table.shape[-1])
-        turns = None if rotary is None else rotary_table(*rotary, dtype)
-        summary, key_sum, _ = fused_summary(
-            key.to(dtype), value, weights[1], turns, table,
-            map_name, key_eps, scaling, feature_map_eps, 1 / slots, divides, half,
-        )  # fmt: skip
-        summary, sums = mix_summaries_and_sums(
-            mixing, summary, key_sum if divides else None, query.shape[2], exact=multiplies_exactly(dtype)
-        )
-        output, _ = fused_attend(
-            query.to(dtype), summary, sums, None if gate is None else gate.to(dtype), weights[0], weights[2], turns,
-            table, map_name, query_eps, scaling, feature_map_eps, slots, eps, output_eps,
-        )  # fmt: skip
-        return output
+    (query_weight, query_eps), (key_weight, key_eps), (output_weight, output_eps) = (
+        (None, 0.0) if norm is None else norm for norm in (query_norm, key_norm, output_norm)
+    )
+    output, _, _ = fused_attention(
+        query if query.dtype == dtype else query.to(dtype),
+        key if key.dtype == dtype else key.to(dtype),
+        value,
+        gate if gate is None or gate.dtype == dtype else gate.to(dtype),
+        mixing if mixing.dtype == torch.float32 else mixing.float(),
+        query_weight,
+        key_weight,
+        output_weight,
+        None if rotary is None else rotary_table(*rotary, dtype),
+        layout.token_table(query.device),
+        FEATURE_MAPS[feature_map].kernel,
+        scaling,
+        feature_map_eps,
+        NORMALIZERS[normalizer].divides,
+        eps,
+        query_eps,
+        key_eps,
+        output_eps,
+    )
+    return output
 
 
-def _inverse_norm(tokens: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    return tokens.new_empty(0, dtype=torch.float32) if norm_weight is None else inverse_norm(tokens, eps)
-
-
-def _fake_inverse_norm(tokens: Tensor, norm_weight: Tensor | None) -> Tensor:
-    return tokens.new_empty((0,) if norm_weight is None else tokens.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op("mhla_hf::fused_summary", mutates_args=())
-def fused_summary(
+def run_fused(
+    query: Tensor,
     key: Tensor,
     value: Tensor,
-    norm_weight: Tensor | None,
-    rotary: Tensor | None,
-    table: Tensor,
-    feature_map: str,
-    norm_eps: float,
-    scaling: float,
-    feature_eps: float,
-    factor: float,
-    total: bool,
-    half: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """factor Σ ψ(k) vᵀ and Σ φ(k) of each block, from projected keys.
-
-    Args:
-        key: `[B, T, G, K]`.
-        value: `[B, T, G, V]`.
-        norm_weight: Weight of an RMSNorm across heads, `[G · K]`; None for no norm.
-        rotary: See [`Features`]. It gets no gradient.
-        table: Token of each slot, int32 `[M, N]`.
-        feature_map: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
-        norm_eps: Of the norm.
-        scaling: Factor of the keys before the feature map.
-        feature_eps: Added to the features.
-        factor: Factor of the summaries.
-        total: Whether the sums are wanted.
-        half: Keep summaries in bfloat16 for bfloat16 tokens, see [`summary_dtype`].
-
-    Returns:
-        `[B, G, M, K, V]`; float32 `[B, G, M, K]`, empty unless
-        `total`; and 1 / rms of each token's keys for the backward pass, float32 `[B, T]`, empty without a norm.
-    """
-    inverse = _inverse_norm(key, norm_weight, norm_eps)
-    features = Features(norm_weight, inverse, rotary, scaling, feature_eps)
-    dtype = summary_dtype(key.dtype, half)
-    summaries, sums = fused_outer(
-        key, value, features, feature_map, table, key.shape[2], factor=factor, total=total, dtype=dtype
-    )
-    return summaries, sums, inverse
-
-
-@fused_summary.register_fake
-def _(key, value, norm_weight, rotary, table, feature_map, norm_eps, scaling, feature_eps, factor, total, half):
-    shape = key.shape[0], key.shape[2], table.shape[0], key.shape[3]
-    return (
-        key.new_empty(*shape, value.shape[-1], dtype=summary_dtype(key.dtype, half)),
-        key.new_empty(shape if total else (0,), dtype=torch.float32),
-        _fake_inverse_norm(key, norm_weight),
-    )
-
-
-def _summary_context(ctx, inputs, output):
-    key, value, norm_weight, rotary, table, feature_map, _, scaling, feature_eps, factor, total, _ = inputs
-    ctx.mark_non_differentiable(output[2])
-    ctx.options = feature_map, scaling, feature_eps, factor, total
-    ctx.save_for_backward(key, value, output[2], norm_weight, rotary, table)
-
-
-def _summary_backward(ctx, grad_summaries, grad_sums, _):
-    # Checkpointing hands them out once.
-    saved = ctx.saved_tensors
-    grad_key, grad_value, grad_weight = fused_summary_backward(grad_summaries, grad_sums, *saved, *ctx.options)
-    return grad_key, grad_value, None if saved[3] is None else grad_weight, *([None] * 9)
-
-
-fused_summary.register_autograd(_summary_backward, setup_context=_summary_context)
-
-
-@register_flop_formula(torch.ops.mhla_hf.fused_summary)
-def _summary_flops(key, value, *args, **kwargs) -> int:
-    return product_flops(key, value[-1])
-
-
-@torch.library.custom_op("mhla_hf::fused_attend", mutates_args=())
-def fused_attend(
-    query: Tensor,
-    summaries: Tensor,
-    key_sums: Tensor | None,
     gate: Tensor | None,
-    norm_weight: Tensor | None,
-    output_weight: Tensor | None,
+    mixing: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    output_norm: Tensor | None,
     rotary: Tensor | None,
     table: Tensor,
     feature_map: str,
-    norm_eps: float,
     scaling: float,
     feature_eps: float,
-    factor: float,
+    divides: bool,
     eps: float,
+    query_eps: float,
+    key_eps: float,
     output_eps: float,
-) -> tuple[Tensor, Tensor]:
-    """norm(factor · ψ(q)ᵀ S̃ / (φ(q)·z̃ + eps)) · silu(gate), from projected queries.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block-parallel MHLA from projections on.
 
     Args:
         query: `[B, T, H, K]`.
-        summaries: Mixed summaries of [`fused_summary`], `[B, G, M, K, V]`.
-        key_sums: Mixed sums, float32 `[B, G, M, K]`; None does not divide.
-        gate: Output of the gate's projection, `[B, T, H, V]`; None for no gate.
-        norm_weight: Weight of the queries' RMSNorm across heads, `[H · K]`; None for no norm.
-        output_weight: Weight of the RMSNorm of each head's output, `[V]`; None for no norm.
-        rotary: See [`fused_summary`].
-        table: See [`fused_summary`].
-        feature_map: See [`fused_summary`].
-        norm_eps: Of the queries' norm.
-        scaling: Factor of the queries before the feature map.
+        key: `[B, T, G, K]`, of the same dtype.
+        value: `[B, T, G, V]`, of the same dtype.
+        gate: Output of the gate's projection, `[B, T, H, V]`, of the same dtype; None for no gate.
+        mixing: float32 `[M, M]` or `[H, M, M]`.
+        query_norm: Weight of the queries' RMSNorm across heads, `[H · K]`; None for no norm.
+        key_norm: Weight of the keys', `[G · K]`.
+        output_norm: Weight of the RMSNorm of each head's output, `[V]`.
+        rotary: See [`Features`]. It gets no gradient.
+        table: Token of each slot, int32 `[M, N]`.
+        feature_map: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
+        scaling: Factor of queries and keys before the feature map.
         feature_eps: Added to the features.
-        factor: Factor of the products.
+        divides: Whether to divide by φ(q)·z̃ + eps.
         eps: Added to the denominator.
+        query_eps: Of the queries' norm.
+        key_eps: Of the keys' norm.
         output_eps: Of the outputs' norm.
 
     Returns:
-        `[B, T, H, V]` in the dtype of `query`; and 1 / rms of each token's queries for the backward pass, float32
-        `[B, T]`, empty without a norm.
+        `[B, T, H, V]` in the dtype of `query`; and for the backward pass 1 / rms of each token's queries and of its
+        keys, see [`inverse_norms`].
     """
-    inverse = _inverse_norm(query, norm_weight, norm_eps)
-    features = Features(norm_weight, inverse, rotary, scaling, feature_eps)
-    output = fused_products(
-        query,
-        summaries.contiguous(),
-        None if key_sums is None else key_sums.contiguous(),
-        features,
-        feature_map,
-        table,
-        factor=factor,
-        eps=eps,
-        gate=gate,
-        output_weight=output_weight,
-        output_eps=output_eps,
+    inputs = (
+        heads_together(query), heads_together(key), dense_rows(value), dense_rows(gate), mixing,
+        query_norm, key_norm, output_norm, rotary, table,
+    )  # fmt: skip
+    options = (
+        feature_map, scaling, feature_eps, divides, eps, None if query_norm is None else query_eps,
+        None if key_norm is None else key_eps, output_eps, multiplies_exactly(query.dtype), launching.GROUP_LINES,
+    )  # fmt: skip
+    output, query_inverse, key_inverse = replayed(_launch_all, inputs, options)
+    return output, query_inverse, key_inverse
+
+
+def _launch_all(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    mixing: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    output_norm: Tensor | None,
+    rotary: Tensor | None,
+    table: Tensor,
+    feature_map: str,
+    scaling: float,
+    feature_eps: float,
+    divides: bool,
+    eps: float,
+    query_eps: float | None,
+    key_eps: float | None,
+    output_eps: float,
+    exact: bool,
+    group_lines: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, num_tokens, heads, width = query.shape
+    groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
+    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    repeats, lines = mixed_heads // groups, batch * groups
+    dtype = summary_dtype(query.dtype)
+    group = lines_of_group(lines, (1 + repeats) * blocks * width * columns * dtype.itemsize, blocks, query.device)
+    query_inverse, key_inverse = inverse_norms(query, key, query_eps, key_eps)
+    key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
+    query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
+    summaries = query.new_empty(group, blocks, width, columns, dtype=dtype)
+    mixed = query.new_empty(group * repeats, blocks, width, columns, dtype=dtype)
+    output = query.new_empty(batch, num_tokens, heads, columns)
+    sums = mixed_sums = None
+    if divides:
+        sums = query.new_empty(group, blocks, width, dtype=torch.float32)
+        mixed_sums = query.new_empty(group * repeats, blocks, width, dtype=torch.float32)
+    weights = prepare_weights(mixing, dtype, exact=exact, sums=divides)
+    # Summaries are means over the slots: their size does not grow with the blocks'.
+    stages = [
+        prepare_fused_outer(key, value, key_features, feature_map, table, groups, summaries, sums, factor=1 / slots),
+        *mixing_stages(weights, (summaries, sums), (mixed, mixed_sums), heads=mixed_heads, repeats=repeats),
+    ]
+    attend = prepare_fused_products(
+        query, mixed, mixed_sums, query_features, feature_map, table, mixed_heads, output,
+        factor=float(slots), eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
+    )  # fmt: skip
+    stages.append(replace(attend, repeats=repeats))
+    for first_line in range(0, lines, group):
+        for stage in stages:
+            stage(first_line, min(group, lines - first_line))
+    return output, query_inverse, key_inverse
+
+
+# In place of `torch.library.custom_op`, which takes several times longer for a call.
+torch.library.define("mhla_hf::fused_attention", torch.library.infer_schema(run_fused, mutates_args=()))
+torch.library.impl("mhla_hf::fused_attention", ("cpu", "cuda"))(run_fused)
+fused_attention = torch.ops.mhla_hf.fused_attention.default
+
+
+@torch.library.register_fake("mhla_hf::fused_attention")
+def _(query, key, value, gate, mixing, query_norm, key_norm, *args):
+    inverse = (
+        query.new_empty((0,) if norm is None else query.shape[:2], dtype=torch.float32)
+        for norm in (query_norm, key_norm)
     )
-    return output, inverse
+    return query.new_empty(*query.shape[:3], value.shape[3]), *inverse
 
 
-@fused_attend.register_fake
-def _(query, summaries, key_sums, gate, norm_weight, *args):
-    return query.new_empty(*query.shape[:-1], summaries.shape[-1]), _fake_inverse_norm(query, norm_weight)
+def _context(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    feature_map, scaling, feature_eps, divides, eps, _, _, output_eps = inputs[10:]
+    ctx.options = feature_map, scaling, feature_eps, divides, eps, output_eps
+    ctx.save_for_backward(*output[1:], *inputs[:10])
 
 
-def _attend_context(ctx, inputs, output):
-    tensors, (feature_map, _, *numbers) = inputs[:8], inputs[8:]
-    ctx.mark_non_differentiable(output[1])
-    ctx.options = feature_map, *numbers
-    ctx.save_for_backward(*tensors[:4], output[1], *tensors[4:])
-
-
-def _attend_backward(ctx, grad_output, _):
+def _backward(ctx, gradient, *_):
+    # Checkpointing hands them out once.
     saved = ctx.saved_tensors
-    grad_query, grad_summaries, *others = fused_attend_backward(grad_output, *saved, *ctx.options)
-    _, _, key_sums, gate, _, norm_weight, output_weight, *_ = saved
-    there = key_sums, gate, norm_weight, output_weight
-    others = [gradient if tensor is not None else None for gradient, tensor in zip(others, there)]
-    return grad_query, grad_summaries, *others, *([None] * 9)
+    gradients = fused_attention_backward(gradient, *saved, *ctx.options)
+    given = saved[2:10]
+    return *(None if tensor is None else part for part, tensor in zip(gradients, given)), *([None] * 10)
 
 
-fused_attend.register_autograd(_attend_backward, setup_context=_attend_context)
+torch.library.register_autograd("mhla_hf::fused_attention", _backward, setup_context=_context)
 
 
-@register_flop_formula(torch.ops.mhla_hf.fused_attend)
-def _attend_flops(query, summaries, *args, **kwargs) -> int:
-    return product_flops(query, summaries[-1])
+@register_flop_formula(torch.ops.mhla_hf.fused_attention)
+def _flops(query, key, value, gate, mixing, *args, **kwargs) -> int:
+    return block_flops(query, key, value, mixing)

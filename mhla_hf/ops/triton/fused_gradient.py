@@ -18,12 +18,17 @@ one head. Shape letters are those of `fused_products`.
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .block_gradient import block_flops
 from .device_functions import (
     COUNTS,
     denominator_gradient,
@@ -32,6 +37,7 @@ from .device_functions import (
     head_rows,
     load_matrix,
     load_rows,
+    place_of_program,
     product,
     row_strides,
     store_rows,
@@ -43,11 +49,10 @@ from .fused_products import (
     entry_tokens,
     features_of,
     fused_options,
-    fused_outer,
-    fused_products,
     heads_together,
     normed_rows,
-    place_of_line,
+    prepare_fused_outer,
+    prepare_fused_products,
     reads_wide_tiles,
     rotary_rows,
     rotate,
@@ -56,31 +61,39 @@ from .fused_products import (
 )
 from .launching import (
     FEW_PROGRAMS,
+    Stage,
     as_rows,
+    ceil_divide,
     dense_like,
+    launch,
+    lines_of_group,
+    multiplies_exactly,
     padded,
-    product_flops,
+    prepare,
     product_precision,
 )
+from .mixing import MixingGradient, Weights, has_head_weights, prepare_mixing, prepare_weights
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def fused_gradient_kernel(
     rows, outputs, features, table, matrices, vectors, result, scale, weight,
-    factor, eps, num_tokens, num_blocks, slots, lines,
+    first_line, lines, factor, eps, num_tokens, num_blocks, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of norm(x_t) where that of ψ(x_t) is factor · scale_t · matrix_b(t) outputs_t.
 
+    For a group of lines from `first_line` on, `matrices` are `[lines, M, WIDTH, VALUE]` and `vectors` `[lines, M,
+    WIDTH]`; REPEATS heads of the rows share one.
+
     Without `scale`, scale_t and the weight of vector_b(t) are 1, and there may be no vectors. With it, rows are
     queries whose results are divided by d_t = φ(x_t)·vector_b(t) + eps: scale_t = 1 / d_t, and weight_t is the
     gradient of d_t; both are written, float32 `[B, T, HEADS · REPEATS]`.
     """
-    block, batch, row_head = place_of_line(lines, HEADS * REPEATS)
+    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, HEADS, REPEATS)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = tl.arange(0, BLOCK_VALUE)
-    matrix = (batch * HEADS + row_head // REPEATS) * num_blocks + block
     block_table = table + block * slots
     entries = slot_entries(block_table, slot, slots, num_tokens)
     # Transposed as it is read.
@@ -116,7 +129,7 @@ def fused_gradient_kernel(
         store_rows(results, tokens, present, column, gradient, WIDTH)
 
 
-def feature_gradient(
+def prepare_feature_gradient(
     rows: Tensor,
     outputs: Tensor,
     matrices: Tensor,
@@ -124,60 +137,48 @@ def feature_gradient(
     features: Features,
     map_name: str,
     table: Tensor,
+    heads: int,
     *,
     factor: float,
     eps: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of norm(x_t) where that of ψ(x_t) is factor · scale_t · matrix_b(t) outputs_t.
+) -> tuple[Stage, Tensor, Tensor | None, Tensor | None]:
+    """The gradient of norm(x_t) where that of ψ(x_t) is factor · scale_t · matrix_b(t) outputs_t, by groups of lines.
 
     Args:
         rows: Projected queries or keys x, `[B, T, H, K]`.
         outputs: Values, or gradients of outputs, `[B, T, H, V]`.
-        matrices: Gradients of summaries, or mixed summaries, `[B, G, M, K, V]`, dense.
-        vectors: float32 `[B, G, M, K]`, dense: added to the gradient of φ(x_t), or see `eps`.
+        matrices: Gradients of summaries, or mixed summaries, `[L, M, K, V]`, dense.
+        vectors: float32 `[L, M, K]`, dense: added to the gradient of φ(x_t), or see `eps`.
         features: See [`Features`].
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         table: Token of each slot, int32 `[M, N]`.
+        heads: Heads of the matrices; H / heads of the rows share one.
         factor: Factor of the products.
         eps: If given, rows are queries whose results are divided by φ(x_t)·vector_b(t) + eps, and scale_t is one over
             that. Otherwise it is 1.
 
     Returns:
-        The gradient, `[B, T, H, K]` in the dtype of `rows`; scale, and the gradient of the denominators, float32
-        `[B, T, H]` (both empty without `eps` or `vectors`).
+        The stage; the gradient, `[B, T, H, K]` in the dtype of `rows`; scale, and the gradient of the denominators,
+        float32 `[B, T, H]` (both None without `eps` or `vectors`).
     """
-    rows = heads_together(rows)
-    batch, num_tokens, heads, _ = rows.shape
-    groups, blocks, columns = matrices.shape[1], matrices.shape[2], matrices.shape[-1]
     divides = vectors is not None and eps is not None
     # Features and their gradient are at hand together where there is a divisor.
     most_tokens = 32 if reads_wide_tiles(rows) and not divides else 16
-    result = dense_like(rows)
-    per_token = (batch, num_tokens, heads) if divides else (0,)
-    scale, weight = (rows.new_empty(per_token, dtype=torch.float32) for _ in range(2))
-    with torch.cuda.device_of(rows):
-        fused_gradient_kernel[(blocks * batch * heads,)](
-            as_rows(rows),
-            as_rows(outputs),
-            matrices=matrices,
-            vectors=vectors,
-            result=result,
-            scale=scale if divides else None,
-            weight=weight if divides else None,
-            factor=factor,
-            eps=0.0 if eps is None else eps,
-            lines=batch * heads,
-            FEATURE_MAP=map_name,
-            PRECISION=product_precision(rows.dtype, matrices.dtype),
-            **fused_options(rows, features, table, groups, columns, padded(columns), most_tokens),
-        )
-    return result, scale, weight
+    result, scale, weight = dense_like(rows), None, None
+    if divides:
+        scale, weight = (rows.new_empty(rows.shape[:3], dtype=torch.float32) for _ in range(2))
+    options = fused_options(rows, matrices, table, map_name, heads, padded(matrices.shape[3]), most_tokens)
+    run = prepare(
+        fused_gradient_kernel, as_rows(rows), as_rows(outputs), features, table, matrices, vectors, result, scale,
+        weight, **options, factor=factor, eps=eps or 0.0, PRECISION=product_precision(rows.dtype, matrices.dtype),
+    )  # fmt: skip
+    return Stage(run, table.shape[0] * rows.shape[2] // heads), result, scale, weight
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def norm_gradient_kernel(
     rows, norm, norm_weight, gradient, weight_gradient,
-    num_tokens, count, share, stride_batch, stride_token,
+    num_tokens, count, share,
     WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Turns gradients of norm(x) `[count, WIDTH]` into those of x, in place, `share` rows a program.
@@ -188,10 +189,11 @@ def norm_gradient_kernel(
     first = tl.program_id(0).to(tl.int64) * share
     column = tl.arange(0, BLOCK_WIDTH)
     inside = column < WIDTH
+    stride_batch, stride_token, _ = row_strides(rows)
     weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_WIDTH,), tl.float32)
     for row in range(first, tl.minimum(first + share, count)):
-        start = rows + (row // num_tokens) * stride_batch + (row % num_tokens) * stride_token
+        start = rows.data + (row // num_tokens) * stride_batch + (row % num_tokens) * stride_token
         values = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
         gradients = tl.load(gradient + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(norm + row)
@@ -212,222 +214,241 @@ def norm_gradient_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, i
     """
     if norm_weight is None:
         return None
-    rows = heads_together(rows)
     batch, num_tokens, heads, width = rows.shape
     size, count = heads * width, batch * num_tokens
-    share = triton.cdiv(count, FEW_PROGRAMS)
-    partial = rows.new_empty(triton.cdiv(count, share), size, dtype=torch.float32)
-    with torch.cuda.device_of(rows):
-        norm_gradient_kernel[(partial.shape[0],)](
-            rows,
-            inverse_norm,
-            norm_weight,
-            gradient,
-            partial,
-            num_tokens,
-            count,
-            share,
-            rows.stride(0),
-            rows.stride(1),
-            WIDTH=size,
-            BLOCK_WIDTH=padded(size),
-            num_warps=row_warps(size),
-        )
+    share = ceil_divide(count, FEW_PROGRAMS)
+    programs = ceil_divide(count, share)
+    partial = rows.new_empty(programs, size, dtype=torch.float32)
+    launch(
+        norm_gradient_kernel, programs, as_rows(rows), inverse_norm, norm_weight, gradient, partial,
+        num_tokens=num_tokens, count=count, share=share, WIDTH=size, BLOCK_WIDTH=padded(size),
+        num_warps=row_warps(size),
+    )  # fmt: skip
     return partial.sum(0).to(norm_weight.dtype)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def output_gradient_kernel(
-    output, gate, norm_weight, gradient, gate_gradient, weight_gradient,
-    num_tokens, count, share, output_eps,
-    HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    query, gradients, gate, output_weight, features, table, matrices, vectors, result, gate_gradient, weight_gradient,
+    first_line, lines, factor, eps, output_eps, num_tokens, num_blocks, slots,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Through y = norm(x) · silu(g): overwrites `output` x with its gradient, and writes those of gate and weight.
+    """Gradients through norm(x) · silu(gate) of x, which are written to `result`, and of gate and norm's weight.
 
-    Norm and gate are left out where their tensors are None. `output`, `gradient` and `gate_gradient` are dense
-    `[count, VALUE]`, with count = B · T · HEADS; a program takes `share` rows, a multiple of BLOCK_ROWS. The weight's
-    gradient is `[programs, VALUE]`.
+    x is factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps), computed anew as in [`fused_attend_kernel`]. Norm, gate or
+    divisor are left out where their tensors are None. `gradients` are those of the output; the weight's are
+    `[B · HEADS · REPEATS, M, VALUE]`, one row a program.
     """
-    first = tl.program_id(0).to(tl.int64) * share
-    column = tl.arange(0, BLOCK_VALUE)
-    inside = column < VALUE
-    if norm_weight is not None:
-        norm_scale = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, HEADS, REPEATS)
+    column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
+    value_column = tl.arange(0, BLOCK_VALUE)
+    block_table = table + block * slots
+    entries = slot_entries(block_table, slot, slots, num_tokens)
+    weights = load_matrix(matrices + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
+    scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
+    if vectors is not None:
+        sums = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
+    if output_weight is not None:
+        norm_scale = tl.load(output_weight + value_column, mask=value_column < VALUE, other=0.0).to(tl.float32)
         total = tl.zeros((BLOCK_VALUE,), tl.float32)
-    for start in range(first, tl.minimum(first + share, count), BLOCK_ROWS):
-        row = start + tl.arange(0, BLOCK_ROWS)
-        present = row < count
-        values = load_rows((output, VALUE), row, present, column, VALUE).to(tl.float32)
-        gradients = load_rows((gradient, VALUE), row, present, column, VALUE).to(tl.float32)
-        if norm_weight is not None:
-            inverse = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / VALUE + output_eps)
-            values *= inverse[:, None]
+    queries, gradient_rows = head_rows(query, batch, row_head), head_rows(gradients, batch, row_head)
+    results = dense_head_rows(result, batch, row_head, num_tokens, HEADS * REPEATS, VALUE)
+    for offset in range(0, slots, BLOCK_TOKENS):
+        tokens, present = entry_tokens(entries, num_tokens)
+        entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
+        gradient = load_rows(gradient_rows, tokens, present, value_column, VALUE).to(tl.float32)
         if gate is not None:
-            token, head = row // HEADS, row % HEADS
-            stride_batch, stride_token, stride_head = row_strides(gate)
-            places = (token // num_tokens) * stride_batch + (token % num_tokens) * stride_token
-            places += head * stride_head
-            gates = load_rows((gate.data, 1), places, present, column, VALUE).to(tl.float32)
+            gates = load_rows(head_rows(gate, batch, row_head), tokens, present, value_column, VALUE).to(tl.float32)
+        normed = normed_rows(queries, features, scales, batch, tokens, present, num_tokens, column, WIDTH)
+        rotary = rotary_rows(features, tokens, present, column, WIDTH)
+        mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
+        values = product(rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH), weights, PRECISION)
+        row_factor = tl.full((BLOCK_TOKENS,), factor, tl.float32)
+        if vectors is not None:
+            row_factor /= tl.where(present, denominators(mapped, sums, eps), 1.0)
+        if output_weight is not None:
+            mean_square = tl.sum(values * values, axis=1) / VALUE * row_factor * row_factor
+            inverse = 1.0 / tl.sqrt(mean_square + output_eps)
+            row_factor *= inverse
+        values *= row_factor[:, None]
+        if gate is not None:
             sigmoid = tl.sigmoid(gates)
-            slope = gradients * values * (sigmoid * (1 + gates * (1 - sigmoid)))
-            if norm_weight is not None:
+            slope = gradient * values * (sigmoid * (1 + gates * (1 - sigmoid)))
+            if output_weight is not None:
                 slope *= norm_scale[None, :]
-            store_rows((gate_gradient, VALUE), row, present, column, slope, VALUE)
-            gradients *= gates * sigmoid
-        if norm_weight is not None:
-            total += tl.sum(gradients * values, axis=0)
-            gradients *= norm_scale[None, :]
-            mean = tl.sum(gradients * values, axis=1) / VALUE
-            gradients = (gradients - values * mean[:, None]) * inverse[:, None]
-        store_rows((output, VALUE), row, present, column, gradients, VALUE)
-    if norm_weight is not None:
-        tl.store(weight_gradient + tl.program_id(0).to(tl.int64) * VALUE + column, total, mask=inside)
+            gate_rows = dense_head_rows(gate_gradient, batch, row_head, num_tokens, HEADS * REPEATS, VALUE)
+            store_rows(gate_rows, tokens, present, value_column, slope, VALUE)
+            gradient *= gates * sigmoid
+        if output_weight is not None:
+            total += tl.sum(gradient * values, axis=0)
+            gradient *= norm_scale[None, :]
+            mean = tl.sum(gradient * values, axis=1) / VALUE
+            gradient = (gradient - values * mean[:, None]) * inverse[:, None]
+        store_rows(results, tokens, present, value_column, gradient, VALUE)
+    if output_weight is not None:
+        row = (batch * (HEADS * REPEATS) + row_head) * num_blocks + block
+        tl.store(weight_gradient + row * VALUE + value_column, total, mask=value_column < VALUE)
 
 
-def output_gradient_(
-    output: Tensor,
-    gradient: Tensor,
-    gate: Tensor | None,
-    output_weight: Tensor | None,
-    output_eps: float,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Through norm(output) · silu(gate): overwrites the output, dense `[B, T, H, V]`, with its gradient.
-
-    Args:
-        output: What entered the norm.
-        gradient: `[B, T, H, V]`.
-        gate: `[B, T, H, V]` or None.
-        output_weight: `[V]` or None.
-        output_eps: Of the norm.
-
-    Returns:
-        The gradients of gate and weight in their dtypes; None for what is not there.
-    """
-    gradient = gradient.contiguous()
-    batch, num_tokens, heads, columns = output.shape
-    count, rows_tile = batch * num_tokens * heads, max(1, 4096 // padded(columns))
-    share = triton.cdiv(triton.cdiv(count, rows_tile), 4 * FEW_PROGRAMS) * rows_tile
-    grad_gate = None if gate is None else dense_like(gate)
-    partial = output.new_empty(triton.cdiv(count, share), columns, dtype=torch.float32)
-    with torch.cuda.device_of(output):
-        output_gradient_kernel[(partial.shape[0],)](
-            output,
-            as_rows(gate),
-            output_weight,
-            gradient,
-            grad_gate,
-            partial,
-            num_tokens,
-            count,
-            share,
-            output_eps,
-            HEADS=heads,
-            VALUE=columns,
-            BLOCK_VALUE=padded(columns),
-            BLOCK_ROWS=rows_tile,
-            num_warps=4,
-        )
-    return grad_gate, None if output_weight is None else partial.sum(0).to(output_weight.dtype)
-
-
-@torch.library.custom_op("mhla_hf::fused_summary_backward", mutates_args=())
-def fused_summary_backward(
-    grad_summaries: Tensor,
-    grad_sums: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inverse: Tensor,
-    norm_weight: Tensor | None,
-    rotary: Tensor | None,
-    table: Tensor,
-    feature_map: str,
-    scaling: float,
-    feature_eps: float,
-    factor: float,
-    total: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of key, value and norm_weight (empty without one)."""
-    shared = Features(norm_weight, inverse, rotary, scaling, feature_eps), feature_map, table
-    matrices, vectors = grad_summaries.contiguous(), grad_sums.contiguous() if total else None
-    grad_value = fused_products(key, matrices, None, *shared, factor=factor)
-    grad_key, _, _ = feature_gradient(key, value, matrices, vectors, *shared, factor=factor)
-    grad_weight = norm_gradient_(key, grad_key, norm_weight, inverse)
-    return grad_key, grad_value, key.new_empty(0) if grad_weight is None else grad_weight
-
-
-@fused_summary_backward.register_fake
-def _(grad_summaries, grad_sums, key, value, inverse, norm_weight, *args):
-    grad_weight = key.new_empty(0) if norm_weight is None else dense_like(norm_weight)
-    return dense_like(key), dense_like(value), grad_weight
-
-
-@register_flop_formula(torch.ops.mhla_hf.fused_summary_backward)
-def _summary_backward_flops(grad_summaries, grad_sums, key, *args, **kwargs) -> int:
-    return 2 * product_flops(key, grad_summaries[-1])
-
-
-@torch.library.custom_op("mhla_hf::fused_attend_backward", mutates_args=())
-def fused_attend_backward(
-    grad_output: Tensor,
+def prepare_output_gradient(
     query: Tensor,
-    summaries: Tensor,
-    key_sums: Tensor | None,
-    gate: Tensor | None,
-    inverse: Tensor,
-    norm_weight: Tensor | None,
-    output_weight: Tensor | None,
-    rotary: Tensor | None,
+    gradient: Tensor,
+    matrices: Tensor,
+    vectors: Tensor | None,
+    features: Features,
+    map_name: str,
     table: Tensor,
-    feature_map: str,
-    scaling: float,
-    feature_eps: float,
+    heads: int,
+    *,
     factor: float,
     eps: float,
+    gate: Tensor | None,
+    output_weight: Tensor | None,
     output_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, summaries, key_sums, gate, norm_weight and output_weight; empty for what is not there."""
-    shared = Features(norm_weight, inverse, rotary, scaling, feature_eps), feature_map, table
-    summaries, groups = summaries.contiguous(), summaries.shape[1]
-    vectors = None if key_sums is None else key_sums.contiguous()
-    grad_gate = grad_output_weight = None
-    if gate is not None or output_weight is not None:
-        # Without a normaliser, what enters the norm can leave the range of float16.
-        dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
-        output = fused_products(query, summaries, vectors, *shared, factor=factor, eps=eps, dtype=dtype)
-        grad_gate, grad_output_weight = output_gradient_(output, grad_output, gate, output_weight, output_eps)
-        grad_output = output
-    grad_query, scale, weight = feature_gradient(
-        query, grad_output, summaries, vectors, *shared, factor=factor, eps=eps
+) -> tuple[Stage, Tensor, Tensor | None, Tensor | None]:
+    """Gradients through norm(x) · silu(gate) for groups of lines.
+
+    Arguments that are not listed are those of [`fused_products.prepare_fused_products`], whose output without norm and
+    gate is x.
+
+    Args:
+        gradient: Of the output, `[B, T, H, V]`.
+
+    Returns:
+        The stage; the gradient of x, `[B, T, H, V]`; that of the gate, in its dtype; and shares of that of the norm's
+        weight, float32 `[B · H, M, V]`; None for what is not there.
+    """
+    batch, num_tokens, query_heads, _ = query.shape
+    columns = matrices.shape[3]
+    # Without a normaliser, what enters the norm can leave the range of float16.
+    dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
+    result = query.new_empty(batch, num_tokens, query_heads, columns, dtype=dtype)
+    grad_gate = None if gate is None else dense_like(gate)
+    partial = None
+    if output_weight is not None:
+        partial = query.new_empty(batch * query_heads, table.shape[0], columns, dtype=torch.float32)
+    run = prepare(
+        output_gradient_kernel, as_rows(query), as_rows(gradient), as_rows(gate), output_weight, features, table,
+        matrices, vectors, result, grad_gate, partial,
+        **fused_options(query, matrices, table, map_name, heads, padded(columns), 16),
+        factor=factor, eps=eps, output_eps=output_eps, PRECISION=product_precision(query.dtype, matrices.dtype),
+    )  # fmt: skip
+    return Stage(run, table.shape[0] * query_heads // heads), result, grad_gate, partial
+
+
+def mixing_stages(
+    weights: Weights, sources: tuple[Tensor, Tensor | None], results: tuple[Tensor, Tensor | None], **options: Any
+) -> list[Stage]:
+    """Stages that mix summaries and, where there are any, sums; see [`mixing.prepare_mixing`]."""
+    return [
+        prepare_mixing(weights, source, result, **options)
+        for source, result in zip(sources, results)
+        if source is not None and result is not None
+    ]
+
+
+@torch.library.custom_op("mhla_hf::fused_attention_backward", mutates_args=())
+def fused_attention_backward(
+    gradient: Tensor,
+    query_inverse: Tensor,
+    key_inverse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    mixing: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    output_norm: Tensor | None,
+    rotary: Tensor | None,
+    table: Tensor,
+    feature_map: str,
+    scaling: float,
+    feature_eps: float,
+    divides: bool,
+    eps: float,
+    output_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, gate, mixing and the weights of the norms; empty for what is not there.
+
+    Args beyond those of `fused.fused_attention`:
+        gradient: Of the output.
+        query_inverse: From [`fused_products.inverse_norms`].
+        key_inverse: The same.
+    """
+    query, key = heads_together(query), heads_together(key)
+    batch, _, heads, width = query.shape
+    groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
+    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    repeats, lines, exact = mixed_heads // groups, batch * groups, multiplies_exactly(query.dtype)
+    group = lines_of_group(lines, (1 + repeats) * blocks * width * columns * 4, blocks, query.device)
+    query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
+    key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
+    summaries = query.new_empty(group, blocks, width, columns, dtype=torch.float32)
+    mixed = query.new_empty(group * repeats, blocks, width, columns, dtype=torch.float32)
+    sums = mixed_sums = None
+    if divides:
+        sums, mixed_sums = (query.new_empty(part.shape[:3], dtype=torch.float32) for part in (summaries, mixed))
+    weights, transposed = (
+        prepare_weights(mixing, torch.float32, exact=exact, sums=divides, transpose=transpose)
+        for transpose in (False, True)
     )
-    divides = key_sums is not None
-    grad_summaries, grad_sums = fused_outer(
-        query,
-        grad_output,
-        *shared,
-        groups,
-        factor=factor,
-        total=divides,
-        dtype=summaries.dtype,
-        scale=scale if divides else None,
-        weight=weight if divides else None,
+    of_keys, of_queries = (key_features, feature_map, table, groups), (query_features, feature_map, table, mixed_heads)
+    pairs = (summaries, sums), (mixed, mixed_sums)
+    stages: list[Callable[[int, int], Any]] = [
+        prepare_fused_outer(key, value, *of_keys, *pairs[0], factor=1 / slots),
+        *mixing_stages(weights, *pairs, heads=mixed_heads, repeats=repeats),
+    ]
+    grad_gate = grad_output_norm = None
+    if gate is not None or output_norm is not None:
+        stage, gradient, grad_gate, grad_output_norm = prepare_output_gradient(
+            query, gradient, *pairs[1], *of_queries, factor=float(slots), eps=eps,
+            gate=gate, output_weight=output_norm, output_eps=output_eps,
+        )  # fmt: skip
+        stages.append(replace(stage, repeats=repeats))
+    stage, grad_query, scale, weight = prepare_feature_gradient(
+        query, gradient, *pairs[1], *of_queries, factor=float(slots), eps=eps
     )
-    grad_norm_weight = norm_gradient_(query, grad_query, norm_weight, inverse)
-    found = grad_gate, grad_norm_weight, grad_output_weight
-    gate_part, norm_part, output_part = (query.new_empty(0) if part is None else part for part in found)
-    return grad_query, grad_summaries, grad_sums, gate_part, norm_part, output_part
+    stages.append(replace(stage, repeats=repeats))
+    # Gradients of summaries take the place of summaries that are needed no more.
+    stage = prepare_fused_outer(
+        query, gradient, *of_queries, *pairs[1], factor=float(slots), scale=scale, weight=weight
+    )
+    stages.append(replace(stage, repeats=repeats))
+    grad_mixing = MixingGradient(
+        mixing, mixed, summaries, batch=batch, heads=mixed_heads, repeats=repeats, exact=exact,
+        sums=(mixed_sums, sums) if mixed_sums is not None and sums is not None else None,
+    )  # fmt: skip
+    stages.append(grad_mixing)
+    stages += mixing_stages(transposed, *pairs[::-1], heads=groups, repeats=repeats, sum_repeats=True)
+    stage, grad_key, _, _ = prepare_feature_gradient(key, value, *pairs[0], *of_keys, factor=1 / slots)
+    grad_value = dense_like(value)
+    stages += [
+        stage,
+        prepare_fused_products(key, summaries, None, *of_keys, grad_value, factor=1 / slots),
+    ]
+    for first_line in range(0, lines, group):
+        for run in stages:
+            run(first_line, min(group, lines - first_line))
+    if output_norm is not None:
+        grad_output_norm = grad_output_norm.sum((0, 1)).to(output_norm.dtype)
+    found = (
+        grad_gate,
+        grad_mixing.total(),
+        norm_gradient_(query, grad_query, query_norm, query_inverse),
+        norm_gradient_(key, grad_key, key_norm, key_inverse),
+        grad_output_norm,
+    )
+    return grad_query, grad_key, grad_value, *(query.new_empty(0) if part is None else part for part in found)
 
 
-@fused_attend_backward.register_fake
-def _(grad_output, query, summaries, key_sums, gate, inverse, norm_weight, output_weight, *args):
-    grad_sums = query.new_empty(0, dtype=torch.float32) if key_sums is None else dense_like(key_sums)
-    others = gate, norm_weight, output_weight
-    found = (query.new_empty(0) if part is None else dense_like(part) for part in others)
-    return dense_like(query), dense_like(summaries), grad_sums, *found
+@fused_attention_backward.register_fake
+def _(gradient, query_inverse, key_inverse, query, key, value, gate, mixing, query_norm, key_norm, output_norm, *args):
+    tensors = query, key, value, gate, mixing, query_norm, key_norm, output_norm
+    return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
 
 
-@register_flop_formula(torch.ops.mhla_hf.fused_attend_backward)
-def _attend_backward_flops(
-    grad_output, query, summaries, key_sums, gate, inverse, norm_weight, output_weight, *args, **kwargs
-) -> int:
-    again = gate is not None or output_weight is not None
-    return (3 if again else 2) * product_flops(query, summaries[-1])
+@register_flop_formula(torch.ops.mhla_hf.fused_attention_backward)
+def _flops(gradient, query_inverse, key_inverse, query, key, value, gate, mixing, *args, **kwargs) -> int:
+    return 2 * block_flops(query, key, value, mixing)

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .device_functions import (
     COUNTS,
@@ -37,7 +39,9 @@ from .device_functions import (
     head_rows,
     load_matrix,
     load_rows,
+    place_of_program,
     product,
+    row_strides,
     store_rows,
     to_matrix,
     to_tf32,
@@ -45,11 +49,15 @@ from .device_functions import (
 from .feature_maps import feature_map
 from .launching import (
     MAX_TILE,
+    Stage,
     as_rows,
+    ceil_divide,
     column_tile,
     is_padded,
+    launch,
     multiplies_from_shared_memory,
     padded,
+    prepare,
     product_precision,
     warps,
 )
@@ -66,15 +74,19 @@ class Features(NamedTuple):
         feature_eps: Added to the features.
     """
 
-    norm_weight: torch.Tensor | None
-    inverse_norm: torch.Tensor | None
-    rotary: torch.Tensor | None
+    norm_weight: Tensor | None
+    inverse_norm: Tensor | None
+    rotary: Tensor | None
     scaling: float
     feature_eps: float
 
 
-def rotary_table(cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cosine and sine of each pair of channels side by side, as kernels read them.
+# Tables made from a tensor of cosines, for as long as that lives: its sines, what both were like, and the table.
+_tables = WeakTensorKeyDictionary()
+
+
+def rotary_table(cosine: Tensor, sine: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cosine and sine of each pair of channels side by side, as kernels read them; made once for all layers.
 
     Every head reads the table: in float32 it would be as many bytes of L2 as keys and values together. Beside
     bfloat16 it is float16, which changes numbers up to 1 by 2⁻¹² at most. The features that it turns are rounded for
@@ -88,8 +100,28 @@ def rotary_table(cosine: torch.Tensor, sine: torch.Tensor, dtype: torch.dtype) -
     Returns:
         `[T, K]`, float16 for bfloat16 tokens and float32 for others.
     """
-    pairs = torch.stack((cosine, sine), dim=-1)
-    return pairs.reshape(-1, 2 * cosine.shape[-1]).to(torch.float16 if dtype == torch.bfloat16 else torch.float32)
+    dtype = torch.float16 if dtype == torch.bfloat16 else torch.float32
+    # Changes of inference tensors go unnoticed, and a CUDA graph has to read what its own inputs hold.
+    if torch.compiler.is_compiling() or cosine.is_inference() or sine.is_inference() or _is_capturing(cosine):
+        return _make_table(cosine, sine, dtype)
+    stream = torch.cuda.current_stream(cosine.device).cuda_stream if cosine.is_cuda else 0
+    state = cosine._version, sine._version, dtype, stream
+    found = _tables.get(cosine)
+    if found is not None and found[0] is sine and found[1] == state:
+        return found[2]
+    # Tensors made in inference mode could not take part in training later.
+    with torch.inference_mode(False):
+        table = _make_table(cosine, sine, dtype)
+    _tables[cosine] = sine, state, table
+    return table
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _make_table(cosine: Tensor, sine: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.stack((cosine, sine), dim=-1).reshape(-1, 2 * cosine.shape[-1]).to(dtype)
 
 
 def fits_fused_kernels(width: int, value: int, rotary: bool, dtype: torch.dtype) -> bool:
@@ -101,14 +133,19 @@ def fits_fused_kernels(width: int, value: int, rotary: bool, dtype: torch.dtype)
     return padded(width) * padded(value) <= room and not (rotary and width % 2)
 
 
-def heads_together(tokens: torch.Tensor) -> torch.Tensor:
+def heads_together(tokens: Tensor) -> Tensor:
     """The tensor, copied only where the heads of a token do not lie side by side."""
     together = tokens.stride(-1) == 1 and tokens.stride(2) == tokens.shape[3]
     return tokens if together else tokens.contiguous()
 
 
+def dense_rows(tokens: Tensor | None) -> Tensor | None:
+    """The tensor, copied only where its last axis is not dense; None stays None."""
+    return tokens if tokens is None or tokens.stride(-1) == 1 else tokens.contiguous()
+
+
 def fused_options(
-    rows: torch.Tensor, features: Features, table: torch.Tensor, groups: int, value: int, tile: int, most_tokens: int
+    rows: Tensor, matrices: Tensor, table: Tensor, map_name: str, heads: int, tile: int, most_tokens: int
 ) -> dict[str, Any]:
     """Arguments that all fused kernels share.
 
@@ -117,37 +154,35 @@ def fused_options(
 
     Args:
         rows: `[B, T, H, K]`.
-        features: See [`Features`].
+        matrices: Of a group of lines, `[L, M, K, V]`.
         table: Token of each slot, int32 `[M, N]`.
-        groups: G.
-        value: V.
-        tile: Columns of a summary that a program takes.
+        map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
+        heads: Heads of the matrices in a batch entry.
+        tile: Columns of a matrix that a program takes.
         most_tokens: Limit of the tokens that it reads at a time, so many that nothing spills.
     """
-    _, num_tokens, heads, width = rows.shape
-    blocks, slots = table.shape
+    width, slots = rows.shape[3], table.shape[1]
     options = {
-        "features": features,
-        "table": table,
-        "num_tokens": num_tokens,
-        "num_blocks": blocks,
+        "num_tokens": rows.shape[1],
+        "num_blocks": table.shape[0],
         "slots": slots,
-        "HEADS": groups,
-        "REPEATS": heads // groups,
+        "HEADS": heads,
+        "REPEATS": rows.shape[2] // heads,
         "WIDTH": width,
-        "VALUE": value,
+        "VALUE": matrices.shape[3],
         "BLOCK_WIDTH": padded(width),
         "BLOCK_VALUE": tile,
         "BLOCK_TOKENS": min(padded(slots), most_tokens),
+        "FEATURE_MAP": map_name,
         "num_warps": warps(width, tile),
         "num_stages": 3,
     }
-    if rows.dtype == torch.bfloat16 and not is_padded(width):
+    if rows.dtype == torch.bfloat16:
         options["maxnreg"] = 128
     return options
 
 
-def reads_wide_tiles(rows: torch.Tensor) -> bool:
+def reads_wide_tiles(rows: Tensor) -> bool:
     """Whether 32 tokens at a time find room in registers and shared memory beside float32 factors."""
     return rows.dtype == torch.bfloat16 and multiplies_from_shared_memory(rows.device)
 
@@ -157,44 +192,69 @@ def row_warps(size: int) -> int:
     return 4 if size <= 4096 else 8
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def inverse_root_mean_square_kernel(
-    tokens, result, num_tokens, stride_batch, stride_token, eps, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr
-):
-    """1 / sqrt(mean of squares + eps) of each row of `[B, T, WIDTH]`, float32 `[B, T]`; one program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_WIDTH)
-    start = tokens + (row // num_tokens) * stride_batch + (row % num_tokens) * stride_token
-    values = tl.load(start + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(result + row, 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / WIDTH + eps))
-
-
-def inverse_norm(tokens: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / sqrt(mean of squares + eps) over the heads and channels of each token, float32 `[B, T]`."""
-    tokens = heads_together(tokens)
-    batch, num_tokens, heads, width = tokens.shape
-    result = tokens.new_empty(batch, num_tokens, dtype=torch.float32)
-    size = heads * width
-    with torch.cuda.device_of(tokens):
-        inverse_root_mean_square_kernel[(batch * num_tokens,)](
-            tokens,
-            result,
-            num_tokens,
-            tokens.stride(0),
-            tokens.stride(1),
-            eps,
-            WIDTH=size,
-            BLOCK_WIDTH=padded(size),
-            num_warps=row_warps(size),
-        )
-    return result
-
-
 @triton.jit
-def place_of_line(lines, ROW_HEADS: tl.constexpr):
-    """Place in a line, batch entry and head of the rows, for programs that run over lines fastest."""
-    program, line = tl.program_id(0).to(tl.int64) // lines, tl.program_id(0).to(tl.int64) % lines
-    return program, line // ROW_HEADS, line % ROW_HEADS
+def _inverse_root_mean_square(tokens, row, num_tokens, eps, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    column = tl.arange(0, BLOCK_WIDTH)
+    stride_batch, stride_token, _ = row_strides(tokens)
+    start = tokens.data + (row // num_tokens) * stride_batch + (row % num_tokens) * stride_token
+    values = tl.load(start + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def inverse_norms_kernel(
+    query_result, key_result, query, key, query_eps, key_eps, num_tokens, count,
+    QUERY: tl.constexpr, KEY: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """1 / sqrt(mean of squares + eps) of each row of `[B, T, QUERY]` and `[B, T, KEY]`, float32 `[B, T]`.
+
+    One program a row; `count` is B · T. What is None is left out.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if query is not None:
+        if program < count:
+            inverse = _inverse_root_mean_square(query, program, num_tokens, query_eps, QUERY, BLOCK_WIDTH)
+            tl.store(query_result + program, inverse)
+    if key is not None:
+        if program >= count:
+            inverse = _inverse_root_mean_square(key, program - count, num_tokens, key_eps, KEY, BLOCK_WIDTH)
+            tl.store(key_result + program - count, inverse)
+
+
+def inverse_norms(query: Tensor, key: Tensor, query_eps: float | None, key_eps: float | None) -> tuple[Tensor, Tensor]:
+    """1 / sqrt(mean of squares + eps) over the heads and channels of each token of queries and keys.
+
+    Args:
+        query: `[B, T, H, K]`, with the heads of a token side by side.
+        key: `[B, T, G, K]`, likewise.
+        query_eps: None for no norm of the queries.
+        key_eps: The same of the keys.
+
+    Returns:
+        float32 `[B, T]` of each, empty where there is no norm.
+    """
+    batch, num_tokens, heads, width = query.shape
+    query_size, key_size = heads * width, key.shape[2] * width
+    query_result, key_result = (
+        query.new_empty((0,) if eps is None else (batch, num_tokens), dtype=torch.float32)
+        for eps in (query_eps, key_eps)
+    )
+    if query_eps is None and key_eps is None:
+        return query_result, key_result
+    largest = max(query_size, key_size)
+    launch(
+        inverse_norms_kernel, 2 * batch * num_tokens, query_result, key_result,
+        None if query_eps is None else as_rows(query), None if key_eps is None else as_rows(key),
+        query_eps=query_eps or 0.0, key_eps=key_eps or 0.0, num_tokens=num_tokens, count=batch * num_tokens,
+        QUERY=query_size, KEY=key_size, BLOCK_WIDTH=padded(largest), num_warps=row_warps(largest),
+    )  # fmt: skip
+    return query_result, key_result
+
+
+def inverse_norm(tokens: Tensor, eps: float) -> Tensor:
+    """[`inverse_norms`] of one kind of tokens `[B, T, H, K]`: float32 `[B, T]`."""
+    tokens = heads_together(tokens)
+    return inverse_norms(tokens, tokens, eps, None)[0]
 
 
 @triton.jit
@@ -260,18 +320,18 @@ def rotate(values, rotary, SIGN: tl.constexpr, TOKENS: tl.constexpr, BLOCK_WIDTH
 @triton.jit(do_not_specialize=COUNTS)
 def fused_outer_kernel(
     rows, value, scale, weight, features, table, products, sums,
-    factor, num_tokens, num_blocks, slots, lines,
+    first_line, lines, factor, num_tokens, num_blocks, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums of the head of this file.
 
-    HEADS is the number of heads of `products`; each sums REPEATS heads of the rows. `scale` and `weight` are
-    `[B, T, HEADS · REPEATS]`, or None for 1; without `sums` there are no sums.
+    HEADS is the number of heads of `products`, for a group of lines from `first_line` on `[lines, M, WIDTH, VALUE]`;
+    each sums REPEATS heads of the rows. `scale` and `weight` are `[B, T, HEADS · REPEATS]`, or None for 1; `sums` are
+    `[lines, M, WIDTH]`, or None for none.
     """
-    program, batch, head = place_of_line(lines, HEADS)
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
-    block, column_tile = program // COLUMN_TILES, program % COLUMN_TILES
+    batch, head, block, column_tile, matrix = place_of_program(COLUMN_TILES, num_blocks, first_line, lines, HEADS, 1)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     result = tl.zeros((BLOCK_WIDTH, BLOCK_VALUE), tl.float32)
@@ -302,7 +362,6 @@ def fused_outer_kernel(
                     values = to_tf32(values)
             turned = rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH)
             result += product(tl.trans(turned), values, PRECISION)
-    matrix = (batch * HEADS + head) * num_blocks + block
     pointers = products + matrix * (WIDTH * VALUE) + column[:, None] * VALUE + value_column[None, :]
     result = to_matrix(result * factor, products.dtype.element_ty, PRECISION)
     tl.store(pointers, result, mask=(column < WIDTH)[:, None] & (value_column < VALUE)[None, :])
@@ -311,21 +370,21 @@ def fused_outer_kernel(
             tl.store(sums + matrix * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
-def fused_outer(
-    rows: torch.Tensor,
-    value: torch.Tensor,
+def prepare_fused_outer(
+    rows: Tensor,
+    value: Tensor,
     features: Features,
     map_name: str,
-    table: torch.Tensor,
-    groups: int,
+    table: Tensor,
+    heads: int,
+    products: Tensor,
+    sums: Tensor | None,
     *,
     factor: float,
-    total: bool,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """factor Σ ψ(x_t) (scale_t value_t)ᵀ and Σ weight_t φ(x_t) over the tokens of each block.
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> Stage:
+    """factor Σ ψ(x_t) (scale_t value_t)ᵀ and Σ weight_t φ(x_t) over the tokens of each block of a group of lines.
 
     Args:
         rows: Projected queries or keys x, `[B, T, H, K]`.
@@ -333,56 +392,40 @@ def fused_outer(
         features: See [`Features`].
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         table: Token of each slot, int32 `[M, N]`.
-        groups: G; H / G heads in a row are summed.
+        heads: G; H / G heads in a row are summed.
+        products: To be written, `[L, M, K, V]`, dense.
+        sums: To be written, float32 `[L, M, K]`, dense; None for no sums.
         factor: Factor of the products.
-        total: Whether the second is wanted.
-        dtype: Of the products.
         scale: float32 `[B, T, H]`; 1 if not given.
         weight: float32 `[B, T, H]`; 1 if not given.
-
-    Returns:
-        `[B, G, M, K, V]`, and float32 `[B, G, M, K]` (empty unless `total`).
     """
-    rows = heads_together(rows)
-    batch, _, _, width = rows.shape
-    columns, blocks = value.shape[-1], table.shape[0]
+    width, columns = products.shape[2:]
     tile = column_tile(width, columns)
-    # Scales take registers.
-    most_tokens = 32 if reads_wide_tiles(rows) and scale is None else 16
-    products = rows.new_empty(batch, groups, blocks, width, columns, dtype=dtype)
-    sums = rows.new_empty((batch, groups, blocks, width) if total else (0,), dtype=torch.float32)
-    with torch.cuda.device_of(rows):
-        fused_outer_kernel[(blocks * triton.cdiv(columns, tile) * batch * groups,)](
-            as_rows(rows),
-            as_rows(value),
-            scale,
-            weight,
-            products=products,
-            sums=sums if total else None,
-            factor=factor,
-            lines=batch * groups,
-            FEATURE_MAP=map_name,
-            PRECISION=product_precision(rows.dtype, rows.dtype if scale is None else dtype),
-            **fused_options(rows, features, table, groups, columns, tile, most_tokens),
-        )
-    return products, sums
+    # Scales take registers, and so do the masks of padded rows.
+    most_tokens = 32 if reads_wide_tiles(rows) and scale is None and not is_padded(width) else 16
+    run = prepare(
+        fused_outer_kernel, as_rows(rows), as_rows(value), scale, weight, features, table, products, sums,
+        **fused_options(rows, products, table, map_name, heads, tile, most_tokens), factor=factor,
+        PRECISION=product_precision(rows.dtype, rows.dtype if scale is None else products.dtype),
+    )  # fmt: skip
+    return Stage(run, table.shape[0] * ceil_divide(columns, tile))
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def fused_attend_kernel(
     query, gate, output_weight, features, table, matrices, vectors, output,
-    factor, eps, output_eps, num_tokens, num_blocks, slots, lines,
+    first_line, lines, factor, eps, output_eps, num_tokens, num_blocks, slots,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output of the head of this file, without norm, divisor or gate where its tensor is None.
 
-    One program holds all columns of a head's output, for its norm.
+    HEADS is the number of heads of `matrices`, for a group of lines from `first_line` on `[lines, M, WIDTH, VALUE]`;
+    REPEATS heads of the rows share one. One program holds all columns of a head's output, for its norm.
     """
-    block, batch, row_head = place_of_line(lines, HEADS * REPEATS)
+    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, HEADS, REPEATS)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = tl.arange(0, BLOCK_VALUE)
-    matrix = (batch * HEADS + row_head // REPEATS) * num_blocks + block
     block_table = table + block * slots
     entries = slot_entries(block_table, slot, slots, num_tokens)
     weights = load_matrix(matrices + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
@@ -421,61 +464,45 @@ def fused_attend_kernel(
         store_rows(outputs, tokens, present, value_column, result, VALUE)
 
 
-def fused_products(
-    query: torch.Tensor,
-    matrices: torch.Tensor,
-    vectors: torch.Tensor | None,
+def prepare_fused_products(
+    query: Tensor,
+    matrices: Tensor,
+    vectors: Tensor | None,
     features: Features,
     map_name: str,
-    table: torch.Tensor,
+    table: Tensor,
+    heads: int,
+    output: Tensor,
     *,
     factor: float,
     eps: float = 0.0,
-    gate: torch.Tensor | None = None,
-    output_weight: torch.Tensor | None = None,
+    gate: Tensor | None = None,
+    output_weight: Tensor | None = None,
     output_eps: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """norm(factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps)) · silu(gate).
+) -> Stage:
+    """norm(factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps)) · silu(gate) for a group of lines.
 
     Args:
         query: Projected rows, `[B, T, H, K]`.
-        matrices: Mixed summaries, or gradients of summaries, `[B, G, M, K, V]`, dense.
-        vectors: Mixed sums, float32 `[B, G, M, K]`, dense; None does not divide.
+        matrices: Mixed summaries, or gradients of summaries, `[L, M, K, V]`, dense.
+        vectors: Mixed sums, float32 `[L, M, K]`, dense; None does not divide.
         features: See [`Features`].
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         table: Token of each slot, int32 `[M, N]`.
+        heads: Heads of the matrices; H / heads of the rows share one.
+        output: To be written, `[B, T, H, V]`, dense.
         factor: Factor of the products.
         eps: Added to the denominator.
         gate: `[B, T, H, V]`; None for no gate.
         output_weight: Weight of the RMSNorm of each head's output, `[V]`; None for no norm.
         output_eps: Of that norm.
-        dtype: Of the result; that of `query` if not given.
-
-    Returns:
-        `[B, T, H, V]`.
     """
-    query = heads_together(query)
-    batch, num_tokens, heads, width = query.shape
-    groups, blocks, columns = matrices.shape[1], matrices.shape[2], matrices.shape[-1]
-    tile = padded(columns)
     half = query.dtype == matrices.dtype == torch.bfloat16
-    most_tokens = 32 if half or (reads_wide_tiles(query) and gate is None) else 16
-    output = query.new_empty(batch, num_tokens, heads, columns, dtype=dtype)
-    with torch.cuda.device_of(query):
-        fused_attend_kernel[(blocks * batch * heads,)](
-            as_rows(query),
-            as_rows(gate),
-            output_weight,
-            matrices=matrices,
-            vectors=vectors,
-            output=output,
-            factor=factor,
-            eps=eps,
-            output_eps=output_eps,
-            lines=batch * heads,
-            FEATURE_MAP=map_name,
-            PRECISION=product_precision(query.dtype, matrices.dtype),
-            **fused_options(query, features, table, groups, columns, tile, most_tokens),
-        )
-    return output
+    most_tokens = 32 if half or reads_wide_tiles(query) else 16
+    tile = padded(matrices.shape[3])
+    run = prepare(
+        fused_attend_kernel, as_rows(query), as_rows(gate), output_weight, features, table, matrices, vectors, output,
+        **fused_options(query, matrices, table, map_name, heads, tile, most_tokens),
+        factor=factor, eps=eps, output_eps=output_eps, PRECISION=product_precision(query.dtype, matrices.dtype),
+    )  # fmt: skip
+    return Stage(run, table.shape[0] * query.shape[2] // heads)

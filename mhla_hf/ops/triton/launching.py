@@ -17,6 +17,9 @@ What a plan may hold:
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -97,6 +100,8 @@ class Launch:
 
     def __call__(self, grid: int | tuple[int, int, int], *counts: int) -> None:
         grid = (grid, 1, 1) if isinstance(grid, int) else grid
+        if _listener.launches is not None:
+            _listener.launches.append((self, grid, counts))
         if self.device >= 0 and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self._start(grid, counts)
@@ -120,6 +125,27 @@ class Launch:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[self.key] = self.plan
+
+
+# A launch, its grid and its counts.
+Launched = tuple[Launch, tuple[int, int, int], tuple[int, ...]]
+
+
+class _Listener(threading.local):
+    launches: list[Launched] | None = None
+
+
+_listener = _Listener()
+
+
+@contextmanager
+def listen() -> Iterator[list[Launched]]:
+    """Collects the launches of this thread, with their grids and counts."""
+    before, _listener.launches = _listener.launches, []
+    try:
+        yield _listener.launches
+    finally:
+        _listener.launches = before
 
 
 def prepare(kernel: Any, *tensors: torch.Tensor | tuple[Any, ...] | None, **keywords: Any) -> Launch:
