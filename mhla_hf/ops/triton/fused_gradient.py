@@ -394,27 +394,28 @@ def fused_attention_backward(
         prepare_weights(mixing, torch.float32, exact=exact, sums=divides, transpose=transpose)
         for transpose in (False, True)
     )
-    of_keys, of_queries = (key_features, feature_map, table, groups), (query_features, feature_map, table, mixed_heads)
     pairs = (summaries, sums), (mixed, mixed_sums)
     stages: list[Callable[[int, int], Any]] = [
-        prepare_fused_outer(key, value, *of_keys, *pairs[0], factor=1 / slots),
+        prepare_fused_outer(key, value, key_features, feature_map, table, groups, summaries, sums, factor=1 / slots),
         *mixing_stages(weights, *pairs, heads=mixed_heads, repeats=repeats),
     ]
     grad_gate = grad_output_norm = None
+    many = float(slots)
     if gate is not None or output_norm is not None:
         stage, gradient, grad_gate, grad_output_norm = prepare_output_gradient(
-            query, gradient, *pairs[1], *of_queries, factor=float(slots), eps=eps,
-            gate=gate, output_weight=output_norm, output_eps=output_eps,
+            query, gradient, mixed, mixed_sums, query_features, feature_map, table, mixed_heads,
+            factor=many, eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
         )  # fmt: skip
         stages.append(replace(stage, repeats=repeats))
     stage, grad_query, scale, weight = prepare_feature_gradient(
-        query, gradient, *pairs[1], *of_queries, factor=float(slots), eps=eps
+        query, gradient, mixed, mixed_sums, query_features, feature_map, table, mixed_heads, factor=many, eps=eps
     )
     stages.append(replace(stage, repeats=repeats))
     # Gradients of summaries take the place of summaries that are needed no more.
     stage = prepare_fused_outer(
-        query, gradient, *of_queries, *pairs[1], factor=float(slots), scale=scale, weight=weight
-    )
+        query, gradient, query_features, feature_map, table, mixed_heads, mixed, mixed_sums,
+        factor=many, scale=scale, weight=weight,
+    )  # fmt: skip
     stages.append(replace(stage, repeats=repeats))
     grad_mixing = MixingGradient(
         mixing, mixed, summaries, batch=batch, heads=mixed_heads, repeats=repeats, exact=exact,
@@ -422,25 +423,37 @@ def fused_attention_backward(
     )  # fmt: skip
     stages.append(grad_mixing)
     stages += mixing_stages(transposed, *pairs[::-1], heads=groups, repeats=repeats, sum_repeats=True)
-    stage, grad_key, _, _ = prepare_feature_gradient(key, value, *pairs[0], *of_keys, factor=1 / slots)
+    stage, grad_key, _, _ = prepare_feature_gradient(
+        key, value, summaries, sums, key_features, feature_map, table, groups, factor=1 / slots
+    )
     grad_value = dense_like(value)
     stages += [
         stage,
-        prepare_fused_products(key, summaries, None, *of_keys, grad_value, factor=1 / slots),
+        prepare_fused_products(
+            key, summaries, None, key_features, feature_map, table, groups, grad_value, factor=1 / slots
+        ),
     ]
     for first_line in range(0, lines, group):
         for run in stages:
             run(first_line, min(group, lines - first_line))
-    if output_norm is not None:
+    if grad_output_norm is not None and output_norm is not None:
         grad_output_norm = grad_output_norm.sum((0, 1)).to(output_norm.dtype)
-    found = (
-        grad_gate,
+    grad_query_norm = norm_gradient_(query, grad_query, query_norm, query_inverse)
+    grad_key_norm = norm_gradient_(key, grad_key, key_norm, key_inverse)
+
+    def given(gradient: Tensor | None) -> Tensor:
+        return query.new_empty(0) if gradient is None else gradient
+
+    return (
+        grad_query,
+        grad_key,
+        grad_value,
+        given(grad_gate),
         grad_mixing.total(),
-        norm_gradient_(query, grad_query, query_norm, query_inverse),
-        norm_gradient_(key, grad_key, key_norm, key_inverse),
-        grad_output_norm,
+        given(grad_query_norm),
+        given(grad_key_norm),
+        given(grad_output_norm),
     )
-    return grad_query, grad_key, grad_value, *(query.new_empty(0) if part is None else part for part in found)
 
 
 @fused_attention_backward.register_fake

@@ -43,7 +43,7 @@ class Record:
     ) -> None:
         plans = [launch.plan for launch, _, _ in launches]
         arguments = [argument for launch, _, _ in launches for argument in launch.tensors]
-        tuples = {id(argument): argument for argument in arguments if isinstance(argument, tuple)}
+        tuples: dict[int, Any] = {id(argument): argument for argument in arguments if isinstance(argument, tuple)}
         parts = [*outputs, *arguments, *(part for members in tuples.values() for part in members)]
         given = {id(tensor) for tensor in inputs}
         made = {id(part): part for part in parts if isinstance(part, Tensor) and id(part) not in given}
@@ -97,7 +97,7 @@ def _check_made(tensors: list[Tensor]) -> None:
 
 
 def replayed(
-    function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor | None, ...], options: tuple[Any, ...]
+    function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Any, ...], options: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """`function(*inputs, *options)`, from the second call on by its record.
 
