@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import triton
+from torch._library import simple_registry
 from torch._library.custom_ops import OPDEFS
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
@@ -304,6 +305,8 @@ def prepare(capability: int) -> Compilations:
         if name.startswith("mhla_hf::"):
             # Meta tensors would get the fake implementation, which launches nothing.
             operator._abstract_fn = operator._init_fn
+    fused = importlib.import_module("mhla_hf.ops.triton.fused")
+    simple_registry.singleton.find("mhla_hf::fused_attention").fake_impl.kernel.func = fused.run_fused
     decode = importlib.import_module("mhla_hf.ops.triton.decode")
     decode.decode_token = decode.run_decode
     # There is none for meta tensors.

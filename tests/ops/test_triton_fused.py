@@ -75,3 +75,20 @@ def test_rotary_tables_in_half_precision_are_finer_than_the_tokens():
     assert (table.float() - exact).norm() <= (exact.bfloat16().float() - exact).norm() / 7
     for dtype in (torch.float16, torch.float32):
         assert torch.equal(rotary_table(angles.cos(), angles.sin(), dtype), exact)
+
+
+def test_rotary_tables_are_remembered_until_they_change():
+    from mhla_hf.ops.triton.fused_products import rotary_table
+
+    cosine, sine = torch.rand(1, 5, 1, 4), torch.rand(1, 5, 1, 4)
+    with torch.inference_mode():
+        first = rotary_table(cosine, sine, torch.bfloat16)
+        changing = torch.rand(5, 4)
+        tables = [rotary_table(changing.mul_(0.5), sine.view(5, 4), torch.float32) for _ in range(2)]
+    # Saved for a backward pass later.
+    assert not first.is_inference() and rotary_table(cosine, sine, torch.bfloat16) is first
+    torch.testing.assert_close(tables[0][:, ::2], 2 * tables[1][:, ::2])
+    other = rotary_table(cosine, sine.clone() + 1, torch.bfloat16)
+    assert not torch.equal(other, first)
+    cosine.zero_()
+    assert rotary_table(cosine, sine, torch.bfloat16)[:, ::2].abs().max() == 0
