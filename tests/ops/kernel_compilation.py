@@ -306,7 +306,11 @@ def prepare(capability: int) -> Compilations:
             # Meta tensors would get the fake implementation, which launches nothing.
             operator._abstract_fn = operator._init_fn
     fused = importlib.import_module("mhla_hf.ops.triton.fused")
-    simple_registry.singleton.find("mhla_hf::fused_attention").fake_impl.kernel.func = fused.run_fused
+    fused_gradient = importlib.import_module("mhla_hf.ops.triton.fused_gradient")
+    for name, run in (
+        ("fused_attention", fused.run_fused), ("fused_attention_backward", fused_gradient.run_fused_backward)
+    ):  # fmt: skip
+        simple_registry.singleton.find(f"mhla_hf::{name}").fake_impl.kernel.func = run
     decode = importlib.import_module("mhla_hf.ops.triton.decode")
     decode.decode_token = decode.run_decode
     # There is none for meta tensors.

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from . import launching
 from .block_gradient import block_flops
 from .device_functions import (
     COUNTS,
@@ -46,6 +47,7 @@ from .feature_maps import feature_map_gradient
 from .fused_products import (
     Features,
     channel_scales,
+    dense_rows,
     entry_tokens,
     features_of,
     fused_options,
@@ -72,7 +74,8 @@ from .launching import (
     prepare,
     product_precision,
 )
-from .mixing import MixingGradient, Weights, has_head_weights, prepare_mixing, prepare_weights
+from .mixing import MixingGradient, Weights, has_head_weights, prepare_mixing, prepare_weights, sum_shares
+from .replay import replayed
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -212,19 +215,25 @@ def norm_gradient_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, i
     Returns:
         The gradient of the norm's weight, `[H · K]` in its dtype; None without a norm.
     """
+    shares = _norm_gradient_shares_(rows, gradient, norm_weight, inverse_norm)
+    return None if norm_weight is None else shares.sum(0).to(norm_weight.dtype)
+
+
+def _norm_gradient_shares_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, inverse_norm: Tensor) -> Tensor:
+    """[`norm_gradient_`] with shares of the weight's gradient, float32 `[shares, H · K]`; empty without a norm."""
     if norm_weight is None:
-        return None
+        return rows.new_empty(0)
     batch, num_tokens, heads, width = rows.shape
     size, count = heads * width, batch * num_tokens
     share = ceil_divide(count, FEW_PROGRAMS)
     programs = ceil_divide(count, share)
-    partial = rows.new_empty(programs, size, dtype=torch.float32)
+    shares = rows.new_empty(programs, size, dtype=torch.float32)
     launch(
-        norm_gradient_kernel, programs, as_rows(rows), inverse_norm, norm_weight, gradient, partial,
+        norm_gradient_kernel, programs, as_rows(rows), inverse_norm, norm_weight, gradient, shares,
         num_tokens=num_tokens, count=count, share=share, WIDTH=size, BLOCK_WIDTH=padded(size),
         num_warps=row_warps(size),
     )  # fmt: skip
-    return partial.sum(0).to(norm_weight.dtype)
+    return shares
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -348,8 +357,7 @@ def mixing_stages(
     ]
 
 
-@torch.library.custom_op("mhla_hf::fused_attention_backward", mutates_args=())
-def fused_attention_backward(
+def run_fused_backward(
     gradient: Tensor,
     query_inverse: Tensor,
     key_inverse: Tensor,
@@ -377,11 +385,61 @@ def fused_attention_backward(
         query_inverse: From [`fused_products.inverse_norms`].
         key_inverse: The same.
     """
-    query, key = heads_together(query), heads_together(key)
+    inputs = (
+        dense_rows(gradient), query_inverse, key_inverse, heads_together(query), heads_together(key),
+        dense_rows(value), dense_rows(gate), mixing, query_norm, key_norm, output_norm, rotary, table,
+    )  # fmt: skip
+    options = (
+        feature_map, scaling, feature_eps, divides, eps, output_eps, multiplies_exactly(query.dtype),
+        launching.GROUP_LINES, FEW_PROGRAMS,
+    )  # fmt: skip
+    grad_query, grad_key, grad_value, grad_gate, *shares = replayed(_launch_all, inputs, options)
+    mixed_heads = query.shape[2] if has_head_weights(mixing.shape) else key.shape[2]
+    grad_mixing = sum_shares(shares[0], mixing.shape, query.shape[0], mixed_heads)
+
+    def total(norm: Tensor | None, share: Tensor) -> Tensor:
+        return query.new_empty(0) if norm is None else share.flatten(0, -2).sum(0).to(norm.dtype)
+
+    grad_norms = total(query_norm, shares[1]), total(key_norm, shares[2]), total(output_norm, shares[3])
+    return grad_query, grad_key, grad_value, grad_gate, grad_mixing, *grad_norms
+
+
+# In place of `torch.library.custom_op`, which takes several times longer for a call.
+torch.library.define(
+    "mhla_hf::fused_attention_backward", torch.library.infer_schema(run_fused_backward, mutates_args=())
+)
+torch.library.impl("mhla_hf::fused_attention_backward", ("cpu", "cuda"))(run_fused_backward)
+fused_attention_backward = torch.ops.mhla_hf.fused_attention_backward.default
+
+
+def _launch_all(
+    gradient: Tensor,
+    query_inverse: Tensor,
+    key_inverse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    mixing: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    output_norm: Tensor | None,
+    rotary: Tensor | None,
+    table: Tensor,
+    feature_map: str,
+    scaling: float,
+    feature_eps: float,
+    divides: bool,
+    eps: float,
+    output_eps: float,
+    exact: bool,
+    *others: int | None,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and gate, and shares of those of mixing and of the weights of the norms."""
     batch, _, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
     mixed_heads = heads if has_head_weights(mixing.shape) else groups
-    repeats, lines, exact = mixed_heads // groups, batch * groups, multiplies_exactly(query.dtype)
+    repeats, lines = mixed_heads // groups, batch * groups
     group = lines_of_group(lines, (1 + repeats) * blocks * width * columns * 4, blocks, query.device)
     query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
     key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
@@ -436,27 +494,19 @@ def fused_attention_backward(
     for first_line in range(0, lines, group):
         for run in stages:
             run(first_line, min(group, lines - first_line))
-    if grad_output_norm is not None and output_norm is not None:
-        grad_output_norm = grad_output_norm.sum((0, 1)).to(output_norm.dtype)
-    grad_query_norm = norm_gradient_(query, grad_query, query_norm, query_inverse)
-    grad_key_norm = norm_gradient_(key, grad_key, key_norm, key_inverse)
-
-    def given(gradient: Tensor | None) -> Tensor:
-        return query.new_empty(0) if gradient is None else gradient
-
     return (
         grad_query,
         grad_key,
         grad_value,
-        given(grad_gate),
-        grad_mixing.total(),
-        given(grad_query_norm),
-        given(grad_key_norm),
-        given(grad_output_norm),
+        query.new_empty(0) if grad_gate is None else grad_gate,
+        grad_mixing.partial,
+        _norm_gradient_shares_(query, grad_query, query_norm, query_inverse),
+        _norm_gradient_shares_(key, grad_key, key_norm, key_inverse),
+        query.new_empty(0) if grad_output_norm is None else grad_output_norm,
     )
 
 
-@fused_attention_backward.register_fake
+@torch.library.register_fake("mhla_hf::fused_attention_backward")
 def _(gradient, query_inverse, key_inverse, query, key, value, gate, mixing, query_norm, key_norm, output_norm, *args):
     tensors = query, key, value, gate, mixing, query_norm, key_norm, output_norm
     return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)

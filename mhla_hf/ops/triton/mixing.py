@@ -354,9 +354,14 @@ class MixingGradient:
 
     def total(self) -> Tensor:
         """The gradient of the weights, float32, over all groups."""
-        if self.is_shared:
-            return self.partial.sum((0, 1)).reshape(self.shape)
-        return self.partial.sum(1).unflatten(0, (self.batch, self.heads)).sum_to_size(self.shape)
+        return sum_shares(self.partial, self.shape, self.batch, self.heads)
+
+
+def sum_shares(partial: Tensor, shape: torch.Size, batch: int, heads: int) -> Tensor:
+    """Gradient of mixing weights of a shape, from the shares that [`MixingGradient`] keeps apart."""
+    if shape[:-2].numel() == 1:
+        return partial.sum((0, 1)).reshape(shape)
+    return partial.sum(1).unflatten(0, (batch, heads)).sum_to_size(shape)
 
 
 def mix_all(
