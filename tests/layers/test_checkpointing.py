@@ -15,6 +15,7 @@ from tests.ops.triton_checks import DEVICES
 pytest.importorskip("triton")
 
 LAYERS = {
+    "fused": {"blocks": (2, 2), "output_norm": True},
     "block": {"blocks": (2, 2), "normalizer": "block_query", "mixing_heads": "per_head"},
     "learned": {"blocks": (2, 2), "feature_map": "hedgehog"},
     "causal": {"causal": True, "block_size": (4,), "grid": (16,)},
