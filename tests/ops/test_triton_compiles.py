@@ -36,8 +36,7 @@ NARROW = {"decode_kernel", "file_kernel"}
 # Kernels that do so for now with heads of 72.
 NARROW_ROWS = {
     "outer_kernel", "attend_kernel", "apply_kernel", "causal_attend_kernel", "query_gradient_kernel",
-    "key_gradient_kernel", "plain_gradient_kernel", "fused_outer_kernel", "fused_attend_kernel",
-    "fused_gradient_kernel", "output_gradient_kernel", "norm_gradient_kernel", "inverse_root_mean_square_kernel",
+    "key_gradient_kernel", "plain_gradient_kernel",
 }  # fmt: skip
 # Programs that a multiprocessor of an H200 holds at least, in inference and in training; 1 for kernels not here.
 PROGRAMS = {
@@ -45,6 +44,12 @@ PROGRAMS = {
     "mix_kernel": (2, 2),
     "mixing_gradient_kernel": (2, 2),
     "attend_kernel": (2, 1),
+    "fused_outer_kernel": (2, 2),
+    "fused_attend_kernel": (2, 2),
+    "fused_gradient_kernel": (2, 2),
+    "output_gradient_kernel": (2, 2),
+    "norm_gradient_kernel": (2, 2),
+    "inverse_norms_kernel": (2, 2),
     "hedgehog_attend_kernel": (2, 2),
     "hedgehog_features_kernel": (2, 2),
     "limit_kernel": (3, 3),
