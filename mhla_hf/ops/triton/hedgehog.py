@@ -148,7 +148,8 @@ def hedgehog_attention(
     lines, repeats = batch * groups, mixed_heads // groups
     dtype = summary_dtype(key.dtype)
     line_bytes = (1 + repeats) * blocks * 2 * width * columns * dtype.itemsize
-    group = lines_of_group(lines, line_bytes, blocks, query.device)
+    # These programs take long, so that a launch should have more of them than one for each place on the GPU.
+    group = lines_of_group(lines, line_bytes, max(1, blocks // 2), query.device)
     weights = prepare_weights(mixing, dtype, exact=multiplies_exactly(key.dtype), sums=divides)
     summaries = key.new_empty(group, blocks, 2 * width, columns, dtype=dtype)
     mixed = summaries.new_empty(group * repeats, blocks, 2 * width, columns)

@@ -5,7 +5,7 @@
     dx_t = w r n - x r³ mean(w n x)  with  n_t = R⁻¹(dy_t),  dw = Σ_t n x r
 
 One pass each way: 2 B T H K numbers forward and 3 B T H K backward. Operations of torch one after the other, many of
-them in float32, move 20 times as many bytes.
+them in float32, move about 10 times as many bytes.
 
 Shape letters: B batch, T tokens, H heads, K width.
 """
