@@ -41,10 +41,12 @@ class Overrides:
 
     def use(self, choice: Mapping[str, Options]) -> None:
         """Has launches take these options from now on."""
-        from mhla_hf.ops.triton import launching
+        from mhla_hf.ops.triton import launching, replay
 
         self.options = dict(choice)
         launching.GROUP_LINES = choice.get(_GROUPS, {}).get("lines")
+        # Operators repeat the launches that they have recorded, whatever the options are now.
+        replay._records.clear()
 
 
 @contextmanager
