@@ -16,6 +16,7 @@ normaliser's pair, M blocks, N slots of a block, L lines of a group.
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,14 +45,17 @@ from .device_functions import (
     store_rows,
 )
 from .launching import (
+    MAX_SETUPS,
+    Setup,
     Stage,
     as_rows,
     lines_of_group,
-    matrix_options,
+    matrix_tiles,
     multiplies_exactly,
+    multiplies_from_shared_memory,
     padded,
-    prepare,
     summary_dtype,
+    table_shape,
     token_tensor,
 )
 from .mixing import has_head_weights, prepare_mixing, prepare_weights
@@ -79,20 +83,19 @@ def triton_block_mhla_attention(
     """
     entry, dtype = NORMALIZERS[normalizer], value.dtype
     pair = Operands(query, key, value, normalizer_query, normalizer_key).pair
-    with torch.autocast(query.device.type, enabled=False):
-        query, key, mixing = query.to(dtype), key.to(dtype), mixing.float()
-        divisor = None
-        if entry.block is not None and entry.kernel is None:
-            plain_query, plain_key = (query, key) if pair[0] is None else pair
+    query, key, mixing = query.to(dtype), key.to(dtype), mixing.float()
+    divisor, divides = None, bool(entry.kernel)
+    if entry.block is not None and not divides:
+        plain_query, plain_key = (query, key) if pair[0] is None else pair
+        with torch.autocast(query.device.type, enabled=False):
             key_sum = head_blocks(plain_key, layout, torch.float32).sum(-2)
             products = entry.block(head_blocks(plain_query, layout, torch.float32), key_sum, mixing)
             divisor, eps = entry.divisor(from_head_blocks(products, layout).squeeze(-1), eps), 0.0
-        divides = bool(entry.kernel)
-        output, _ = block_attention(
-            query, key, value, *(pair if divides else (None, None)), divisor, mixing,
-            layout.token_table(query.device), divides, eps,
-        )  # fmt: skip
-        return output
+    output, _ = block_attention(
+        query, key, value, *(pair if divides else (None, None)), divisor, mixing, layout.token_table(query.device),
+        divides, eps,
+    )  # fmt: skip
+    return output
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -151,6 +154,30 @@ def attend_kernel(
         store_rows(outputs, tokens, present, column, result, COLUMNS)
 
 
+@lru_cache(MAX_SETUPS)
+def _set_up(
+    batch: int,
+    num_tokens: int,
+    heads: int,
+    groups: int,
+    width: int,
+    columns: int,
+    plain: int,
+    table: tuple[int, int, int],
+    tokens: torch.dtype,
+    summaries: torch.dtype,
+    exact: bool,
+    eps: float,
+    from_shared_memory: bool,
+) -> tuple[int, Setup]:
+    """Programs of a line of the mixed summaries, and the launch of the kernel."""
+    programs, _, _, options = matrix_tiles(
+        batch, num_tokens, heads, groups, width, columns, table, tokens, summaries, exact, from_shared_memory
+    )
+    factor = float(table[1])
+    return programs, Setup(attend_kernel, factor=factor, eps=eps, PLAIN=plain, BLOCK_PLAIN=padded(plain), **options)
+
+
 @torch.library.custom_op("mhla_hf::block_attention", mutates_args=())
 def block_attention(
     query: Tensor,
@@ -182,7 +209,7 @@ def block_attention(
         `[B, T, H, V]` in the dtype of `query`, and the denominators, float32 `[B, T, H]`, for the backward pass; they
         are empty unless `divides`.
     """
-    batch, _, heads, width = query.shape
+    batch, num_tokens, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
     mixed_heads = heads if has_head_weights(mixing.shape) else groups
     repeats = mixed_heads // groups
@@ -204,12 +231,13 @@ def block_attention(
         stages.append(prepare_mixing(weights, sums.sums, mixed_sums, heads=mixed_heads, repeats=repeats))
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
-    plain_width = width if plain_query is None else plain_query.shape[-1]
-    programs, options = matrix_options(query, mixed, table, mixed_heads, columns)
-    attend = prepare(
-        attend_kernel, as_rows(query), as_rows(plain_query), mixed, mixed_sums,
+    programs, setup = _set_up(
+        batch, num_tokens, heads, mixed_heads, width, columns, width if plain_query is None else plain_query.shape[-1],
+        table_shape(table), query.dtype, dtype, exact, eps, multiplies_from_shared_memory(query.device),
+    )  # fmt: skip
+    attend = setup.prepare(
+        as_rows(query), as_rows(plain_query), mixed, mixed_sums,
         None if divisor is None else divisor.contiguous(), table, output, denominator,
-        factor=float(slots), eps=eps, PLAIN=plain_width, BLOCK_PLAIN=padded(plain_width), **options,
     )  # fmt: skip
     stages.append(Stage(attend, programs, repeats))
     for first_line in range(0, lines, group):

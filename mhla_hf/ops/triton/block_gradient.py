@@ -16,6 +16,7 @@ Shape letters are those of `block`.
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -37,16 +38,18 @@ from .device_functions import (
     store_rows,
 )
 from .launching import (
+    MAX_SETUPS,
+    Setup,
     Stage,
     as_rows,
     dense_like,
     lines_of_group,
-    matrix_options,
+    matrix_tiles,
     multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
-    prepare,
     product_flops,
+    table_shape,
     token_tensor,
 )
 from .mixing import MixingGradient, has_head_weights, prepare_mixing, prepare_weights
@@ -129,6 +132,38 @@ def apply_kernel(
         store_rows(result_rows, tokens, present, column, output, COLUMNS)
 
 
+@lru_cache(MAX_SETUPS)
+def _set_up(
+    batch: int,
+    num_tokens: int,
+    heads: int,
+    width: int,
+    groups: int,
+    columns: int,
+    vector: int,
+    table: tuple[int, int, int],
+    rows: torch.dtype,
+    matrices: torch.dtype,
+    exact: bool,
+    transpose: bool,
+    factor: float,
+    weighs: bool,
+    from_shared_memory: bool,
+) -> tuple[int, bool, Setup]:
+    """Programs of a line of the matrices, whether weights come from the products, and the launch of the kernel."""
+    programs, tile, precision, options = matrix_tiles(
+        batch, num_tokens, heads, groups, width, columns, table, rows, matrices, exact, from_shared_memory
+    )
+    from_products = weighs and columns <= tile
+    if from_products and precision == "bf16x2" and from_shared_memory:
+        # Queries beside the products take more than the half of a multiprocessor's registers that 8 warps can share.
+        options["num_warps"] = 4
+    setup = Setup(
+        apply_kernel, factor=factor, TRANSPOSE=transpose, VECTOR=vector, BLOCK_VECTOR=padded(vector), **options
+    )
+    return programs, from_products, setup
+
+
 def prepare_apply(
     rows: Tensor,
     matrices: Tensor,
@@ -167,21 +202,19 @@ def prepare_apply(
     """
     columns = matrices.shape[-2 if transpose else -1]
     vector_width = columns if vectors is None else vectors.shape[-1]
-    programs, options = matrix_options(rows, matrices, table, groups, columns)
-    from_products = queries is not None and columns <= options["BLOCK_COLUMNS"]
-    if from_products and options["PRECISION"] == "bf16x2" and multiplies_from_shared_memory(rows.device):
-        # Queries beside the products take more than the half of a multiprocessor's registers that 8 warps can share.
-        options["num_warps"] = 4
+    programs, from_products, setup = _set_up(
+        *rows.shape, groups, columns, vector_width, table_shape(table), rows.dtype, matrices.dtype,
+        multiplies_exactly(rows.dtype), transpose, factor, queries is not None,
+        multiplies_from_shared_memory(rows.device),
+    )  # fmt: skip
     result = token_tensor(rows, table, columns)
     second = None if vectors is None or apart is None else token_tensor(rows, table, vector_width, apart)
     weight = None if queries is None else token_tensor(rows, table, 1, torch.float32).squeeze(-1)
-    run = prepare(
-        apply_kernel,
+    run = setup.prepare(
         as_rows(rows),
         None if from_products or queries is None else as_rows(outputs),
         as_rows(queries) if from_products else None,
         matrices, vectors, scale, table, result, second, weight,
-        factor=factor, TRANSPOSE=transpose, VECTOR=vector_width, BLOCK_VECTOR=padded(vector_width), **options,
     )  # fmt: skip
     return Stage(run, programs), result, second, weight
 

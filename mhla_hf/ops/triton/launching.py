@@ -71,13 +71,42 @@ def as_rows(tokens: torch.Tensor | None) -> Rows | None:
     return Rows(tokens, batch + half, token + half, head + half, 1)
 
 
+class Setup:
+    """A kernel, and all of its arguments that are no tensors and do not change from launch to launch.
+
+    Functions that derive these from shapes and types alone keep their setups, by `functools.lru_cache`.
+
+    Args:
+        kernel: Made by `triton.jit`. Its parameters are tensors first, then counts that change from launch to launch,
+            which have to be in its `do_not_specialize` and less than 2³¹, then everything else.
+        **keywords: All other arguments, hashable, and Triton's options such as `num_warps`. No tensors.
+    """
+
+    __slots__ = ("kernel", "keywords")
+
+    def __init__(self, kernel: Any, **keywords: Any) -> None:
+        self.kernel, self.keywords = kernel, keywords
+
+    def prepare(self, *tensors: torch.Tensor | tuple[Any, ...] | None) -> Launch:
+        """The launch for some tensors; see [`prepare`]."""
+        return Launch(self, tensors)
+
+
+# Setups that functions keep, each.
+MAX_SETUPS = 512
 # Plans kept, over all kernels. Beyond that, all are made anew: sizes have been many, and most will not come back.
 MAX_PLANS = 4096
 _plans: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_setups: dict[tuple[Any, ...], Setup] = {}
 
 
 def _metadata(argument: Any) -> Any:
     """Everything of a tensor, or of a tuple with tensors, that a compilation can depend on."""
+    if argument is None:
+        return None
+    if isinstance(argument, Rows):
+        data, *strides = argument
+        return data.dtype, argument.aligned or data.data_ptr() % 16 == 0, *strides
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return tuple(map(_metadata, argument)) if isinstance(argument, tuple) else argument
@@ -89,13 +118,13 @@ class Launch:
     Calling it launches the kernel: with the grid, and with the counts in the order of the kernel's parameters.
     """
 
-    __slots__ = ("device", "kernel", "key", "keywords", "plan", "tensors")
+    __slots__ = ("device", "key", "plan", "setup", "tensors")
 
-    def __init__(self, kernel: Any, tensors: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def __init__(self, setup: Setup, tensors: tuple[Any, ...]) -> None:
         first = tensors[0]
         self.device = (first if isinstance(first, torch.Tensor) else first[0]).get_device()
-        self.kernel, self.tensors, self.keywords = kernel, tensors, keywords
-        self.key = kernel, self.device, _metadata(tensors), tuple(keywords), tuple(keywords.values())
+        self.setup, self.tensors = setup, tensors
+        self.key = setup, self.device, *map(_metadata, tensors)
         self.plan = _plans.get(self.key)
 
     def __call__(self, grid: int | tuple[int, int, int], *counts: int) -> None:
@@ -104,26 +133,24 @@ class Launch:
             _listener.launches.append((self, grid, counts))
         if self.device >= 0 and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self._start(grid, counts)
-        return self._start(grid, counts)
+                self._start(grid, counts)
+        elif self.plan is not None:
+            self.plan[0][grid](*self.tensors, *counts, *self.plan[1])
+        else:
+            self._start(grid, counts)
 
     def _start(self, grid: tuple[int, int, int], counts: tuple[int, ...]) -> None:
-        if self.plan is None:
-            self._plan(grid, counts)
-        else:
-            compiled, rest = self.plan
-            compiled[grid](*self.tensors, *counts, *rest)
-
-    def _plan(self, grid: tuple[int, int, int], counts: tuple[int, ...]) -> None:
         """The first launch: by Triton, which returns what it has compiled. Triton's interpreter returns nothing."""
-        compiled = self.kernel[grid](*self.tensors, *counts, **self.keywords)
+        kernel, keywords = self.setup.kernel, self.setup.keywords
+        compiled = kernel[grid](*self.tensors, *counts, **keywords)
         # Triton for AMD looks at the sizes of tensors, too.
         if compiled is None or torch.version.hip is not None:
             return
-        names = self.kernel.arg_names[len(self.tensors) + len(counts) :]
-        self.plan = compiled, tuple(self.keywords[name] for name in names)
+        names = kernel.arg_names[len(self.tensors) + len(counts) :]
+        self.plan = compiled, tuple(keywords[name] for name in names)
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
+            _setups.clear()
         _plans[self.key] = self.plan
 
 
@@ -152,21 +179,24 @@ def prepare(kernel: Any, *tensors: torch.Tensor | tuple[Any, ...] | None, **keyw
     """A kernel and its arguments, ready to be launched several times with other grids and counts.
 
     Args:
-        kernel: Made by `triton.jit`. Its parameters are tensors first, then counts that change from launch to launch,
-            which have to be in its `do_not_specialize` and less than 2³¹, then everything else.
+        kernel: See [`Setup`].
         *tensors: Tensors, [`Rows`] and other tuples with tensors in them, and None, in the order of its parameters.
             The first one is there, on the device of all.
-        **keywords: All other arguments, hashable, and Triton's options such as `num_warps`. No tensors.
+        **keywords: See [`Setup`].
 
     Returns:
         The launch, to be called with a grid and the counts. It keeps the tensors, so it should not outlive the call.
     """
-    return Launch(kernel, tensors, keywords)
+    key = kernel, tuple(keywords), tuple(keywords.values())
+    setup = _setups.get(key)
+    if setup is None:
+        setup = _setups[key] = Setup(kernel, **keywords)
+    return Launch(setup, tensors)
 
 
 def launch(kernel: Any, grid: int | tuple[int, int, int], *tensors: Any, **keywords: Any) -> None:
     """Launches a kernel without changing counts once; arguments as in [`prepare`]."""
-    Launch(kernel, tensors, keywords)(grid)
+    prepare(kernel, *tensors, **keywords)(grid)
 
 
 @dataclass(slots=True)
@@ -251,6 +281,11 @@ def table_sizes(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, int]:
     }
 
 
+def table_shape(table: torch.Tensor) -> tuple[int, int, int]:
+    """M, N, and the stride of a batch entry of a table of slots, 0 where all share it."""
+    return *table.shape[-2:], table.stride(0) if table.dim() == 3 else 0
+
+
 def block_arguments(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, Any]:
     """[`table_sizes`] and the table."""
     return {"table": table, **table_sizes(table, tokens)}
@@ -266,11 +301,11 @@ def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
     return "tf32x3" if multiplies_exactly(tokens) else "tf32"
 
 
-def row_precision(rows: torch.dtype, matrices: torch.dtype) -> str:
+def row_precision(rows: torch.dtype, matrices: torch.dtype, exact: bool) -> str:
     """PRECISION of products of rows as tokens have them with float32 or bfloat16 matrices."""
-    if rows == torch.bfloat16 and matrices == torch.float32:
-        return "bf16x2"
-    return product_precision(rows, matrices)
+    if rows == torch.bfloat16:
+        return "bf16" if matrices == torch.bfloat16 else "bf16x2"
+    return "tf32x3" if exact else "tf32"
 
 
 def padded(width: int) -> int:
@@ -293,12 +328,12 @@ def warps(width: int, columns: int) -> int:
     return 8 if padded(width) * padded(columns) > 64 * 64 else 4
 
 
-def stages(precision: str, device: torch.device) -> int:
+def stages(precision: str, from_shared_memory: bool) -> int:
     """Stages of the compiler's pipeline: with three, the next rows are on their way while these are multiplied.
 
     Where a program has no room for them, another one on the multiprocessor has to fill the gap.
     """
-    return 3 if precision in ("bf16", "fp16") and multiplies_from_shared_memory(device) else 2
+    return 3 if precision in ("bf16", "fp16") and from_shared_memory else 2
 
 
 def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
@@ -327,11 +362,10 @@ def multiplies_exactly(tokens: torch.dtype) -> bool:
     return tokens == torch.float16 or (tokens == torch.float32 and not tf32_is_allowed())
 
 
-def round_matrices_(sums: torch.Tensor, tokens: torch.dtype) -> None:
-    """Rounds float32 sums over rows of some type as the kernels do theirs, see `to_matrix`."""
-    if not multiplies_exactly(tokens):
-        bits = (sums.view(torch.int32) + 0x1000) & -0x2000
-        sums.copy_(torch.where(sums.isnan(), sums, bits.view(torch.float32)))
+def round_matrices_(sums: torch.Tensor) -> None:
+    """Rounds float32 sums to the nearest numbers of TF32, as the kernels do theirs, see `to_matrix`."""
+    bits = (sums.view(torch.int32) + 0x1000) & -0x2000
+    sums.copy_(torch.where(sums.isnan(), sums, bits.view(torch.float32)))
 
 
 def summary_dtype(tokens: torch.dtype, half: bool = True) -> torch.dtype:
@@ -374,32 +408,69 @@ def product_flops(tokens: torch.Size, columns: int) -> int:
     return 2 * tokens.numel() * columns
 
 
-def matrix_options(
-    rows: torch.Tensor, matrices: torch.Tensor, table: torch.Tensor, groups: int, columns: int
-) -> tuple[int, dict[str, Any]]:
+class MatrixTiles(NamedTuple):
     """Launch of a kernel that multiplies each token's row with the matrix of its block.
 
-    Args:
-        rows: `[B, T, H, D]`.
-        matrices: Of a group of lines, `[L, M, ...]`.
-        table: Token of each slot, `[M, N]` or `[B, M, N]`.
-        groups: G, heads of the matrices.
-        columns: Columns of a matrix.
-
-    Returns:
-        Number of programs of a line, and the arguments that such kernels share.
+    Attributes:
+        programs: Of a line of the matrices.
+        columns: Columns of a matrix that a program takes.
+        precision: PRECISION of the products.
+        options: Arguments that such kernels share.
     """
-    heads, width = rows.shape[2:]
-    columns_tile, tokens_tile = _matrix_tiles(
-        width, columns, table.shape[-1], rows.dtype, matrices.dtype, multiplies_exactly(rows.dtype),
-        multiplies_from_shared_memory(rows.device),
-    )  # fmt: skip
-    line_programs = heads // groups * table.shape[-2] * ceil_divide(columns, columns_tile)
+
+    programs: int
+    columns: int
+    precision: str
+    options: dict[str, Any]
+
+
+def matrix_tiles(
+    batch: int,
+    num_tokens: int,
+    heads: int,
+    groups: int,
+    width: int,
+    columns: int,
+    table: tuple[int, int, int],
+    rows: torch.dtype,
+    matrices: torch.dtype,
+    exact: bool,
+    from_shared_memory: bool,
+) -> MatrixTiles:
+    """Launch of a kernel that multiplies rows `[B, T, H, width]` with matrices of G heads.
+
+    Args:
+        batch: B.
+        num_tokens: T.
+        heads: H.
+        groups: G.
+        width: Width of the rows.
+        columns: Columns of a matrix.
+        table: See [`table_shape`].
+        rows: Dtype of the rows.
+        matrices: Dtype of the matrices.
+        exact: See [`multiplies_exactly`].
+        from_shared_memory: See [`multiplies_from_shared_memory`].
+    """
+    blocks, slots, stride = table
+    columns_tile, tokens_tile = column_tile(width, columns), token_tile(slots, width)
+    if exact:
+        # Both halves of the factors have to find room.
+        columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
+        tokens_tile = min(tokens_tile, max(16, 2048 // padded(width)))
+    elif matrices == torch.float32 and not from_shared_memory:
+        # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
+        fewest = 16 if rows == torch.float32 else 32
+        tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
+    programs = heads // groups * blocks * ceil_divide(columns, columns_tile)
     # Over all lines: groups are made so large that there is no need.
-    splits, share = split_slots(table.shape[-1], tokens_tile, rows.shape[0] * groups * line_programs)
-    precision = row_precision(rows.dtype, matrices.dtype)
+    splits, share = split_slots(slots, tokens_tile, batch * groups * programs)
+    precision = row_precision(rows, matrices, exact)
     options = {
-        **table_sizes(table, rows),
+        "num_tokens": num_tokens,
+        "num_blocks": blocks,
+        "table_stride_batch": stride,
+        "slots": slots,
         "splits": splits,
         "split_slots": share,
         "HEADS": groups,
@@ -411,29 +482,6 @@ def matrix_options(
         "BLOCK_TOKENS": tokens_tile,
         "PRECISION": precision,
         "num_warps": warps(width, columns_tile),
-        "num_stages": stages(precision, rows.device),
+        "num_stages": stages(precision, from_shared_memory),
     }
-    return line_programs * splits, options
-
-
-@cache
-def _matrix_tiles(
-    width: int,
-    columns: int,
-    slots: int,
-    rows: torch.dtype,
-    matrices: torch.dtype,
-    exact: bool,
-    from_shared_memory: bool,
-) -> tuple[int, int]:
-    """Columns of matrices that a program takes, and tokens at a time."""
-    columns_tile, tokens_tile = column_tile(width, columns), token_tile(slots, width)
-    if exact:
-        # Both halves of the factors have to find room.
-        columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
-        tokens_tile = min(tokens_tile, max(16, 2048 // padded(width)))
-    elif matrices == torch.float32 and not from_shared_memory:
-        # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
-        fewest = 16 if rows == torch.float32 else 32
-        tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
-    return columns_tile, tokens_tile
+    return MatrixTiles(programs * splits, columns_tile, precision, options)

@@ -25,6 +25,7 @@ each has weights of its own, else G), M blocks, K and V widths, L lines of a gro
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..mixing import mix_summaries
 from .device_functions import COUNTS, raw_product, to_matrix, to_tf32
-from .launching import Stage, ceil_divide, dense_like, launch, padded, prepare, product_precision, split_slots
+from .launching import (
+    MAX_SETUPS,
+    Setup,
+    Stage,
+    ceil_divide,
+    dense_like,
+    padded,
+    prepare,
+    product_precision,
+    split_slots,
+)
 
 
 # Lines whose share of the gradient of common weights is kept apart before they are summed.
@@ -83,11 +94,11 @@ def weights_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def mix_kernel(
     weights, summaries, mixed,
-    first_line, lines, mixing_stride_batch, mixing_stride_head, columns, blocks,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, SUM_REPEATS: tl.constexpr, LOWER: tl.constexpr,
+    first_line, lines, mixing_stride_batch, mixing_stride_head, blocks,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, REPEATS: tl.constexpr, SUM_REPEATS: tl.constexpr, LOWER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """mixed_i = Σ_b m_ib summary_b, `[lines, blocks, columns]`, for a group of lines from `first_line` on.
+    """mixed_i = Σ_b m_ib summary_b, `[lines, blocks, COLUMNS]`, for a group of lines from `first_line` on.
 
     HEADS are those of `mixed`. Without SUM_REPEATS, REPEATS lines in a row share one of `summaries`; with it, REPEATS
     of them are mixed and summed for each (the gradient of the former). `weights` are those of [`weights_kernel`], and
@@ -113,30 +124,30 @@ def mix_kernel(
         summary_line = line * REPEATS + repeat if SUM_REPEATS else line // REPEATS
         matrix = batch * mixing_stride_batch + weight_head * mixing_stride_head
         weight_rows = weights + matrix * HALVES * size * size + row[:, None] * size
-        summary_rows = summaries + summary_line * blocks * columns + column[None, :]
+        summary_rows = summaries + summary_line * blocks * COLUMNS + column[None, :]
         for offset in range(first, stop, BLOCK_INNER):
             inner = offset + tl.arange(0, BLOCK_INNER)
-            inside = (inner < blocks)[:, None] & (column < columns)[None, :]
-            rows = tl.load(summary_rows + inner.to(tl.int64)[:, None] * columns, mask=inside, other=0.0)
+            inside = (inner < blocks)[:, None] & (column < COLUMNS)[None, :]
+            rows = tl.load(summary_rows + inner.to(tl.int64)[:, None] * COLUMNS, mask=inside, other=0.0)
             total += raw_product(tl.load(weight_rows + inner[None, :]), rows, PRECISION)
             if HALVES == 2:
                 total += raw_product(tl.load(weight_rows + size * size + inner[None, :]), rows, PRECISION)
-    pointers = mixed + line * blocks * columns + row.to(tl.int64)[:, None] * columns + column[None, :]
-    inside = (row < blocks)[:, None] & (column < columns)[None, :]
+    pointers = mixed + line * blocks * COLUMNS + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    inside = (row < blocks)[:, None] & (column < COLUMNS)[None, :]
     tl.store(pointers, to_matrix(total, mixed.dtype.element_ty, PRECISION), mask=inside)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def mixing_gradient_kernel(
     gradients, summaries, result,
-    first_slot, lines, adds, columns, blocks, line_share, column_share_tiles, column_shares,
+    first_slot, lines, adds, blocks, line_share, column_share_tiles, column_shares,
     slot_matrices,
-    REPEATS: tl.constexpr, LOWER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, REPEATS: tl.constexpr, LOWER: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """result_ib = Σ gradient_i · summary_b over a share of the lines of a group, and a share of the columns.
 
-    `gradients` is `[lines, M, columns]`, `summaries` `[lines / REPEATS, M, columns]` and `result` float32
+    `gradients` is `[lines, M, COLUMNS]`, `summaries` `[lines / REPEATS, M, COLUMNS]` and `result` float32
     `[slots, slot_matrices, M, M]`, a slot for each `line_share` lines of the group, from `first_slot` on, and a matrix
     for each of the `column_shares`; what is there is added to where `adds` is 1, not 0. Programs run over tiles of it
     first. LOWER leaves out what lies on and above the diagonal.
@@ -149,18 +160,18 @@ def mixing_gradient_kernel(
     slot, column_part = part // column_shares, part % column_shares
     # Counted in tiles, so that the compiler knows where they start, and loads are wide.
     first = column_part * column_share_tiles * BLOCK_COLUMNS
-    stop = tl.minimum(first + column_share_tiles * BLOCK_COLUMNS, columns)
+    stop = tl.minimum(first + column_share_tiles * BLOCK_COLUMNS, COLUMNS)
     total = tl.zeros((BLOCK_ROWS, BLOCK_ROWS), tl.float32)
     if not LOWER or other_tile <= row_tile:
         for line in range(slot * line_share, tl.minimum((slot + 1) * line_share, lines)):
-            gradient_start = gradients + tl.cast(line, tl.int64) * blocks * columns
-            summary_start = summaries + tl.cast(line // REPEATS, tl.int64) * blocks * columns
+            gradient_start = gradients + tl.cast(line, tl.int64) * blocks * COLUMNS
+            summary_start = summaries + tl.cast(line // REPEATS, tl.int64) * blocks * COLUMNS
             for offset in range(first, stop, BLOCK_COLUMNS):
                 column = offset + tl.arange(0, BLOCK_COLUMNS)
-                inside = (column < columns)[None, :]
-                pointers = row.to(tl.int64)[:, None] * columns + column[None, :]
+                inside = (column < COLUMNS)[None, :]
+                pointers = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
                 left = tl.load(gradient_start + pointers, mask=(row < blocks)[:, None] & inside, other=0.0)
-                pointers = other.to(tl.int64)[:, None] * columns + column[None, :]
+                pointers = other.to(tl.int64)[:, None] * COLUMNS + column[None, :]
                 right = tl.load(summary_start + pointers, mask=(other < blocks)[:, None] & inside, other=0.0)
                 total += raw_product(left, tl.trans(right), PRECISION)
     used = (row < blocks)[:, None] & (other < blocks)[None, :]
@@ -192,9 +203,9 @@ class Weights(NamedTuple):
 
 def mixing_strides(mixing: Tensor) -> tuple[int, ...]:
     """Strides of batch, head, row and column of `[M, M]`, `[H, M, M]` or `[B, 1 or H, M, M]`; 0 where shared."""
-    leading = mixing[(None,) * (4 - mixing.dim())]
-    shared = (0 if size == 1 else stride for size, stride in zip(leading.shape[:2], leading.stride()[:2]))
-    return (*shared, *mixing.stride()[-2:])
+    *leading, row, column = mixing.stride()
+    leading = [0 if size == 1 else stride for size, stride in zip(mixing.shape, leading)]
+    return *([0] * (2 - len(leading))), *leading, row, column
 
 
 def diagonal_arguments(mixing: Tensor) -> dict[str, Any]:
@@ -215,6 +226,17 @@ def has_head_weights(shape: torch.Size) -> bool:
 
 def _row_tile(blocks: int) -> int:
     return min(64, padded(blocks))
+
+
+@lru_cache(MAX_SETUPS)
+def _padding(
+    stride_batch: int, stride_head: int, stride_row: int, stride_column: int, heads: int, blocks: int, lower: int,
+    tile: int,
+) -> Setup:  # fmt: skip
+    return Setup(
+        weights_kernel, mixing_stride_batch=stride_batch, mixing_stride_head=stride_head, stride_row=stride_row,
+        stride_column=stride_column, heads=heads, blocks=blocks, LOWER=lower, TILE=tile, num_warps=4,
+    )  # fmt: skip
 
 
 def prepare_weights(
@@ -244,12 +266,10 @@ def prepare_weights(
     if sums or rounded is None:
         full = mixing.new_empty(batch, heads, size, size, dtype=torch.float32)
     triangle = 0 if not lower else 2 if transpose else 1
-    launch(
-        weights_kernel, batch * heads * tiles**2, mixing, rounded, full,
-        mixing_stride_batch=batch_stride, mixing_stride_head=head_stride,
-        stride_row=column if transpose else row, stride_column=row if transpose else column,
-        heads=heads, blocks=blocks, LOWER=triangle, TILE=tile, num_warps=4,
-    )  # fmt: skip
+    if transpose:
+        row, column = column, row
+    setup = _padding(batch_stride, head_stride, row, column, heads, blocks, triangle, tile)
+    setup.prepare(mixing, rounded, full)(batch * heads * tiles**2)
     return Weights(rounded, full, 0 if batch == 1 else heads, 0 if heads == 1 else 1, triangle)
 
 
@@ -270,22 +290,40 @@ def prepare_mixing(
     Returns:
         The stage, whose lines are those of a group, with G heads to a batch entry.
     """
-    blocks, columns = summaries.shape[1], summaries[0, 0].numel()
-    is_sum = summaries.dim() == 3
-    exact = is_sum or weights.rounded is None
+    exact = summaries.dim() == 3 or weights.rounded is None
+    programs, setup = _mixing(
+        summaries.shape[1], summaries.shape[2:].numel(), heads, repeats, sum_repeats, weights.lower,
+        weights.stride_batch, weights.stride_head,
+        "tf32x3" if exact else product_precision(torch.bfloat16, summaries.dtype),
+    )  # fmt: skip
+    run = setup.prepare(weights.exact if exact else weights.rounded, summaries, mixed)
+    return Stage(run, programs, 1 if sum_repeats else repeats)
+
+
+@lru_cache(MAX_SETUPS)
+def _mixing(
+    blocks: int,
+    columns: int,
+    heads: int,
+    repeats: int,
+    sum_repeats: bool,
+    lower: int,
+    stride_batch: int,
+    stride_head: int,
+    precision: str,
+) -> tuple[int, Setup]:
+    """Programs of a line, and the launch of the kernel."""
     rows_tile = _row_tile(blocks)
     # Exact products hold both halves of their factors.
-    columns_tile = min(64 if exact else 128, padded(columns))
-    run = prepare(
-        mix_kernel, weights.exact if exact else weights.rounded, summaries, mixed,
-        mixing_stride_batch=weights.stride_batch, mixing_stride_head=weights.stride_head, columns=columns,
-        blocks=blocks, HEADS=heads, REPEATS=repeats, SUM_REPEATS=sum_repeats, LOWER=weights.lower,
-        BLOCK_ROWS=rows_tile, BLOCK_COLUMNS=columns_tile, BLOCK_INNER=min(32, padded(blocks)),
-        PRECISION="tf32x3" if exact else product_precision(torch.bfloat16, summaries.dtype),
-        num_warps=4, num_stages=3,
+    columns_tile = min(64 if precision == "tf32x3" else 128, padded(columns))
+    setup = Setup(
+        mix_kernel, mixing_stride_batch=stride_batch, mixing_stride_head=stride_head, blocks=blocks,
+        COLUMNS=columns,
+        HEADS=heads, REPEATS=repeats, SUM_REPEATS=sum_repeats, LOWER=lower, BLOCK_ROWS=rows_tile,
+        BLOCK_COLUMNS=columns_tile, BLOCK_INNER=min(32, padded(blocks)), PRECISION=precision, num_warps=4,
+        num_stages=3,
     )  # fmt: skip
-    programs = ceil_divide(blocks, rows_tile) * ceil_divide(columns, columns_tile)
-    return Stage(run, programs, 1 if sum_repeats else repeats)
+    return ceil_divide(blocks, rows_tile) * ceil_divide(columns, columns_tile), setup
 
 
 class MixingGradient:
@@ -336,7 +374,7 @@ class MixingGradient:
         for left, right, is_exact, shares, share_tiles in tasks:
             run = prepare(
                 mixing_gradient_kernel, left, right, self.partial,
-                columns=right[0, 0].numel(), blocks=blocks, line_share=self.line_share,
+                COLUMNS=right[0, 0].numel(), blocks=blocks, line_share=self.line_share,
                 column_share_tiles=share_tiles, column_shares=shares, slot_matrices=column_shares,
                 REPEATS=repeats, LOWER=lower, BLOCK_ROWS=tile, BLOCK_COLUMNS=columns_tile,
                 PRECISION="tf32x3" if is_exact else "tf32", num_warps=4, num_stages=4,

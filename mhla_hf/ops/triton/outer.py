@@ -15,7 +15,7 @@ plain rows, M blocks, N slots of a block.
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,19 +36,21 @@ from .device_functions import (
     to_tf32,
 )
 from .launching import (
+    MAX_SETUPS,
+    Setup,
     Stage,
     as_rows,
     ceil_divide,
     column_tile,
     is_padded,
+    multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
-    prepare,
     round_matrices_,
     row_precision,
     split_slots,
     stages,
-    table_sizes,
+    table_shape,
     token_tile,
     warps,
 )
@@ -134,18 +136,47 @@ def outer_kernel(
         tl.store(first_bad + part.to(tl.int64) * split_stride + matrix, found_bad)
 
 
-@cache
-def _tiles(
-    width: int, value: int, slots: int, tokens: torch.dtype, precision: str, from_shared_memory: bool
-) -> tuple[int, int]:
-    """Columns of the right rows that a program takes, and tokens at a time."""
+class _Outer(NamedTuple):
+    setup: Setup
+    splits: int
+    tiles: int
+
+
+@lru_cache(MAX_SETUPS)
+def _set_up(
+    lines: int,
+    num_tokens: int,
+    heads: int,
+    num_heads: int,
+    width: int,
+    value: int,
+    plain: int,
+    table: tuple[int, int, int],
+    limit_heads: int,
+    tokens: torch.dtype,
+    precision: str,
+    factor: float,
+    shares_out: bool,
+    from_shared_memory: bool,
+) -> _Outer:
+    """Launch of the kernel, shares of a block's slots, and tiles of the columns of the right rows."""
+    blocks, slots, stride = table
     value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
     exact = precision == "tf32x3"
     few_registers = (exact or tokens == torch.float32) and not from_shared_memory
     limits = few_registers, exact, is_padded(width)
     if any(limits) or precision == "bf16x2":
         tile = min(tile, 16 if sum(limits) > 1 else 32)
-    return value_tile, tile
+    tiles = ceil_divide(value, value_tile)
+    splits, share = split_slots(slots, tile, tiles * lines * blocks) if shares_out else (1, slots)
+    setup = Setup(
+        outer_kernel, num_tokens=num_tokens, num_blocks=blocks, table_stride_batch=stride, slots=slots, factor=factor,
+        splits=splits, split_slots=share, split_stride=lines * blocks, HEADS=num_heads, REPEATS=heads // num_heads,
+        LEFT=width, RIGHT=value, PLAIN=plain, BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile,
+        BLOCK_PLAIN=padded(plain), BLOCK_TOKENS=tile, LIMIT_REPEATS=heads // limit_heads, PRECISION=precision,
+        num_warps=warps(width, value_tile), num_stages=stages(precision, from_shared_memory),
+    )  # fmt: skip
+    return _Outer(setup, splits, tiles)
 
 
 class Sums(NamedTuple):
@@ -189,18 +220,19 @@ def prepare_outer(
         products: Where the products of a group shall be written, dense; allocated if not given.
         sums: The same of the sums.
     """
-    batch, _, heads, width = left.shape
-    value, (blocks, slots) = right.shape[-1], table.shape[-2:]
+    batch, num_tokens, heads, width = left.shape
+    value, blocks = right.shape[-1], table.shape[-2]
     plain_width = width if plain is None else plain.shape[-1]
+    exact = multiplies_exactly(left.dtype)
     # Without a scale the rows enter as they are, whatever the type of the products.
-    precision = row_precision(left.dtype, left.dtype if scale is None else dtype)
+    precision = row_precision(left.dtype, left.dtype if scale is None else dtype, exact)
     if scale is None and left.dtype == torch.float16:
         precision = "fp16"
-    value_tile, tile = _tiles(width, value, slots, left.dtype, precision, multiplies_from_shared_memory(left.device))
-    tiles = ceil_divide(value, value_tile)
-    splits, share = 1, slots
-    if lines == batch * num_heads:
-        splits, share = split_slots(slots, tile, tiles * lines * blocks)
+    setup, splits, tiles = _set_up(
+        lines, num_tokens, heads, num_heads, width, value, plain_width, table_shape(table),
+        heads if limit is None else limit.shape[1], left.dtype, precision, factor, lines == batch * num_heads,
+        multiplies_from_shared_memory(left.device),
+    )  # fmt: skip
     parts = splits * tiles
     if products is None:
         products = left.new_empty(lines, blocks, width, value, dtype=dtype)
@@ -210,26 +242,19 @@ def prepare_outer(
     split_products = products if splits == 1 else products.new_empty(splits, *products.shape)
     split_sums = sums if splits == 1 else sums.new_empty(splits, *sums.shape)
     first_bad = left.new_empty((parts, lines, blocks) if finite else (0,), dtype=torch.int32)
-    stage = Stage(
-        prepare(
-            outer_kernel, as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table,
-            split_products, split_sums if total else None, first_bad if finite else None,
-            **table_sizes(table, left), factor=factor, splits=splits, split_slots=share, split_stride=lines * blocks,
-            HEADS=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width,
-            BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
-            LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
-            num_warps=warps(width, value_tile), num_stages=stages(precision, left.device),
-        ),
-        blocks * parts,
+    run_kernel = setup.prepare(
+        as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, split_products,
+        split_sums if total else None, first_bad if finite else None,
     )  # fmt: skip
+    stage = Stage(run_kernel, blocks * parts)
     if splits == 1:
         return Sums(stage, products, sums, first_bad)
 
     def run(first_line: int, lines: int) -> None:
         stage(first_line, lines)
         torch.sum(split_products, 0, out=products)
-        if dtype == torch.float32:
-            round_matrices_(products, left.dtype)
+        if dtype == torch.float32 and not exact:
+            round_matrices_(products)
         if total:
             torch.sum(split_sums, 0, out=sums)
 
