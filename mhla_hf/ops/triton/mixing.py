@@ -42,6 +42,7 @@ from .launching import (
     Stage,
     ceil_divide,
     dense_like,
+    multiplies_from_shared_memory,
     padded,
     prepare,
     product_precision,
@@ -371,13 +372,16 @@ class MixingGradient:
         if sums is not None:
             tasks.append((*sums, True, 1, ceil_divide(sums[1].shape[-1], columns_tile)))
         self.launches = []
+        from_shared_memory = multiplies_from_shared_memory(mixing.device)
         for left, right, is_exact, shares, share_tiles in tasks:
             run = prepare(
                 mixing_gradient_kernel, left, right, self.partial,
                 COLUMNS=right[0, 0].numel(), blocks=blocks, line_share=self.line_share,
                 column_share_tiles=share_tiles, column_shares=shares, slot_matrices=column_shares,
                 REPEATS=repeats, LOWER=lower, BLOCK_ROWS=tile, BLOCK_COLUMNS=columns_tile,
-                PRECISION="tf32x3" if is_exact else "tf32", num_warps=4, num_stages=4,
+                PRECISION="tf32x3" if is_exact else "tf32",
+                # Exact products hold both halves of their factors, of which one goes through registers on other GPUs.
+                num_warps=8 if is_exact and not from_shared_memory else 4, num_stages=4,
             )  # fmt: skip
             self.launches.append((run, shares))
 

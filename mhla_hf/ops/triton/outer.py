@@ -162,10 +162,10 @@ def _set_up(
     """Launch of the kernel, shares of a block's slots, and tiles of the columns of the right rows."""
     blocks, slots, stride = table
     value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
-    exact = precision == "tf32x3"
-    few_registers = (exact or tokens == torch.float32) and not from_shared_memory
+    exact, halves = precision == "tf32x3", precision == "bf16x2"
+    few_registers = (exact or halves or tokens == torch.float32) and not from_shared_memory
     limits = few_registers, exact, is_padded(width)
-    if any(limits) or precision == "bf16x2":
+    if any(limits) or halves:
         tile = min(tile, 16 if sum(limits) > 1 else 32)
     tiles = ceil_divide(value, value_tile)
     splits, share = split_slots(slots, tile, tiles * lines * blocks) if shares_out else (1, slots)
