@@ -295,7 +295,7 @@ def causal_attend(
         **diagonal_strides(mixing), factor=factor, eps=eps, REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
         BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
-        BLOCK_INNER=inner_tile(width), **options,
+        BLOCK_INNER=inner_tile(width, prefix.dtype), **options,
     )  # fmt: skip
     return Stage(run, heads // groups * table.shape[-2] * tiles)
 

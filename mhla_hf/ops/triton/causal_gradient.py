@@ -185,7 +185,7 @@ def query_gradient(
         prefix, prefix_sum, scale, limit, mixing, table, result, weight, share,
         **diagonal_strides(mixing), factor=factor, REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns,
-        BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), BLOCK_INNER=inner_tile(columns), **options,
+        BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), BLOCK_INNER=inner_tile(columns, prefix.dtype), **options,
     )  # fmt: skip
     return Stage(run, heads // groups * blocks * parts), share
 
@@ -297,7 +297,7 @@ def key_gradient(
         mixing, table, result,
         **diagonal_strides(mixing), matrix_stride_row=1 if transpose else columns,
         matrix_stride_column=width if transpose else 1, factor=factor, REPEATS=inner.shape[2] // heads, WIDTH=width,
-        COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile, BLOCK_INNER=inner_tile(width), **options,
+        COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile, BLOCK_INNER=inner_tile(width, matrices.dtype), **options,
     )  # fmt: skip
     return Stage(run, table.shape[-2] * tiles)
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device_functions import finite_or_zero, load_matrix, load_rows, place_of_program, product, raw_product
+from .device_functions import finite_or_zero, halves, load_matrix, load_rows, place_of_program, product, raw_product
 from .launching import (
     MAX_TILE,
     ceil_divide,
@@ -53,9 +53,8 @@ def score_product(scores, rows, PRECISION: tl.constexpr):
     are split into two numbers, so that 16 bits of them count and the rows stay as they are.
     """
     if PRECISION == "tf32" and rows.dtype == tl.bfloat16:
-        high = scores.to(tl.bfloat16)
-        result = raw_product(high, rows, "bf16")
-        result += raw_product(scores - high.to(tl.float32), rows, "bf16")
+        high, low = halves(scores)
+        result = raw_product(high, rows, "bf16") + raw_product(low, rows, "bf16")
     else:
         result = product(scores, rows, PRECISION)
     return result
@@ -65,9 +64,8 @@ def score_product(scores, rows, PRECISION: tl.constexpr):
 def matrix_product(rows, matrix, PRECISION: tl.constexpr):
     """rows of tokens @ a matrix that [`device_functions.to_matrix`] made, split as in [`score_product`]."""
     if PRECISION == "tf32" and rows.dtype == tl.bfloat16:
-        high = matrix.to(tl.bfloat16)
-        result = raw_product(rows, high, "bf16")
-        result += raw_product(rows, matrix - high.to(tl.float32), "bf16")
+        high, low = halves(matrix)
+        result = raw_product(rows, high, "bf16") + raw_product(rows, low, "bf16")
     else:
         result = raw_product(rows, matrix, PRECISION)
     return result
@@ -105,9 +103,9 @@ def is_per_head(mixing: torch.Tensor) -> bool:
     return mixing.dim() > 2 and mixing.shape[-3] != 1
 
 
-def inner_tile(width: int) -> int:
+def inner_tile(width: int, matrices: torch.dtype) -> int:
     """Rows of a matrix `[width, ...]` that a program multiplies with at a time, see [`row_matrix_product`]."""
-    return padded(width) if padded(width) <= 64 else 32
+    return padded(width) if padded(width) <= 64 else 128 // matrices.itemsize
 
 
 def chunk_options(
