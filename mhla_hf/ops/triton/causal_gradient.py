@@ -297,7 +297,8 @@ def key_gradient(
         mixing, table, result,
         **diagonal_strides(mixing), matrix_stride_row=1 if transpose else columns,
         matrix_stride_column=width if transpose else 1, factor=factor, REPEATS=inner.shape[2] // heads, WIDTH=width,
-        COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile, BLOCK_INNER=inner_tile(width, matrices.dtype), **options,
+        COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile,
+        BLOCK_INNER=inner_tile(width, matrices.dtype), **options,
     )  # fmt: skip
     return Stage(run, table.shape[-2] * tiles)
 
