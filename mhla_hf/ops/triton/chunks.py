@@ -164,7 +164,7 @@ def _tiles(
     columns_tile = min(padded(columns), largest // padded(width))
     if (full and wide) or (is_padded(width) and not from_shared_memory) or exact:
         most_tokens = 16
-    elif quartered or row_bytes > 128 or (full and not from_shared_memory):
+    elif quartered or row_bytes > 128 or not from_shared_memory:
         most_tokens = 32
     else:
         most_tokens = 64
