@@ -47,6 +47,7 @@ OPTIONS: dict[str, tuple[bool, dict[str, Any]]] = {
     "relu_shared": (False, _RELU | _SHARED),
     "relu_shared_window": (True, _RELU | _SHARED),
     "relu_shared_block": (True, _RELU | _SHARED | _BLOCK),
+    "exp": (False, _RELU | {"mhla.feature_map": "exp"}),
     "relu_shared_bare": (False, _RELU | _SHARED | _BARE),
     "relu_bare": (False, _RELU | _BARE),
     "mhla_bare": (False, _BARE),

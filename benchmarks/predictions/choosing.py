@@ -90,7 +90,7 @@ class Choice:
 
     Attributes:
         title: Name in the table.
-        hedgehog: Whether the feature map is learned, with RoPE before it; otherwise ReLU, with RoPE after it.
+        hedgehog: Whether the feature map is learned, with RoPE before it; otherwise fixed, with RoPE after it.
         per_head: Whether every head has mixing weights of its own.
         window: A key of [`PARTS`], or None.
         lepe: Whether there is a convolution of the values.
@@ -161,6 +161,7 @@ def _choices() -> list[Choice]:
                         title=title, hedgehog=hedgehog, per_head=per_head, window=window, lepe=lepe, measured=measured
                     )
                 )
+    found.append(Choice(title="exp, per head", hedgehog=False, per_head=True, measured={"digits": "exp"}))
     linear = {"digits": "linear", "minilm": "linear"}
     one_block = Choice(
         title="hedgehog, one block (linear attention)", hedgehog=True, per_head=True, blocks=(1, 1, 1), measured=linear
