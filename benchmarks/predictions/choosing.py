@@ -72,11 +72,11 @@ PARTS: dict[str, TorchPart] = {
         products=_window_products(189),
     ),
     # Padded and by place: scaled queries, keys and values, and keys and values of the 8 blocks around, 40; two
-    # products each for the scores and with the values, 27; scores joined, masked, to float32 and back, 31; the rest
+    # products each for the scores and with the values, 27; scores joined and masked, softmax, 14; the rest
     # is copies of transposed tensors and sums.
     "cross": TorchPart(
         title='window `"cross"` (1, 3, 3)',
-        eager=_BEFORE + 117 + _SUM,
+        eager=_BEFORE + 100 + _SUM,
         compiled=_BEFORE + 6 + 18 + 27 + 3 * _SCORES + 2 + _SUM,
         products=_window_products(21 * 9 + 8 * 9),
     ),
