@@ -107,8 +107,13 @@ def kernel_errors(
     inputs = case.inputs(torch.Generator().manual_seed(0), sizes, width, value_width)
     rounded = {name: _rounded(name, tensor, dtype) for name, tensor in inputs.items()}
     expected = _results(case.reference, {name: x.double() for name, x in rounded.items()}, sizes, backward)
-    actual = _results(case.kernels, {name: x.to(device) for name, x in rounded.items()}, sizes, backward)
-    return _errors(actual, expected)
+    tokens = {name: x.to(device) for name, x in rounded.items()}
+    # Once more on a GPU: the second time, kernels are started by the plans that the first has left.
+    runs = [_results(case.kernels, tokens, sizes, backward) for _ in range(1 if device.type == "cpu" else 2)]
+    errors = [_errors(actual, expected) for actual in runs]
+    # `amax` keeps NaN, and `max` may not.
+    worst = torch.tensor([list(run.values()) for run in errors], dtype=torch.float64).amax(dim=0)
+    return dict(zip(errors[0], worst.tolist()))
 
 
 def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
