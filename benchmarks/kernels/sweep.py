@@ -33,11 +33,13 @@ class Overrides:
     Attributes:
         options: Options by the kernel's name, and `lines` of `"groups"`.
         seen: Own options of every kernel that was launched.
+        setups: Setups with these options, by their own ones.
     """
 
     def __init__(self) -> None:
         self.options: dict[str, Options] = {}
         self.seen: dict[str, Options] = {}
+        self.setups: dict[Any, Any] = {}
 
     def use(self, choice: Mapping[str, Options]) -> None:
         """Has launches take these options from now on."""
@@ -45,8 +47,20 @@ class Overrides:
 
         self.options = dict(choice)
         launching.GROUP_LINES = choice.get(_GROUPS, {}).get("lines")
-        # Operators repeat the launches that they have recorded, whatever the options are now.
+        # What operators keep of earlier calls was made for other options.
+        self.setups.clear()
+        launching._setups.clear()
         replay._records.clear()
+
+    def setup(self, own: Any) -> Any:
+        """A setup with the options that override its own."""
+        name = own.kernel.__name__
+        self.seen.setdefault(name, own.keywords)
+        if name not in self.options:
+            return own
+        if own not in self.setups:
+            self.setups[own] = type(own)(own.kernel, **{**own.keywords, **self.options[name]})
+        return self.setups[own]
 
 
 @contextmanager
@@ -56,10 +70,10 @@ def overridden_launches() -> Iterator[Overrides]:
 
     overrides, original = Overrides(), Launch.__init__
 
-    def initialize(launch: Launch, kernel: Any, tensors: tuple[Any, ...], keywords: Options) -> None:
-        overrides.seen.setdefault(kernel.__name__, keywords)
-        original(launch, kernel, tensors, {**keywords, **overrides.options.get(kernel.__name__, {})})
+    def initialize(launch: Launch, setup: Any, tensors: tuple[Any, ...]) -> None:
+        original(launch, overrides.setup(setup), tensors)
 
+    overrides.use({})
     Launch.__init__ = initialize  # type: ignore[method-assign]
     try:
         yield overrides
