@@ -127,7 +127,7 @@ def rotary_tables(rotary: PairwiseRotary | None) -> tuple[torch.Tensor, torch.Te
     return None if rotary is None else (rotary.cosine, rotary.sine)
 
 
-def turned_in_kernel(
+def rotated_in_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     rotary: Callable[[torch.Tensor], torch.Tensor] | None,
@@ -144,16 +144,16 @@ def turned_in_kernel(
         dtype: Of the result.
     """
     plain = rotary is not None and is_plain_rotary(rotary, query) and query.shape[3] % 2 == 0
-    if not plain or not (norms is None or norms.are_plain(query.device)) or not kernels_pass("turning", query, key):
+    if not plain or not (norms is None or norms.are_plain(query.device)) or not kernels_pass("rotary", query, key):
         return None
-    from ..ops.triton import turned_tokens
+    from ..ops.triton import rotated_tokens
 
     tables = rotary_tables(rotary)  # type: ignore[arg-type]
     assert tables is not None
     pair = (None, None) if norms is None else (norms.query, norms.key)
     return (
-        turned_tokens(query, tables, weight_and_eps(pair[0]), dtype),
-        turned_tokens(key, tables, weight_and_eps(pair[1]), dtype),
+        rotated_tokens(query, tables, weight_and_eps(pair[0]), dtype),
+        rotated_tokens(key, tables, weight_and_eps(pair[1]), dtype),
     )
 
 

@@ -31,12 +31,12 @@ from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
 from .features import LearnedFeatureMap, features_and_plain, token_dtype
-from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention, turned_in_kernel
+from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention, rotated_in_kernel
 from .hedgehog import can_fuse_hedgehog, fused_hedgehog_attention
 from .lepe import convolved_values, depthwise_convolution
 from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
 from .sequence import DecodingState, TokenSequence, attend_sequence, decode_sequence, sequence_blocks
-from .window import grid_window_attention, sequence_window_attention, sum_of_terms
+from .window import combine_parts, grid_window_attention, sequence_window_attention
 from .window_state import empty_window_state, extend_window
 
 
@@ -46,7 +46,7 @@ GATE_IDENTITY_BIAS = 1.2784645427610738
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """The terms of a layer's output, before the gains of the window.
+    """The parts of a layer's output, before the gains of the window.
 
     Attributes:
         attended: MHLA after output norm and gate, `[B, T, H, V]`.
@@ -230,7 +230,7 @@ class MHLA(nn.Module):
         output, window, positional = parts.attended, parts.window, parts.positional
         if window is not None:
             assert self.window_gain is not None
-            output, positional = sum_of_terms(output, window, positional, self.window_gain, self.config.backend), None
+            output, positional = combine_parts(output, window, positional, self.window_gain, self.config.backend), None
         if positional is not None:
             output = output + positional
         output = output.to(value.dtype)
@@ -251,7 +251,7 @@ class MHLA(nn.Module):
         identity: bool = False,
         shard: TokenShard | None = None,
     ) -> AttentionParts:
-        """Attends, and returns the terms of the output.
+        """Attends, and returns the parts of the output.
 
         Args:
             query: Projected queries before RoPE, `[B, T, H, K]`; normalised where the model does that, or see `norms`.
@@ -298,16 +298,16 @@ class MHLA(nn.Module):
                 self.config.backend, query, key, value,
                 products=family != "decode", width=width, family=family, check=False,
             )  # fmt: skip
-        turned, rotary_of_window = None, rotary
+        rotated, rotary_of_window = None, rotary
         if self.window_gain is not None and not identity:
             # The window needs them outside the kernels in any case.
             if backend == "triton":
-                turned = turned_in_kernel(query, key, rotary, norms, value.dtype)
-            if turned is None and norms is not None:
+                rotated = rotated_in_kernel(query, key, rotary, norms, value.dtype)
+            if rotated is None and norms is not None:
                 (query, key), norms = norms.apply(query, key), None
-            rotary_of_window = rotary if turned is None else None
-            if turned is not None and self.config.rope == "before_feature_map":
-                (query, key), rotary, norms = turned, None, None
+            rotary_of_window = rotary if rotated is None else None
+            if rotated is not None and self.config.rope == "before_feature_map":
+                (query, key), rotary, norms = rotated, None, None
         window = None
         if identity:
             output = repeat_heads(value, self.num_heads, 2)
@@ -343,7 +343,7 @@ class MHLA(nn.Module):
             if gate is not None:
                 output = output * F.silu(gate)
         if self.window_gain is not None and not identity:
-            pair = turned or (query, key)
+            pair = rotated or (query, key)
             window, state = self._attend_window(*pair, value, layout, sequence, state, rotary_of_window, scaling)
         positional = None
         if self.lepe is not None and layout is not None:

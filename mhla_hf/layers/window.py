@@ -225,7 +225,7 @@ def sequence_window_attention(
     return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)
 
 
-def sum_of_terms(
+def combine_parts(
     attended: torch.Tensor,
     window: torch.Tensor,
     positional: torch.Tensor | None,
@@ -244,10 +244,10 @@ def sum_of_terms(
     Returns:
         `[B, T, H, V]`, in the dtype of `window` or a wider one.
     """
-    if choose_backend(backend, attended, window, window, gains, products=False, family="terms") == "triton":
-        from ..ops.triton import sum_of_terms as sum_in_kernel
+    if choose_backend(backend, attended, window, window, gains, products=False, family="combine") == "triton":
+        from ..ops.triton import combine_parts as combine_in_kernel
 
-        return sum_in_kernel(attended, window, positional, gains, window.dtype)
+        return combine_in_kernel(attended, window, positional, gains, window.dtype)
     output = gains[0] * attended + gains[1] * window
     return output if positional is None else output + positional
 

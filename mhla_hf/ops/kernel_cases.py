@@ -337,43 +337,43 @@ def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
 # Norm and rotary embedding by themselves.
 
 
-def _turning_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+def _rotary_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
     inputs = _fused_inputs(generator, sizes, width, value_width)
     return {name: inputs[name] for name in ("query", "query_norm", "cosine", "sine")}
 
 
-def _turned_by_kernel(inputs: Results, sizes: Sizes) -> Results:
-    from .triton import turned_tokens
+def _rotated_by_kernel(inputs: Results, sizes: Sizes) -> Results:
+    from .triton import rotated_tokens
 
     norm = inputs["query_norm"], NORM_EPS
     tables = inputs["cosine"], inputs["sine"]
-    return {"output": turned_tokens(inputs["query"], tables, norm, inputs["query"].dtype)}
+    return {"output": rotated_tokens(inputs["query"], tables, norm, inputs["query"].dtype)}
 
 
-def _turned_by_torch(inputs: Results, sizes: Sizes) -> Results:
+def _rotated_by_torch(inputs: Results, sizes: Sizes) -> Results:
     tokens, weight = inputs["query"], inputs["query_norm"]
     tokens = F.rms_norm(tokens.flatten(2), weight.shape, weight, NORM_EPS).view(tokens.shape)
     return {"output": _rotated(tokens, inputs["cosine"], inputs["sine"])}
 
 
-# The sum of a layer's terms.
+# The parts of a layer's output, added up.
 
 
-def _terms_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+def _combine_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
     shape = 2, math.prod(sizes.grid), HEADS, value_width
-    terms = {name: _draw(generator, *shape) for name in ("attended", "window", "positional")}
-    return {**terms, "gains": _draw(generator, 2, HEADS, value_width)}
+    parts = {name: _draw(generator, *shape) for name in ("attended", "window", "positional")}
+    return {**parts, "gains": _draw(generator, 2, HEADS, value_width)}
 
 
-def _terms_by_kernel(inputs: Results, sizes: Sizes) -> Results:
-    from .triton import sum_of_terms
+def _combined_by_kernel(inputs: Results, sizes: Sizes) -> Results:
+    from .triton import combine_parts
 
-    return {"output": sum_of_terms(*inputs.values(), inputs["window"].dtype)}
+    return {"output": combine_parts(*inputs.values(), inputs["window"].dtype)}
 
 
-def _terms_by_torch(inputs: Results, sizes: Sizes) -> Results:
-    terms = inputs["gains"][0] * inputs["attended"] + inputs["gains"][1] * inputs["window"]
-    return {"output": terms + inputs["positional"]}
+def _combined_by_torch(inputs: Results, sizes: Sizes) -> Results:
+    weighted = inputs["gains"][0] * inputs["attended"] + inputs["gains"][1] * inputs["window"]
+    return {"output": weighted + inputs["positional"]}
 
 
 def _fits_hedgehog(width: int, value_width: int, dtype: torch.dtype) -> bool:
@@ -394,8 +394,8 @@ FAMILIES: dict[str, Case] = {
     "hedgehog": Case(
         _hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True, fits=_fits_hedgehog
     ),
-    "turning": Case(_turning_inputs, _turned_by_kernel, _turned_by_torch, has_gradients=True),
-    "terms": Case(_terms_inputs, _terms_by_kernel, _terms_by_torch, has_gradients=True),
+    "rotary": Case(_rotary_inputs, _rotated_by_kernel, _rotated_by_torch, has_gradients=True),
+    "combine": Case(_combine_inputs, _combined_by_kernel, _combined_by_torch, has_gradients=True),
     "causal": _attention(causal=True),
     "prompt": Case(
         _recurrent_inputs(lambda sizes: sizes.length), _recurrent(False, "triton"), _recurrent(False, "torch")

@@ -13,42 +13,42 @@ from ...utils.lazy import lazy_names
 
 _PUBLIC_NAMES = {
     "attend_prompt": "prompt",
+    "combine_parts": "combine",
     "decode_token": "decode",
     "fits_fused_kernels": "fused_products",
     "fits_hedgehog_kernels": "hedgehog_map",
     "fused_mhla_attention": "fused",
     "hedgehog_features": "hedgehog_map",
     "hedgehog_mhla_attention": "hedgehog",
-    "sum_of_terms": "terms",
+    "rotated_tokens": "rotary",
     "triton_block_mhla_attention": "block",
-    "turned_tokens": "turning",
     "triton_causal_mhla_attention": "causal",
 }
 
 __all__ = [
     "attend_prompt",
+    "combine_parts",
     "decode_token",
     "fits_fused_kernels",
     "fits_hedgehog_kernels",
     "fused_mhla_attention",
     "hedgehog_features",
     "hedgehog_mhla_attention",
-    "sum_of_terms",
+    "rotated_tokens",
     "triton_block_mhla_attention",
     "triton_causal_mhla_attention",
-    "turned_tokens",
 ]
 
 if TYPE_CHECKING:
     from .block import triton_block_mhla_attention
     from .causal import triton_causal_mhla_attention
+    from .combine import combine_parts
     from .decode import decode_token
     from .fused import fused_mhla_attention
     from .fused_products import fits_fused_kernels
     from .hedgehog import hedgehog_mhla_attention
     from .hedgehog_map import fits_hedgehog_kernels, hedgehog_features
     from .prompt import attend_prompt
-    from .terms import sum_of_terms
-    from .turning import turned_tokens
+    from .rotary import rotated_tokens
 
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)

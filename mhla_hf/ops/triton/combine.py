@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of a layer's terms: MHLA and a softmax window times their gains, and the convolution of the values.
+"""The sum of a layer's parts: MHLA and a softmax window times their gains, and the convolution of the values.
 
     o_t = g₀ a_t + g₁ w_t + p_t            da = g₀ do,  dw = g₁ do,  dp = do,  dg₀ = Σ_t do a,  dg₁ = Σ_t do w
 
@@ -22,7 +22,7 @@ from .launching import FEW_PROGRAMS, as_rows, ceil_divide, dense_like, launch, p
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def terms_kernel(
+def combine_kernel(
     attended, window, positional, gains, result, num_tokens,
     HEADS: tl.constexpr, VALUE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -39,12 +39,12 @@ def terms_kernel(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def terms_gradient_kernel(
+def combine_gradient_kernel(
     gradient, attended, window, gains, grad_attended, grad_window, grad_gains, num_tokens, share,
     HEADS: tl.constexpr, VALUE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of both terms, over `share` tokens of one head, and a part of those of the gains, `[2, VALUE]`."""
+    """Gradients of both parts, over `share` tokens of one head, and a part of those of the gains, `[2, VALUE]`."""
     program = tl.program_id(0)
     head, rest = (program % HEADS).to(tl.int64), program // HEADS
     shares = (num_tokens + share - 1) // share
@@ -87,8 +87,8 @@ def _gains(gains, head, column, HEADS: tl.constexpr, VALUE: tl.constexpr, CHANNE
     return first[None, :], second[None, :]
 
 
-@torch.library.custom_op("mhla_hf::sum_of_terms", mutates_args=())
-def sum_of_terms(
+@torch.library.custom_op("mhla_hf::combine_parts", mutates_args=())
+def combine_parts(
     attended: Tensor, window: Tensor, positional: Tensor | None, gains: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """gains[0] · attended + gains[1] · window + positional.
@@ -107,7 +107,7 @@ def sum_of_terms(
     result = attended.new_empty(attended.shape, dtype=dtype)
     tile = min(padded(num_tokens), 4096 // padded(width))
     launch(
-        terms_kernel, ceil_divide(num_tokens, tile) * batch * heads,
+        combine_kernel, ceil_divide(num_tokens, tile) * batch * heads,
         as_rows(attended), as_rows(window), as_rows(positional), gains.contiguous(), result,
         num_tokens=num_tokens, HEADS=heads, VALUE=width, CHANNELS=gains.shape[2], BLOCK_VALUE=padded(width),
         BLOCK_TOKENS=tile, num_warps=4,
@@ -115,16 +115,16 @@ def sum_of_terms(
     return result
 
 
-@sum_of_terms.register_fake
+@combine_parts.register_fake
 def _(attended, window, positional, gains, dtype):
     return attended.new_empty(attended.shape, dtype=dtype)
 
 
-@torch.library.custom_op("mhla_hf::sum_of_terms_backward", mutates_args=())
-def sum_of_terms_backward(
+@torch.library.custom_op("mhla_hf::combine_parts_backward", mutates_args=())
+def combine_parts_backward(
     gradient: Tensor, attended: Tensor, window: Tensor, gains: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of both terms and of the gains."""
+    """Gradients of both parts and of the gains."""
     batch, num_tokens, heads, width = attended.shape
     tile = min(padded(num_tokens), 4096 // padded(width))
     shares = min(ceil_divide(num_tokens, tile), ceil_divide(4 * FEW_PROGRAMS, batch * heads))
@@ -133,7 +133,7 @@ def sum_of_terms_backward(
     grad_attended, grad_window = dense_like(attended), dense_like(window)
     partial = attended.new_empty(batch * shares, heads, 2, width, dtype=torch.float32)
     launch(
-        terms_gradient_kernel, batch * shares * heads,
+        combine_gradient_kernel, batch * shares * heads,
         as_rows(gradient), as_rows(attended), as_rows(window), gains.contiguous(), grad_attended, grad_window, partial,
         num_tokens=num_tokens, share=share, HEADS=heads, VALUE=width, CHANNELS=gains.shape[2],
         BLOCK_VALUE=padded(width), BLOCK_TOKENS=tile, num_warps=4,
@@ -142,7 +142,7 @@ def sum_of_terms_backward(
     return grad_attended, grad_window, grad_gains.to(gains.dtype, memory_format=torch.contiguous_format)
 
 
-@sum_of_terms_backward.register_fake
+@combine_parts_backward.register_fake
 def _(gradient, attended, window, gains):
     return dense_like(attended), dense_like(window), dense_like(gains)
 
@@ -154,9 +154,9 @@ def _context(ctx, inputs, output):
 
 
 def _backward(ctx, gradient):
-    grad_attended, grad_window, grad_gains = sum_of_terms_backward(gradient, *ctx.saved_tensors)
+    grad_attended, grad_window, grad_gains = combine_parts_backward(gradient, *ctx.saved_tensors)
     grad_positional = None if ctx.positional_dtype is None else gradient.to(ctx.positional_dtype)
     return grad_attended, grad_window, grad_positional, grad_gains, None
 
 
-sum_of_terms.register_autograd(_backward, setup_context=_context)
+combine_parts.register_autograd(_backward, setup_context=_context)

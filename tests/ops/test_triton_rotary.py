@@ -25,9 +25,9 @@ def in_torch(tokens, cosine, sine, weight):
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_values_and_gradients(dtype, tolerance, normed, device, monkeypatch):
-    from mhla_hf.ops.triton import turned_tokens, turning
+    from mhla_hf.ops.triton import rotary, rotated_tokens
 
-    monkeypatch.setattr(turning, "FEW_PROGRAMS", 2)
+    monkeypatch.setattr(rotary, "FEW_PROGRAMS", 2)
     generator = torch.Generator().manual_seed(0)
     # Part of a wider projection.
     tokens = torch.randn(2, 9, 5, 12, generator=generator).to(dtype)[:, :, 1:4]
@@ -39,7 +39,7 @@ def test_values_and_gradients(dtype, tolerance, normed, device, monkeypatch):
     tables = angles.cos(), angles.sin()
     with buffers_full_of_nan():
         norm = (leaves[1], 1e-5) if normed else None
-        output = turned_tokens(leaves[0], tuple(table.to(device) for table in tables), norm, dtype)
+        output = rotated_tokens(leaves[0], tuple(table.to(device) for table in tables), norm, dtype)
         gradients = torch.autograd.grad(output, leaves, cotangent.to(device))
     expected = in_torch(exact[0], *(table.double() for table in tables), exact[1] if normed else None)
     references = torch.autograd.grad(expected, exact, cotangent.double())
@@ -49,8 +49,8 @@ def test_values_and_gradients(dtype, tolerance, normed, device, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_is_what_torch_expects(device):
-    from mhla_hf.ops.triton import turning
+    from mhla_hf.ops.triton import rotary
 
     tokens = torch.randn(1, 5, 2, 4, device=device, requires_grad=True)
     weight = torch.rand(8, device=device, requires_grad=True)
-    torch.library.opcheck(turning.turn, (tokens, weight, torch.rand(5, 4, device=device), 1e-6))
+    torch.library.opcheck(rotary.norm_and_rotate, (tokens, weight, torch.rand(5, 4, device=device), 1e-6))

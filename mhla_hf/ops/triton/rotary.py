@@ -23,16 +23,16 @@ from .launching import FEW_PROGRAMS, as_rows, ceil_divide, dense_like, launch, p
 
 
 @triton.jit
-def _turned(values, turns, SIGN: tl.constexpr, SIZE: tl.constexpr):
-    """A row turned by one of the rotary table, backwards for a SIGN of -1."""
+def _rotated(values, factors, SIGN: tl.constexpr, SIZE: tl.constexpr):
+    """A row rotated by one of the rotary table, backwards for a SIGN of -1."""
     even, odd = tl.split(tl.reshape(values, (SIZE // 2, 2)))
-    cosine, sine = tl.split(tl.reshape(turns.to(tl.float32), (SIZE // 2, 2)))
+    cosine, sine = tl.split(tl.reshape(factors.to(tl.float32), (SIZE // 2, 2)))
     sine *= SIGN
     return tl.reshape(tl.join(even * cosine - odd * sine, even * sine + odd * cosine), (SIZE,))
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def turn_kernel(
+def rotary_kernel(
     tokens, norm_weight, rotary, result, inverse_norm, num_tokens, eps,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -48,13 +48,13 @@ def turn_kernel(
         inverse = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / SIZE + eps)
         tl.store(inverse_norm + row, inverse)
         values *= inverse * tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-    turns = tl.load(rotary + token * WIDTH + column % WIDTH, mask=inside, other=0.0)
-    turned = _turned(values, turns, 1, BLOCK_SIZE)
-    tl.store(result + row * SIZE + column, turned.to(result.dtype.element_ty), mask=inside)
+    factors = tl.load(rotary + token * WIDTH + column % WIDTH, mask=inside, other=0.0)
+    rotated = _rotated(values, factors, 1, BLOCK_SIZE)
+    tl.store(result + row * SIZE + column, rotated.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def turn_gradient_kernel(
+def rotary_gradient_kernel(
     gradient, tokens, norm_weight, rotary, inverse_norm, result, weight_gradient, num_tokens, count, share,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -68,8 +68,8 @@ def turn_gradient_kernel(
     for row in range(first, tl.minimum(first + share, count)):
         batch, token = row // num_tokens, row % num_tokens
         start = gradient.data + batch * gradient_batch + token * gradient_token
-        turns = tl.load(rotary + token * WIDTH + column % WIDTH, mask=inside, other=0.0)
-        changed = _turned(tl.load(start + column, mask=inside, other=0.0).to(tl.float32), turns, -1, BLOCK_SIZE)
+        factors = tl.load(rotary + token * WIDTH + column % WIDTH, mask=inside, other=0.0)
+        changed = _rotated(tl.load(start + column, mask=inside, other=0.0).to(tl.float32), factors, -1, BLOCK_SIZE)
         if norm_weight is not None:
             weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
             inverse = tl.load(inverse_norm + row)
@@ -83,7 +83,7 @@ def turn_gradient_kernel(
         tl.store(weight_gradient + tl.program_id(0).to(tl.int64) * SIZE + column, total, mask=inside)
 
 
-def turned_tokens(
+def rotated_tokens(
     tokens: Tensor, rotary: tuple[Tensor, Tensor], norm: tuple[Tensor, float] | None, dtype: torch.dtype
 ) -> Tensor:
     """Queries or keys after their norm, rotated.
@@ -98,13 +98,13 @@ def turned_tokens(
         `[B, T, H, K]`.
     """
     weight, eps = (None, 0.0) if norm is None else (norm[0], float(norm[1]))
-    result, _ = turn(tokens.to(dtype), weight, rotary_table(*rotary, dtype), eps)
+    result, _ = norm_and_rotate(tokens.to(dtype), weight, rotary_table(*rotary, dtype), eps)
     return result
 
 
-@torch.library.custom_op("mhla_hf::turn", mutates_args=())
-def turn(tokens: Tensor, norm_weight: Tensor | None, rotary: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows after an RMSNorm across heads, where there is a weight, turned by a table from `rotary_table`.
+@torch.library.custom_op("mhla_hf::norm_and_rotate", mutates_args=())
+def norm_and_rotate(tokens: Tensor, norm_weight: Tensor | None, rotary: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows after an RMSNorm across heads, where there is a weight, rotated by a table from `rotary_table`.
 
     Returns:
         `[B, T, H, K]` in the dtype of `tokens`, and 1 / rms of each token, float32 `[B, T]`, empty without a norm.
@@ -115,20 +115,20 @@ def turn(tokens: Tensor, norm_weight: Tensor | None, rotary: Tensor, eps: float)
     result = dense_like(tokens)
     inverse = tokens.new_empty((batch, num_tokens) if norm_weight is not None else (0,), dtype=torch.float32)
     launch(
-        turn_kernel, batch * num_tokens, as_rows(tokens), norm_weight, rotary, result, inverse,
+        rotary_kernel, batch * num_tokens, as_rows(tokens), norm_weight, rotary, result, inverse,
         num_tokens=num_tokens, eps=eps, SIZE=size, WIDTH=width, BLOCK_SIZE=padded(size), num_warps=row_warps(size),
     )  # fmt: skip
     return result, inverse
 
 
-@turn.register_fake
+@norm_and_rotate.register_fake
 def _(tokens, norm_weight, rotary, eps):
     inverse = tokens.new_empty((0,) if norm_weight is None else tokens.shape[:2], dtype=torch.float32)
     return dense_like(tokens), inverse
 
 
-@torch.library.custom_op("mhla_hf::turn_backward", mutates_args=())
-def turn_backward(
+@torch.library.custom_op("mhla_hf::norm_and_rotate_backward", mutates_args=())
+def norm_and_rotate_backward(
     gradient: Tensor, inverse: Tensor, tokens: Tensor, norm_weight: Tensor | None, rotary: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of tokens and norm_weight; the latter is empty without one."""
@@ -140,7 +140,7 @@ def turn_backward(
     result = dense_like(tokens)
     partial = tokens.new_empty((programs, size) if norm_weight is not None else (0,), dtype=torch.float32)
     launch(
-        turn_gradient_kernel, programs,
+        rotary_gradient_kernel, programs,
         as_rows(gradient), as_rows(tokens), norm_weight, rotary, inverse, result, partial,
         num_tokens=num_tokens, count=count, share=share, SIZE=size, WIDTH=width, BLOCK_SIZE=padded(size),
         num_warps=row_warps(size),
@@ -148,7 +148,7 @@ def turn_backward(
     return result, tokens.new_empty(0) if norm_weight is None else partial.sum(0).to(norm_weight.dtype)
 
 
-@turn_backward.register_fake
+@norm_and_rotate_backward.register_fake
 def _(gradient, inverse, tokens, norm_weight, rotary):
     return dense_like(tokens), tokens.new_empty(0) if norm_weight is None else dense_like(norm_weight)
 
@@ -162,8 +162,8 @@ def _context(ctx, inputs, output):
 def _backward(ctx, gradient, _):
     # Checkpointing hands them out once.
     saved = ctx.saved_tensors
-    grad_tokens, grad_weight = turn_backward(gradient, *saved)
+    grad_tokens, grad_weight = norm_and_rotate_backward(gradient, *saved)
     return grad_tokens, None if saved[2] is None else grad_weight, None, None
 
 
-turn.register_autograd(_backward, setup_context=_context)
+norm_and_rotate.register_autograd(_backward, setup_context=_context)
