@@ -153,8 +153,17 @@ def test_failing_gradients_leave_inference_to_the_kernels(checks, monkeypatch):
         assert kernels_pass("block", query, value)
 
 
-def test_memory_that_has_run_out_is_no_lasting_verdict(checks, monkeypatch):
-    checks.errors["block"] = torch.cuda.OutOfMemoryError("full")
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("full"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        PermissionError("cannot write to the cache of compiled kernels"),
+    ],
+    ids=["torch", "triton", "file"],
+)
+def test_what_may_pass_is_no_lasting_verdict(error, checks, monkeypatch):
+    checks.errors["block"] = error
     assert choose() == choose() == "torch"
     restart(monkeypatch)
     del checks.errors["block"]
@@ -240,6 +249,30 @@ def test_a_check_does_not_check_itself(monkeypatch):
 
     monkeypatch.setattr(ops, "kernel_errors", kernel_errors, raising=False)
     assert choose() == "triton" and found == ["triton"]
+
+
+def test_gradients_are_computed_in_the_thread_of_the_check(monkeypatch):
+    """The autograd thread of a GPU may be waiting for the check, in the backward pass of a checkpointed layer."""
+    found = []
+
+    def kernel_errors(*args, **options):
+        found.append(torch._C._is_multithreading_enabled())
+        return {}
+
+    monkeypatch.setattr(ops, "kernel_errors", kernel_errors, raising=False)
+    query, _, value = tokens()
+    assert kernels_pass("block", query, value)
+    assert found == [False, False] and torch._C._is_multithreading_enabled()
+
+
+def test_errors_of_earlier_kernels_are_no_verdict(checks, monkeypatch):
+    def synchronize(device):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        kernel_check._check("block", torch.device("cuda", 0), torch.float32, WIDTH, WIDTH, False)
+    assert not checks.seen
 
 
 @on_cpu

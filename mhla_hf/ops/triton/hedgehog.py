@@ -262,7 +262,7 @@ def _backward(ctx, grad_output, *_):
         grad_output, *saved, ctx.divides, ctx.scaling, ctx.feature_eps
     )
     query_norm, key_norm = (None if norm is None else part for norm, part in zip(saved[10:12], (query_norm, key_norm)))
-    return *gradients, query_norm, key_norm, *([None] * 9)
+    return *gradients, query_norm, key_norm, *([None] * 8)
 
 
 hedgehog_attention.register_autograd(_backward, setup_context=_context)
