@@ -33,7 +33,7 @@ help:
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
 	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITON), and judge the result"
 	@echo "make test-versions  the tests of transformers models, with its lowest and newest supported versions"
-	@echo "make hub-kernel export the operator as a kernel for the Hub into $(HUB_KERNEL), for REPO_ID=owner/name"
+	@echo "make hub-kernel  export the operator as a kernel for the Hub into $(HUB_KERNEL), for REPO_ID=owner/name"
 	@echo "make style      format the code;  make quality  check format, lint and types"
 	@echo "make docs       build the documentation into site/"
 	@echo "make clean      remove caches and build products"

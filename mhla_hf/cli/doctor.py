@@ -67,8 +67,13 @@ def _show_installation(report: dict[str, Any]) -> None:
     for name, reason in report["kernels"].items():
         verdict = "[green]kernels[/]" if reason is None else f"plain torch: {escape(reason)}"
         console.print(f"{name:<14} {verdict}", highlight=False)
-    state = "before the first use of each family" if checks["on"] else "none on this device"
-    console.print(f"{'kernel checks':<14} {state}; verdicts in {escape(str(checks['file']))}", highlight=False)
+    state = "none on this device"
+    if checks["on"]:
+        kept = (
+            "without a home directory to keep verdicts" if checks["file"] is None else f"verdicts in {checks['file']}"
+        )
+        state = f"before the first use of each family; {kept}"
+    console.print(f"{'kernel checks':<14} {escape(state)}", highlight=False)
     for name, text in checks["failed"].items():
         console.print(f"[red]failed[/] {escape(name)}: {escape(text)}", highlight=False)
 

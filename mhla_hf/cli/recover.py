@@ -52,7 +52,7 @@ def recover_command(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="'fast' for ReLU, a third less time in attention; 'paper' for the settings of the paper."),
+        typer.Option(help="'fast' for ReLU, faster and recovering less; 'paper' for the settings of the paper."),
     ] = None,
     layers: Annotated[
         str | None,

@@ -201,14 +201,14 @@ class MHLA(nn.Module):
         Returns:
             `[M, M]` or `[H, M, M]`, float32 (float64 for float64 parameters).
         """
-        config, mixing = self.config, self.mixing
         if (
-            config.mixing_constraint == "none"
-            and mixing.dtype == torch.float32
-            and not config.is_sequence
+            self.config.mixing_constraint == "none"
+            and self.mixing.dtype == torch.float32
+            and not self.config.is_sequence
             and (layout is None or tuple(layout.blocks) == tuple(self.blocks))
         ):
-            return mixing
+            # The usual case, which need not touch autocast.
+            return self.mixing
         with torch.autocast(self.mixing.device.type, enabled=False):
             weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
             if layout is None or self.config.causal:

@@ -47,6 +47,9 @@ def cached(function: Callable[..., Made], *arguments: Any) -> Made:
     with torch.inference_mode(False):
         made = function(*arguments)
     for tensor in made if isinstance(made, tuple) else (made,):
+        if isinstance(tensor, torch.Tensor) and type(tensor) is not torch.Tensor:
+            # Such as those of FakeTensorMode, which have no values for whoever asks for them next.
+            return made
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             # Whoever asks for it next may do so on another stream.
             torch.cuda.current_stream(tensor.device).synchronize()

@@ -304,7 +304,7 @@ class VerdictFile:
 
 
 def cache_directory() -> Path:
-    """Folder for what can be made again: `$MHLA_HF_HOME`, or one of that name in `$XDG_CACHE_HOME` or `~/.cache`.
+    """Folder for what can be made again: `$MHLA_HF_HOME`, or `mhla_hf` in `$XDG_CACHE_HOME` or `~/.cache`.
 
     Raises:
         RuntimeError: If there is no home directory.
@@ -312,5 +312,4 @@ def cache_directory() -> Path:
     if home := os.environ.get(HOME_VARIABLE):
         return Path(home).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    name = HOME_VARIABLE.removesuffix("_HOME").lower()
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / name
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "mhla_hf"

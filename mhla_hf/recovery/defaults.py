@@ -27,8 +27,8 @@ def default_recipe(family: str, preset: str | None = None, window: str | None = 
 
     Args:
         family: See `recipes.FAMILIES`.
-        preset: `paper` for the settings of arXiv 2601.07832, `fast` for ReLU, a third less time in attention than
-            the default; `None` for the settings that measured best here.
+        preset: `paper` for the settings of arXiv 2601.07832, `fast` for ReLU, which is faster than the default
+            and recovers less; `None` for the settings that measured best here.
         window: Softmax window beside MHLA; see [`MHLAConfig`].
 
     Raises:

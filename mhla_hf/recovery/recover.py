@@ -69,8 +69,8 @@ def recover(
         prompts: Text file with one prompt a line, for samples that the original makes.
         recipe: A YAML file, or the name of a recipe that comes with the package. `None` takes the default of the
             model's family.
-        preset: `fast` for ReLU, which takes a third less time in attention and recovers less, or `paper` for the
-            settings of arXiv 2601.07832, in place of a recipe.
+        preset: `fast` for ReLU, which is faster and recovers less, or `paper` for the settings of arXiv 2601.07832, in
+            place of a recipe.
         layers: Which layers become MHLA, in place of the recipe's.
         keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; in place of
             `layers`.

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_hf import MHLA, MHLAConfig
@@ -40,6 +41,12 @@ def test_tables_are_remembered():
     table = cached(numbers, 3)
     assert cached(numbers, 3) is table
     assert cached(numbers, 4).tolist() == [0, 1, 2, 3]
+
+
+def test_tables_without_values_are_not_remembered():
+    with FakeTensorMode():
+        cached(numbers, 3)
+    assert cached(numbers, 3).tolist() == [0, 1, 2]
 
 
 def test_tables_of_inference_mode_serve_training():
