@@ -47,6 +47,17 @@ def test_operator_is_what_torch_expects(dtype, everything, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_second_derivatives_are_an_error(device):
+    from mhla_hf.ops.triton import fused
+
+    arguments = make_arguments(device, torch.float32, False)
+    output, *_ = fused.fused_attention(*arguments)
+    (gradient,) = torch.autograd.grad(output.sum(), arguments[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_operations_are_counted(per_head, device):
     """2 B T H K V for summaries, the same for outputs, and 2 B H M² K V for mixing; twice that backwards."""

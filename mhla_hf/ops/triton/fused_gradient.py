@@ -412,6 +412,14 @@ torch.library.impl("mhla_hf::fused_attention_backward", ("cpu", "cuda"))(run_fus
 fused_attention_backward = torch.ops.mhla_hf.fused_attention_backward.default
 
 
+def _second_derivative(ctx, *gradients):
+    raise RuntimeError("The fused kernels of MHLA have no second derivatives; backend='torch' has.")
+
+
+# Operators by `torch.library.define` have second derivatives of zero otherwise.
+torch.library.register_autograd("mhla_hf::fused_attention_backward", _second_derivative)
+
+
 def _launch_all(
     gradient: Tensor,
     query_inverse: Tensor,
