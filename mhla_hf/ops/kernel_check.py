@@ -167,8 +167,9 @@ def _check(
     global _checker
     outcome = "", True
     if device.type == "cuda":
-        # Errors of kernels that the caller launched earlier surface here, and not as a verdict on these.
-        torch.cuda.synchronize(device)
+        # Errors of kernels that the caller launched earlier surface here, and not as a verdict on these. Other streams
+        # may be waiting for other processes.
+        torch.cuda.current_stream(device).synchronize()
 
     def compare() -> None:
         nonlocal outcome

@@ -266,10 +266,11 @@ def test_gradients_are_computed_in_the_thread_of_the_check(monkeypatch):
 
 
 def test_errors_of_earlier_kernels_are_no_verdict(checks, monkeypatch):
-    def synchronize(device):
-        raise RuntimeError("CUDA error: device-side assert triggered")
+    class Stream:
+        def synchronize(self):
+            raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     with pytest.raises(RuntimeError, match="device-side assert"):
         kernel_check._check("block", torch.device("cuda", 0), torch.float32, WIDTH, WIDTH, False)
     assert not checks.seen
