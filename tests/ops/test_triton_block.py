@@ -277,8 +277,6 @@ def test_operators_are_what_torch_expects(rotated, device):
         pair = [inputs.get(name) if divides else None for name in ("normalizer_query", "normalizer_key")]
         divisor = None if divides else (torch.rand(2, 12, 3, device=device) + 1).requires_grad_()
         torch.library.opcheck(operators.block_attention, (*tokens, *pair, divisor, mixing, table, divides, 1e-6))
-    summary = torch.rand(2, 3, 4, 5, 4, device=device, requires_grad=True)
-    torch.library.opcheck(operators.mix_blocks, (mixing, summary, 3, False, True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

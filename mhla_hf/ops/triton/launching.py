@@ -286,11 +286,6 @@ def table_shape(table: torch.Tensor) -> tuple[int, int, int]:
     return *table.shape[-2:], table.stride(0) if table.dim() == 3 else 0
 
 
-def block_arguments(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, Any]:
-    """[`table_sizes`] and the table."""
-    return {"table": table, **table_sizes(table, tokens)}
-
-
 def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
     """PRECISION of matrix products between token rows and summaries, see `device_functions`.
 

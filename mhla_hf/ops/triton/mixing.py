@@ -14,10 +14,8 @@ An operator takes three steps, each of which works on groups of lines (see [`lau
 2. [`prepare_mixing`] gives a stage, `stage(first_line, lines)`, that mixes the summaries of a group into another
    buffer. The sums of keys z go the same way, exactly: they are summaries with one column for each channel.
    With transposed weights it computes dS from dS̃.
-3. [`prepare_mixing_gradient`] gives a stage that adds the part of a group to the gradient of the weights, which
-   [`MixingGradient.total`] returns at the end.
-
-[`mix_blocks`] does all lines at once, and is differentiable.
+3. [`MixingGradient`] is a stage that adds the part of a group to the gradient of the weights, which its `total`
+   returns at the end.
 
 Shape letters: B batch, H heads, G heads of the summaries (H or a divisor), S heads of the mixed summaries (H where
 each has weights of its own, else G), M blocks, K and V widths, L lines of a group.
@@ -26,22 +24,19 @@ each has weights of its own, else G), M blocks, K and V widths, L lines of a gro
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..mixing import mix_summaries
 from .device_functions import COUNTS, raw_product, to_matrix, to_tf32
 from .launching import (
     MAX_SETUPS,
     Setup,
     Stage,
     ceil_divide,
-    dense_like,
     multiplies_from_shared_memory,
     padded,
     prepare,
@@ -207,17 +202,6 @@ def mixing_strides(mixing: Tensor) -> tuple[int, ...]:
     *leading, row, column = mixing.stride()
     leading = [0 if size == 1 else stride for size, stride in zip(mixing.shape, leading)]
     return *([0] * (2 - len(leading))), *leading, row, column
-
-
-def diagonal_arguments(mixing: Tensor) -> dict[str, Any]:
-    """Kernel arguments for the diagonal of mixing weights."""
-    batch, head, row, column = mixing_strides(mixing)
-    return {
-        "mixing": mixing,
-        "mixing_stride_batch": batch,
-        "mixing_stride_head": head,
-        "mixing_stride_diagonal": row + column,
-    }
 
 
 def has_head_weights(shape: torch.Size) -> bool:
@@ -404,136 +388,3 @@ def sum_shares(partial: Tensor, shape: torch.Size, batch: int, heads: int) -> Te
     if shape[:-2].numel() == 1:
         return partial.sum((0, 1)).reshape(shape)
     return partial.sum(1).unflatten(0, (batch, heads)).sum_to_size(shape)
-
-
-def mix_all(
-    mixing: Tensor,
-    summaries: Tensor,
-    heads: int,
-    *,
-    exact: bool,
-    lower: bool = False,
-    transpose: bool = False,
-    weights: Weights | None = None,
-) -> Tensor:
-    """Mixed summaries, or sums of keys, of all lines at once.
-
-    Args:
-        mixing: See [`prepare_weights`].
-        summaries: `[B, G, M, K, V]`, or sums `[B, G, M, P]` in float32, which are multiplied exactly; dense.
-        heads: S. With `transpose`, those of the result: G.
-        exact: See [`prepare_weights`].
-        lower: See there.
-        transpose: Multiply with the transposed weights, and sum what has shared a head: `summaries` have S heads, and
-            the result has G.
-        weights: The weights made ready, where they have been, and in place of the three before.
-
-    Returns:
-        `[B, heads, M, ...]` in the dtype of `summaries`.
-    """
-    batch, given = summaries.shape[:2]
-    if weights is None:
-        weights = prepare_weights(
-            mixing, summaries.dtype, exact=exact, sums=summaries.dim() == 4, transpose=transpose, lower=lower
-        )
-    mixed = summaries.new_empty(batch, heads, *summaries.shape[2:])
-    stage = prepare_mixing(
-        weights, summaries.flatten(0, 1), mixed.flatten(0, 1),
-        heads=heads, repeats=max(heads, given) // min(heads, given), sum_repeats=transpose,
-    )  # fmt: skip
-    stage(0, batch * min(heads, given))
-    return mixed
-
-
-@torch.library.custom_op("mhla_hf::mix_blocks", mutates_args=())
-def mix_blocks(mixing: Tensor, summaries: Tensor, heads: int, lower: bool, exact: bool) -> Tensor:
-    """S̃_i = Σ_b m_ib S_b.
-
-    Args:
-        mixing: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`.
-        summaries: `[B, G, M, K, V]`, dense.
-        heads: Heads of the result: H, or G where all heads share the weights.
-        lower: Take what lies on and above the diagonal of `mixing` for zero.
-        exact: Multiply float32 summaries exactly, see [`multiplies_exactly`]; otherwise through TF32.
-
-    Returns:
-        `[B, heads, M, K, V]` in the dtype of `summaries`.
-    """
-    return mix_all(mixing, summaries, heads, lower=lower, exact=exact)
-
-
-@mix_blocks.register_fake
-def _(mixing, summaries, heads, lower, exact):
-    return summaries.new_empty(summaries.shape[0], heads, *summaries.shape[2:])
-
-
-@torch.library.custom_op("mhla_hf::mix_blocks_backward", mutates_args=())
-def mix_blocks_backward(
-    gradient: Tensor, mixing: Tensor, summaries: Tensor, heads: int, lower: bool, exact: bool
-) -> tuple[Tensor, Tensor]:
-    """Gradients of mixing and summaries: Σ_bh gradient_i · S_b, and Σ_i m_ib gradient_i."""
-    gradient = gradient.contiguous()
-    batch, groups = summaries.shape[:2]
-    grad_mixing = MixingGradient(
-        mixing, gradient.flatten(0, 1), summaries.flatten(0, 1),
-        batch=batch, heads=heads, repeats=heads // groups, exact=exact, lower=lower,
-    )  # fmt: skip
-    grad_mixing(0, batch * groups)
-    return grad_mixing.total(), mix_all(mixing, gradient, groups, lower=lower, exact=exact, transpose=True)
-
-
-@mix_blocks_backward.register_fake
-def _(gradient, mixing, summaries, heads, lower, exact):
-    return dense_like(mixing), dense_like(summaries)
-
-
-def _context(ctx, inputs, output):
-    mixing, summaries, ctx.heads, ctx.lower, ctx.exact = inputs
-    ctx.save_for_backward(mixing, summaries)
-
-
-def _backward(ctx, gradient):
-    mixing, summaries = ctx.saved_tensors
-    grad_mixing, grad_summaries = mix_blocks_backward(gradient, mixing, summaries, ctx.heads, ctx.lower, ctx.exact)
-    return grad_mixing, grad_summaries, None, None, None
-
-
-mix_blocks.register_autograd(_backward, setup_context=_context)
-
-
-def _flops(shape, heads: int, lower: bool) -> int:
-    """2 B H M² K V, half of it for a triangle."""
-    return 2 * shape[0] * heads * shape[2] ** 2 * shape[3] * shape[4] // (2 if lower else 1)
-
-
-@register_flop_formula(torch.ops.mhla_hf.mix_blocks)
-def _mix_flops(mixing, summaries, heads, lower, exact, *args, **kwargs) -> int:
-    return _flops(summaries, heads, lower)
-
-
-@register_flop_formula(torch.ops.mhla_hf.mix_blocks_backward)
-def _mix_backward_flops(gradient, mixing, summaries, heads, lower, exact, *args, **kwargs) -> int:
-    return 2 * _flops(summaries, heads, lower)
-
-
-def mix_summaries_and_sums(
-    mixing: Tensor, summaries: Tensor, key_sums: Tensor | None, num_heads: int, *, exact: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Mixed summaries, and mixed sums of keys with the same heads.
-
-    Args:
-        mixing: As in [`mix_blocks`], of any type.
-        summaries: `[B, G, M, K, V]`, dense.
-        key_sums: float32 `[B, G, M, P]`; None where there is nothing to divide by.
-        num_heads: H.
-        exact: See [`mix_blocks`].
-
-    Returns:
-        `[B, H, M, K, V]` and `[B, H, M, P]` (or None), with G for H where all heads share the weights.
-    """
-    weights = mixing.float()
-    heads = num_heads if has_head_weights(weights.shape) else summaries.shape[1]
-    mixed = mix_blocks(weights, summaries, heads, False, exact)
-    if key_sums is None:
-        return mixed, None
-    return mixed, mix_summaries(weights, key_sums.unsqueeze(-1), heads).squeeze(-1).contiguous()
