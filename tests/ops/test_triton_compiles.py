@@ -27,7 +27,7 @@ from .kernel_compilation import PROCESSORS
 # A frame of a few registers on the stack is no spilling to speak of.
 FRAME = 16
 # Kernels that spill up to 40 bytes for now, where products go through registers.
-SPILLING = {(80, "mixing_gradient_kernel"), (120, "outer_kernel")}
+SPILLING: set[tuple[int, str]] = set()
 CAUSAL = {"causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel"}
 # Loads of two bytes that a kernel may have: a vector has fewer numbers than there are threads.
 VECTORS = 2

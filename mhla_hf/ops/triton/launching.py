@@ -229,6 +229,8 @@ GROUP_LINES: int | None = None
 CACHE_SHARE = 0.5
 # Programs of a launch for each multiprocessor, under which groups are larger.
 GROUP_PROGRAMS = 2
+# Summaries of a group, plain and mixed, that do not fit the cache.
+SCRATCH_BYTES = 512 << 20
 
 
 def lines_of_group(lines: int, line_bytes: int, line_programs: int, device: torch.device) -> int:
@@ -237,7 +239,8 @@ def lines_of_group(lines: int, line_bytes: int, line_programs: int, device: torc
     Summaries S and S̃ pass between the launches of an operator. If those of a group stay in the second-level cache, and
     the next group takes their place, they never travel to memory. Tokens stream through the same cache, so that about
     half of it is left for them. Groups too small for the GPU cost more than they save: a launch has to have about two
-    programs for each multiprocessor, and where so many lines do not fit the cache at all, one group has all lines.
+    programs for each multiprocessor. Where so many lines do not fit the cache at all, groups are as large as
+    `SCRATCH_BYTES` allows, which keeps the memory that an operator takes from growing with the batch.
 
     Args:
         lines: Lines of all, B · G.
@@ -253,7 +256,7 @@ def lines_of_group(lines: int, line_bytes: int, line_programs: int, device: torc
     fitting = int(cache_bytes * CACHE_SHARE) // line_bytes
     most = max(fitting, ceil_divide(GROUP_PROGRAMS * multiprocessors, line_programs))
     if most * line_bytes > cache_bytes:
-        return lines
+        most = max(most, SCRATCH_BYTES // line_bytes)
     # Of one size, as far as possible.
     return ceil_divide(lines, ceil_divide(lines, most))
 

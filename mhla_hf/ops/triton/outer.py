@@ -151,6 +151,7 @@ def _set_up(
     width: int,
     value: int,
     plain: int,
+    is_pair: bool,
     table: tuple[int, int, int],
     limit_heads: int,
     tokens: torch.dtype,
@@ -164,7 +165,7 @@ def _set_up(
     value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
     exact, halves = precision == "tf32x3", precision == "bf16x2"
     few_registers = (exact or halves or tokens == torch.float32) and not from_shared_memory
-    limits = few_registers, exact, is_padded(width)
+    limits = few_registers, exact, is_padded(width), few_registers and is_pair and padded(width) > 64
     if any(limits) or halves:
         tile = min(tile, 16 if sum(limits) > 1 else 32)
     tiles = ceil_divide(value, value_tile)
@@ -229,9 +230,9 @@ def prepare_outer(
     if scale is None and left.dtype == torch.float16:
         precision = "fp16"
     setup, splits, tiles = _set_up(
-        lines, num_tokens, heads, num_heads, width, value, plain_width, table_shape(table),
-        heads if limit is None else limit.shape[1], left.dtype, precision, factor, lines == batch * num_heads,
-        multiplies_from_shared_memory(left.device),
+        lines, num_tokens, heads, num_heads, width, value, plain_width, plain is not None,
+        table_shape(table), heads if limit is None else limit.shape[1], left.dtype, precision, factor,
+        lines == batch * num_heads, multiplies_from_shared_memory(left.device),
     )  # fmt: skip
     parts = splits * tiles
     if products is None:
