@@ -101,12 +101,13 @@ def test_other_sources_give_another_namespace(kernel, tmp_path):
         folders = ({str(kernel)!r}, {str(kernel / "build/torch-cuda")!r}, {str(tmp_path / "other")!r})
         loaded = [get_local_kernel(Path(folder)) for folder in folders]
         assert len({{module.__name__ for module in loaded}}) == len({{module.BlockLayout for module in loaded}}) == 3
-        [module.fused_mhla_attention for module in loaded]  # registers every operator
+        [module.fused_mhla_attention for module in loaded]  # registers its operators
         print(*torch._C._dispatch_get_all_op_names())
     """
     namespaces = run(sys.executable, "-c", WITHOUT_PACKAGE + textwrap.dedent(program), cwd=tmp_path)
     registered = [set(re.findall(rf"{name}::(\w+)", namespaces)) for name in set(re.findall(r"_mhla_\w+", namespaces))]
-    assert len(registered) == 3 and registered[0] == registered[1] == registered[2] and len(registered[0]) > 3
+    assert len(registered) == 3 and registered[0] == registered[1] == registered[2]
+    assert registered[0] >= {"block_attention_backward", "fused_attention", "fused_attention_backward"}
 
 
 @pytest.fixture(scope="module")
