@@ -165,7 +165,7 @@ def _set_up(
     value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
     exact, halves = precision == "tf32x3", precision == "bf16x2"
     few_registers = (exact or halves or tokens == torch.float32) and not from_shared_memory
-    limits = few_registers, exact, is_padded(width), few_registers and is_pair and padded(width) > 64
+    limits = few_registers, exact, is_padded(width), few_registers and padded(width) > (64 if is_pair else 128)
     if any(limits) or halves:
         tile = min(tile, 16 if sum(limits) > 1 else 32)
     tiles = ceil_divide(value, value_tile)
