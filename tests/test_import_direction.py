@@ -24,7 +24,9 @@ LEVELS = (
     ("conversion",),
     ("training",),
     ("recovery", "lora_check"),
+    ("analysis", "hub"),
     ("benchmarks", "demo"),
+    ("app",),
     ("cli",),
     ("__init__", "__main__"),
 )
