@@ -57,8 +57,8 @@ demo: $(VENV)/.installed-demo
 hub-kernel: $(VENV)/.installed-hub-kernel
 	$(bin)/python -m conversion.hub_kernel $(HUB_KERNEL) $(if $(REPO_ID),--repo-id $(REPO_ID))
 
-# One thread for each worker: more would only get in each other's way.
-pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10
+# One thread for each worker: more would only get in each other's way. -rs: reasons of skipped tests.
+pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 -rs
 
 test: $(VENV)/.installed-dev
 	$(pytest) $(PYTEST_ARGS)

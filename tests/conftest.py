@@ -14,6 +14,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from .browser import browser, page  # noqa: F401
+
 
 # Kernels that fail shall fail their tests, and not be replaced.
 os.environ.setdefault("MHLA_HF_KERNEL_CHECK", "0")
