@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the demo: losses, mixing matrices on the token grid, and videos side by side."""
+"""Figures of the demo: losses, and videos side by side."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from ..layouts.blocks import BlockLayout
 from ..recovery.report import TITLES as STATES
 from ..utils.figures import new_figure, save_figure
 from ..utils.files import atomic_file
@@ -48,53 +46,6 @@ def plot_recovery(path: Path, variants: Mapping[str, Mapping[str, Any]]) -> None
     axis.set(xlabel="CPU seconds", ylabel="held-out loss above softmax, %", yscale="log")
     axis.margins(x=0.12)
     axis.legend(frameon=False)
-    save_figure(figure, path)
-
-
-def plot_mixing(path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockLayout) -> None:
-    """Plots each layer's mixing matrix, and one of its rows laid out on the token grid.
-
-    The row belongs to the block in the middle, outlined: the weight of each block's summary for its queries, drawn on
-    the tokens of every frame.
-
-    Args:
-        path: PNG file to write.
-        matrices: Effective mixing `[M, M]` by layer; of `[H, M, M]` the mean over heads is drawn.
-        layout: Their layout, of three axes.
-    """
-    from matplotlib.patches import Rectangle
-
-    frames, rows, columns = layout.grid
-    place = tuple(count // 2 for count in layout.blocks)
-    block = int(np.ravel_multi_index(place, layout.blocks))
-    block_of_token = layout.block_of_token.numpy()
-    figure = new_figure(2.6 + 1.5 * frames, 1.9 * len(matrices) + 0.6)
-    grid = figure.subplots(len(matrices), frames + 1, squeeze=False, width_ratios=[1.4] + [1.0] * frames)
-    for axes, (layer, matrix) in zip(grid, matrices.items()):
-        matrix = matrix.detach().float().cpu()
-        weights = (matrix.mean(dim=0) if matrix.dim() == 3 else matrix).numpy()
-        limit = float(np.abs(weights).max()) or 1.0
-        axes[0].imshow(weights, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
-        axes[0].set_ylabel(f"layer {layer}")
-        row_limit = float(np.abs(weights[block]).max()) or 1.0
-        on_tokens = weights[block][block_of_token].reshape(layout.grid)
-        for frame in range(frames):
-            axis = axes[frame + 1]
-            image = axis.imshow(
-                on_tokens[frame], cmap="RdBu_r", vmin=-row_limit, vmax=row_limit, interpolation="nearest"
-            )
-            tokens = (block_of_token.reshape(layout.grid)[frame] == block).nonzero()
-            if len(tokens[0]):
-                corner = (tokens[1].min() - 0.5, tokens[0].min() - 0.5)
-                size = (np.ptp(tokens[1]) + 1, np.ptp(tokens[0]) + 1)
-                axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor="black", linewidth=1.8))
-        figure.colorbar(image, ax=list(axes[1:]), fraction=0.02)
-        for axis in axes:
-            axis.set(xticks=[], yticks=[])
-    grid[0][0].set_title(f"mixing matrix, {layout.num_blocks} × {layout.num_blocks}", fontsize=9)
-    for frame in range(frames):
-        grid[0][frame + 1].set_title(f"latent frame {frame}", fontsize=9)
-    figure.suptitle(f"Weights of all blocks for the queries of one (outlined), on {rows} × {columns} tokens a frame")
     save_figure(figure, path)
 
 

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL import Image
 
+from ..analysis import plot_mixing
 from ..training.data.digits import MovingDigitsConfig
 from ..training.data.videos import write_video
 from ..training.loading import PipelineSource
@@ -27,7 +28,6 @@ from .figures import (
     STAGE_TITLES,
     TITLES,
     frame_strip,
-    plot_mixing,
     plot_recovery,
     side_by_side,
     write_gif,
