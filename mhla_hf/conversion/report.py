@@ -93,6 +93,7 @@ class ConversionReport:
         destination: The directory written.
         source: Where the weights came from: `location`, the name of a directory or the id of a Hub repository, and
             for repositories `revision` and `commit`.
+        source_card: SHA-256 of the source's model card, which is copied, and the licence that it states.
         components: Conversion of each model, by component name (`"transformer"`, or `"model"` for one of
             transformers).
         copied_files: Files taken over unchanged, relative to the destination.
@@ -104,6 +105,7 @@ class ConversionReport:
     command: str
     destination: Path
     source: dict[str, Any]
+    source_card: dict[str, Any] = field(default_factory=dict)
     components: dict[str, ComponentReport] = field(default_factory=dict)
     copied_files: list[str] = field(default_factory=list)
     skipped_files: list[str] = field(default_factory=list)
@@ -120,6 +122,7 @@ class ConversionReport:
             "command": self.command,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "source": self.source,
+            "source_card": self.source_card,
             "components": {name: asdict(component) for name, component in self.components.items()},
             "copied_files": self.copied_files,
             "skipped_files": self.skipped_files,

@@ -17,6 +17,7 @@ from ..models.source import CONVERSION_RECORD, Source
 from ..utils.destinations import Destination
 from ..utils.files import write_staged_json
 from ..utils.locations import PIPELINE_INDEX
+from ..utils.model_cards import CARD, describe_card
 from ..utils.source_files import list_files
 from ..utils.tensor_files import check_safetensors, write_shards
 from .options import format_bytes
@@ -56,6 +57,8 @@ def write_result(
         copies = {path: source.root / path for path in others}
         report.copied_files = [path.as_posix() for path in others]
         report.skipped_files = [path.as_posix() for path in skipped]
+        if Path(CARD) in copies:
+            report.source_card = describe_card(source.root / CARD)
     for path in copies.values():
         if path.suffix == ".safetensors":
             check_safetensors(path)

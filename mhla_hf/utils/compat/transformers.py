@@ -67,6 +67,21 @@ def ignored_names(model: Any, step: str) -> list[str]:
     return list(attribute("transformers", model, f"_keys_to_ignore_on_{step}", "PreTrainedModel") or ())
 
 
+def task_classes() -> dict[str, set[str]]:
+    """Returns the names of the model classes for each task, by the tasks that the Hub tags models with."""
+    tables = {
+        **imported("transformers", "modelcard", "TASK_MAPPING"),
+        "image-feature-extraction": imported(
+            "transformers", "models.auto.modeling_auto", "MODEL_FOR_IMAGE_MAPPING_NAMES"
+        ),
+        "feature-extraction": imported("transformers", "models.auto.modeling_auto", "MODEL_MAPPING_NAMES"),
+    }
+    return {
+        task: {name for entry in table.values() for name in (entry if isinstance(entry, (list, tuple)) else [entry])}
+        for task, table in tables.items()
+    }
+
+
 # Building and loading models.
 
 

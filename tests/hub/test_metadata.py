@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metadata for model cards, read off directories."""
+
+import json
+
+import pytest
+
+from mhla_hf import convert_pretrained
+from mhla_hf.hub.metadata import CARD_MARKER, card_data, is_own_card
+from tests import tiny
+
+
+SOURCE_CARD = "---\nlicense: other\nlicense_name: digits\nlicense_link: LICENSE\n---\n# Digits\n"
+
+
+def write_json(path, **content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def pipeline(directory, class_name, model_class, **config):
+    write_json(directory / "model_index.json", _class_name=class_name, transformer=["diffusers", model_class])
+    write_json(directory / "transformer/config.json", _class_name=model_class, **config)
+
+
+def model(directory, class_name, model_type):
+    write_json(directory / "config.json", architectures=[class_name], model_type=model_type, mhla={"block_size": 4})
+
+
+@pytest.mark.parametrize(
+    "class_name, model_class, family, task",
+    [
+        ("WanPipeline", "MHLAWanTransformer3DModel", "wan", "text-to-video"),
+        ("WanImageToVideoPipeline", "MHLAWanTransformer3DModel", "wan", "image-to-video"),
+        ("WanVideoToVideoPipeline", "MHLAWanTransformer3DModel", "wan", "video-to-video"),
+        ("SanaPipeline", "MHLASanaTransformer2DModel", "sana", "text-to-image"),
+        ("SanaSprintImg2ImgPipeline", "MHLASanaTransformer2DModel", "sana", "image-to-image"),
+        ("SanaVideoPipeline", "MHLASanaVideoTransformer3DModel", "sana-video", "text-to-video"),
+        ("SanaImageToVideoPipeline", "MHLASanaVideoTransformer3DModel", "sana-video", "image-to-video"),
+        ("PixArtSigmaPipeline", "MHLAPixArtTransformer2DModel", "pixart", "text-to-image"),
+        ("DiTPipeline", "MHLADiTTransformer2DModel", "dit", "unconditional-image-generation"),
+    ],
+)
+def test_pipelines(tmp_path, class_name, model_class, family, task):
+    pipeline(tmp_path, class_name, model_class)
+    data = card_data(tmp_path)
+    assert (data.library_name, data.pipeline_tag) == ("diffusers", task)
+    assert data.tags == ["mhla", "linear-attention", family]
+    assert data.base_model is None and data.license is None
+    assert "base_model_relation" not in data.to_dict()
+
+
+@pytest.mark.parametrize(
+    "class_name, model_type, task",
+    [
+        ("Qwen3ForCausalLM", "qwen3", "text-generation"),
+        ("BertForMaskedLM", "bert", "fill-mask"),
+        ("BertModel", "bert", "feature-extraction"),
+        ("BertForSequenceClassification", "bert", "text-classification"),
+        ("ViTForImageClassification", "vit", "image-classification"),
+        ("ViTModel", "vit", "image-feature-extraction"),
+        ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "image-text-to-text"),
+    ],
+)
+def test_models_of_transformers(tmp_path, class_name, model_type, task):
+    model(tmp_path, class_name, model_type)
+    data = card_data(tmp_path)
+    assert (data.library_name, data.pipeline_tag) == ("transformers", task)
+    assert data.tags == ["mhla", "linear-attention", model_type]
+
+
+@pytest.mark.parametrize(
+    "kind, task",
+    [(None, "sentence-similarity"), ("SparseEncoder", "feature-extraction"), ("CrossEncoder", "text-ranking")],
+)
+def test_sentence_transformers(tmp_path, kind, task):
+    model(tmp_path, "BertModel", "bert")
+    (tmp_path / "modules.json").write_text("[]")
+    if kind is not None:
+        write_json(tmp_path / "config_sentence_transformers.json", model_type=kind)
+    data = card_data(tmp_path)
+    assert (data.library_name, data.pipeline_tag) == ("sentence-transformers", task)
+
+
+def test_a_transformer_alone_has_no_task(tmp_path):
+    write_json(tmp_path / "config.json", _class_name="MHLAWanTransformer3DModel")
+    assert card_data(tmp_path).pipeline_tag is None
+
+
+def test_base_models_are_repositories_of_the_hub(tmp_path):
+    model(tmp_path, "Qwen3ForCausalLM", "qwen3")
+    write_json(tmp_path / "conversion.json", source={"location": "qwen3-local"})
+    assert card_data(tmp_path).base_model is None
+    write_json(tmp_path / "conversion.json", source={"location": "Qwen/Qwen3-0.6B", "commit": "0" * 40})
+    data = card_data(tmp_path).to_dict()
+    assert (data["base_model"], data["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "finetune")
+
+
+@pytest.mark.parametrize(
+    "card", ["---\nlicense: [\n---\n", "no metadata", "---\nlicense: {a: b}\n---\n", "---\n- 1\n---\n"]
+)
+def test_a_licence_is_not_made_up(tmp_path, card):
+    model(tmp_path, "Qwen3ForCausalLM", "qwen3")
+    (tmp_path / "README.md").write_text(card, encoding="latin-1")
+    assert card_data(tmp_path).license is None
+
+
+def test_conversions_carry_the_licence_and_know_the_sources_card(tmp_path):
+    source, converted = tmp_path / "source", tmp_path / "converted"
+    tiny.wan_pipeline().save_pretrained(source)
+    (source / "README.md").write_text(SOURCE_CARD)
+    convert_pretrained(source, converted, {"blocks": [2, 1, 2]}, progress=False)
+    assert not is_own_card(converted)
+    licence = {"license": "other", "license_name": "digits", "license_link": "LICENSE"}
+    assert licence.items() <= card_data(converted).to_dict().items()
+    readme = converted / "README.md"
+    readme.unlink()
+    assert licence.items() <= card_data(converted).to_dict().items()
+    assert not is_own_card(converted)
+    readme.write_text("---\nlicense: mit\n---\n# Mine\n")
+    assert is_own_card(converted)
+    assert card_data(converted).to_dict()["license"] == "mit"
+    assert "license_link" not in card_data(converted).to_dict()
+    readme.write_text(f"---\nlicense: mit\n---\n{CARD_MARKER}\n# Written before\n")
+    assert not is_own_card(converted)
