@@ -16,14 +16,16 @@ from . import (
     train,
 )
 from .errors import FriendlyGroup
+from .help import CHECK, CONVERT, LOOK, RECOVER, SHARE, examples
 
 
 app = typer.Typer(
     cls=FriendlyGroup,
     name="mhla-hf",
     help="Multi-Head Linear Attention for diffusers and transformers.",
+    epilog="Documentation: docs/command_line.md of the repository. Exit codes: 0 done, 1 error, 2 wrong usage, "
+    "130 stopped by Ctrl-C.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -37,21 +39,58 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: bool = typer.Option(False, "--version", help="Show the version.", callback=_show_version, is_eager=True),
+    debug: bool = typer.Option(
+        False, "--debug", help="Show the traceback of an error; may also stand after the command."
+    ),
 ) -> None:
     pass
 
 
-app.command("convert")(convert.convert_command)
-app.command("import-official")(convert.import_official_command)
-app.command("recover")(recover.recover_command)
-app.command("calibrate")(calibrate.calibrate_command)
-app.command("select-layers")(calibrate.select_layers_command)
-app.add_typer(train.app, name="train")
-app.add_typer(bench.app, name="bench")
-app.command("demo")(demo.run_command)
-app.command("check-lora")(check_lora.check_lora_command)
-app.command("doctor")(doctor.doctor_command)
-app.command("models")(models.models_command)
+app.command(
+    "convert",
+    rich_help_panel=CONVERT,
+    epilog=examples(
+        "mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --blocks 3,5,10 --layers 2/3 --dtype bfloat16",
+        "mhla-hf convert Qwen/Qwen3-0.6B qwen3-mhla --block-size 128 --layers 2/3",
+    ),
+)(convert.convert_command)
+app.command(
+    "import-official",
+    rich_help_panel=CONVERT,
+    epilog=examples("mhla-hf import-official wan_mhla.pt wan-mhla --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+)(convert.import_official_command)
+app.command("models", rich_help_panel=CONVERT)(models.models_command)
+
+app.command(
+    "recover",
+    rich_help_panel=RECOVER,
+    epilog=examples(
+        "mhla-hf recover Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --data videos/ --recipe wan-1.3b-hybrid",
+        "mhla-hf recover Qwen/Qwen3-0.6B qwen3-mhla --data code/ --keep 25%",
+    ),
+)(recover.recover_command)
+app.command(
+    "calibrate",
+    rich_help_panel=RECOVER,
+    epilog=examples("mhla-hf calibrate wan-mhla", "mhla-hf calibrate minilm-mhla --data texts/"),
+)(calibrate.calibrate_command)
+app.command(
+    "select-layers",
+    rich_help_panel=RECOVER,
+    epilog=examples("mhla-hf select-layers Qwen/Qwen3-0.6B --block-size 128 --data texts/ --keep 25%"),
+)(calibrate.select_layers_command)
+app.add_typer(train.app, name="train", rich_help_panel=RECOVER)
+
+app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
+app.command("demo", rich_help_panel=LOOK)(demo.run_command)
+
+app.command(
+    "check-lora",
+    rich_help_panel=SHARE,
+    epilog=examples("mhla-hf check-lora wan-mhla my-lora.safetensors"),
+)(check_lora.check_lora_command)
+
+app.command("doctor", rich_help_panel=CHECK)(doctor.doctor_command)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import typer
+from safetensors import SafetensorError
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import mhla_hf
@@ -225,10 +228,84 @@ def test_debugging_shows_the_traceback(monkeypatch):
         raise ValueError("wrong")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), BrokenPipeError()])
-def test_other_errors_keep_their_traceback(error):
-    with pytest.raises(type(error)), errors.friendly_errors():
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (KeyError("blocks"), "error: unexpected KeyError: 'blocks' (run again with --debug"),
+        (RuntimeError("mat1 and mat2\ncannot be multiplied"), "error: unexpected RuntimeError: mat1 and mat2 cannot"),
+        (AssertionError(), "error: unexpected AssertionError (run again with --debug"),
+        (RuntimeError("x" * 10_000), "error: unexpected RuntimeError: xxx"),
+        (SafetensorError("header too large"), "error: header too large\n"),
+        (ImportError("install peft"), "error: install peft\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_unexpected_errors_are_one_line(error, shown, capsys):
+    with pytest.raises(typer.Exit) as caught, errors.friendly_errors():
         raise error
+    assert caught.value.exit_code == 1
+    line = capsys.readouterr().err
+    assert line.startswith(shown) and line.count("\n") == 1 and len(line) < 900
+    assert ("mhla-hf env" in line) == ("unexpected" in line)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+        OSError(12, "Cannot allocate memory"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_full_memory_names_the_options_that_lower_it(error, capsys):
+    group = get_command(app)
+    for words, expected in (
+        (("calibrate",), "; lower --batch-size, --memory-limit, --num-frames, --height ("),
+        (("train", "wan"), "; lower --batch-size, --transfer-cache, --num-frames, --height ("),
+        (("import-official",), "; a smaller model or input takes less ("),
+    ):
+        command = group
+        for word in words:
+            command = command.commands[word]
+        with pytest.raises(typer.Exit), errors.friendly_errors(command):
+            raise error
+        assert capsys.readouterr().err.startswith(f"error: out of memory{expected}")
+
+
+def test_debug_may_stand_anywhere(tmp_path):
+    missing = tmp_path / "missing"
+    for words in (
+        ("--debug", "convert", missing, tmp_path / "out"),
+        ("convert", "--debug", missing, tmp_path / "out"),
+        ("convert", missing, tmp_path / "out", "--debug"),
+    ):
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert isinstance(result.exception, (ValueError, OSError)), result.output
+    # After two dashes nothing is an option.
+    assert "error: " in run("convert", missing, "--", "--debug", code=1).stderr
+
+
+def test_scripts_take_debug_too():
+    code = "def fail():\n    raise KeyError('x')\nfrom mhla_hf.cli.errors import run_script\nrun_script(fail)"
+    assert run_process("-c", code, code=1).stderr.startswith("error: unexpected KeyError: 'x'")
+    assert "Traceback" in run_process("-c", code, "--debug", code=1).stderr
+
+
+def test_a_closed_pipe_is_quiet():
+    code = "import typer\ndef talk():\n    for _ in range(10**5): typer.echo('many words')\n"
+    code += "from mhla_hf.cli.errors import run_script\nrun_script(talk)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
 
 
 def test_scripts_show_mistakes_too(monkeypatch, capsys):
