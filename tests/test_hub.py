@@ -12,7 +12,7 @@ import pytest
 
 from mhla_hf import MHLAWanTransformer3DModel
 from tests import ROOT, tiny
-from tests.loopback_hub import LoopbackHub
+from tests.hub_server import HubServer
 from tests.models.model_case import perturb_mhla
 
 
@@ -27,7 +27,7 @@ GENERATE = """
 
 @pytest.fixture(scope="module")
 def hub():
-    with LoopbackHub() as server:
+    with HubServer() as server:
         yield server
 
 

@@ -19,7 +19,7 @@ import torch
 from conversion.hub_kernel import export_kernel
 from mhla_hf import BlockLayout
 from tests import ROOT
-from tests.loopback_hub import LoopbackHub
+from tests.hub_server import HubServer
 from tests.ops.reference import make_inputs, output_and_gradients
 
 
@@ -218,13 +218,14 @@ def test_commands_of_the_documentation_publish_it_and_the_card_uses_it(kernel, t
     card = re.findall(r"```python\n(.*?)```", (kernel / "README.md").read_text(), re.DOTALL)
     assert len(card) == 3
     (tmp_path / "mhla-kernel").symlink_to(kernel)
-    with LoopbackHub() as hub:
+    with HubServer() as hub:
         variables = hub.environment(tmp_path / "home")
         for command in commands:
             arguments = [part.replace("you/mhla", "user/mhla") for part in command[1:]]
             run(str(Path(sys.executable).with_name("hf")), *arguments, cwd=tmp_path, **variables)
         assert hub.repositories["user/mhla"].branches == ["main", "v0"]
-        uploaded = hub.repositories["user/mhla"].files
+        assert hub.repositories["user/mhla"].files == {"README.md": (kernel / "README.md").read_bytes()}
+        uploaded = hub.repositories["user/mhla"].files_at("v0")
         assert {path: uploaded[path] for path in files(kernel)} == files(kernel)
         # Without telemetry, `kernels` 0.17 makes a header that its own client refuses.
         variables["HF_HUB_DISABLE_TELEMETRY"] = "0"
