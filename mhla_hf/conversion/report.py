@@ -93,7 +93,7 @@ class ConversionReport:
         destination: The directory written.
         source: Where the weights came from: `location`, the name of a directory or the id of a Hub repository, and
             for repositories `revision` and `commit`.
-        source_card: SHA-256 of the source's model card, which is copied, and the licence that it states.
+        source_card: Metadata of the source's model card that hold for the result as well, such as the licence.
         components: Conversion of each model, by component name (`"transformer"`, or `"model"` for one of
             transformers).
         copied_files: Files taken over unchanged, relative to the destination.

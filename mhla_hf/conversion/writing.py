@@ -17,7 +17,7 @@ from ..models.source import CONVERSION_RECORD, Source
 from ..utils.destinations import Destination
 from ..utils.files import write_staged_json
 from ..utils.locations import PIPELINE_INDEX
-from ..utils.model_cards import CARD, describe_card
+from ..utils.model_cards import CARD, carried_metadata
 from ..utils.source_files import list_files
 from ..utils.tensor_files import check_safetensors, write_shards
 from .options import format_bytes
@@ -57,8 +57,7 @@ def write_result(
         copies = {path: source.root / path for path in others}
         report.copied_files = [path.as_posix() for path in others]
         report.skipped_files = [path.as_posix() for path in skipped]
-        if Path(CARD) in copies:
-            report.source_card = describe_card(source.root / CARD)
+        report.source_card = carried_metadata(source.root)
     for path in copies.values():
         if path.suffix == ".safetensors":
             check_safetensors(path)
@@ -97,6 +96,8 @@ def write_result(
 def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Path]]:
     """Files of a source to copy as they are: all but the weights and configurations of replaced components.
 
+    The model card is not copied: what it says of the original does not hold for the result.
+
     Returns:
         Those, and the files left out since they hold the old weights in formats that are not written.
     """
@@ -104,7 +105,7 @@ def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Pa
     files: list[Path] = []
     skipped: list[Path] = []
     for path in list_files(source.root):
-        if path in (Path(PIPELINE_INDEX), Path(CONVERSION_RECORD)):
+        if path in (Path(PIPELINE_INDEX), Path(CONVERSION_RECORD), Path(CARD)):
             continue
         owner = next((item for item in components if item.folder == (source.root / path).parent), None)
         if owner is not None and path.name == "config.json":

@@ -3,24 +3,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from ..models.registry import MHLA_CLASSES
-from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Component, Source, read_source
+from ..models.source import Component, Source, read_source
 from ..utils.compat.transformers import task_classes
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
-from ..utils.model_cards import CARD, license_in, read_card_metadata
+from ..utils.model_cards import CARD, license_in, read_card_metadata, source_cards
 
 
 TAGS = ("mhla", "linear-attention")
-
-CARD_MARKER = "<!-- Written by mhla-hf. Remove this line to keep your own changes when the card is written again. -->"
-"""Line by which a card is known as one that this package wrote, and may write again."""
 
 _SENTENCE_MODULES = "modules.json"
 # In names of diffusers' pipelines. The others make images or videos from texts.
@@ -64,21 +60,6 @@ def family_name(part: Component) -> str:
     return MHLA_CLASSES[part.class_name].name if part.is_mhla else part.class_name
 
 
-def is_own_card(directory: Path) -> bool:
-    """Returns whether the card of a directory was written by its user.
-
-    It was not where there is none, where it has [`CARD_MARKER`], and where it is still the card of the source.
-    """
-    path = directory / CARD
-    if not path.is_file():
-        return False
-    content = path.read_bytes()
-    if CARD_MARKER.encode() in content:
-        return False
-    digest = hashlib.sha256(content).hexdigest()
-    return all(card.get("sha256") != digest for card in _source_cards(directory))
-
-
 def _library(source: Source, part: Component) -> str:
     if not part.is_transformers:
         return "diffusers"
@@ -117,13 +98,5 @@ def _base_model(source: Source) -> str | None:
 
 def _license(directory: Path) -> dict[str, Any]:
     """The licence stated by the card of a directory, or by that of its source as a record kept it."""
-    cards = [read_card_metadata(directory / CARD), *_source_cards(directory)]
+    cards = [read_card_metadata(directory / CARD), *reversed(source_cards(directory))]
     return next(filter(None, map(license_in, cards)), {})
-
-
-def _source_cards(directory: Path) -> list[dict[str, Any]]:
-    """What the records of a directory keep of the cards of its sources."""
-    records = [directory / name for name in (CONVERSION_RECORD, TRAINING_RECORD)]
-    fields = {"source_card": dict}
-    contents = [read_json(path, "the record", optional=fields) for path in records if path.is_file()]
-    return [content.get("source_card", {}) for content in contents]

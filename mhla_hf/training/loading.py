@@ -21,6 +21,7 @@ from ..models.weight_files import check_weights, damage_named
 from ..utils.files import atomic_directory, write_json
 from ..utils.json_files import Types, read_json
 from ..utils.locations import PIPELINE_INDEX, download_pipeline, download_repository, find_directory, find_pipeline
+from ..utils.model_cards import CARD, is_own_card
 from ..utils.source_files import list_files
 from .config import COMPONENTS, UNCONVERTED, TrainingConfig
 from .families import Family, Objective, check_options, family_of, family_of_class
@@ -107,6 +108,8 @@ class TrainingSource(ABC):
     def export(self, destination: Path, model: Any, record: dict[str, Any]) -> None:
         """Writes a copy of the directory with the trained model in it.
 
+        The model card is not copied where it is about the original, or was generated for the model before training.
+
         Args:
             destination: Directory to make; written under a temporary name, then moved.
             model: The trained model, whole and without LoRA.
@@ -115,10 +118,13 @@ class TrainingSource(ABC):
         Raises:
             ValueError: If links in the directory lead out of it, see `list_files`.
         """
+        excluded = {TRAINING_RECORD}
+        if not (self.model.is_mhla and is_own_card(self.directory)):
+            excluded.add(CARD)
         with atomic_directory(destination) as temporary:
             for path in list_files(self.directory):
                 # Version-control and download bookkeeping of the source does not belong to the copy.
-                if self._is_replaced(path) or path.parts[0] == TRAINING_RECORD or path.parts[0].startswith("."):
+                if self._is_replaced(path) or path.parts[0] in excluded or path.parts[0].startswith("."):
                     continue
                 (temporary / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.directory / path, temporary / path)

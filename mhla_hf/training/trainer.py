@@ -18,7 +18,7 @@ from torch import nn
 
 from ..utils.files import atomic_directory, remove_leftovers, write_json
 from ..utils.machine import installed_versions
-from ..utils.model_cards import CARD, describe_card
+from ..utils.model_cards import carried_metadata
 from ..utils.source_files import list_files
 from . import parameters
 from .checkpoints import Position
@@ -326,8 +326,7 @@ class Trainer(ABC):
                 is_directory = Path(str(config.model)).is_dir()
                 location = str(self.source.directory.resolve()) if is_directory else str(config.model)
                 record["source"] = {"location": location}
-                if (card := self.source.directory / CARD).is_file():
-                    record["source_card"] = describe_card(card)
+                record["source_card"] = carried_metadata(self.source.directory)
                 record["final_losses"] = {name: values[-1] for name, values in result.losses.items() if values}
                 if result.teacher_memory:
                     record["teacher_memory_bytes"] = result.teacher_memory

@@ -380,15 +380,22 @@ def test_architectures_may_be_left_out(tmp_path):
 
 def test_everything_else_is_copied(llama_dir, tmp_path):
     report = convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS)
-    assert {"README.md", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(
-        report.copied_files
-    )
+    assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(report.copied_files)
     for name in report.copied_files:
         assert (tmp_path / "mhla" / name).read_bytes() == (llama_dir / name).read_bytes(), name
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "mhla")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
     tokens = tokenizer("w3 w4 w5", return_tensors="pt")
     assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape == (1, 7)
+
+
+def test_the_card_of_the_original_is_not_copied(damaged, tmp_path):
+    (damaged / "README.md").write_text("---\nlicense: mit\nmodel-index: []\n---\nabout this model\n")
+    report = convert(damaged, tmp_path / "mhla", TEXT_OPTIONS)
+    assert not (tmp_path / "mhla" / "README.md").exists()
+    assert "README.md" not in [*report.copied_files, *report.skipped_files]
+    record = json.loads((tmp_path / "mhla" / "conversion.json").read_text())
+    assert record["source_card"] == {"license": "mit"}
 
 
 def test_from_the_hub_cache(llama_dir, tmp_path):

@@ -50,7 +50,7 @@ def pipeline_dir(tmp_path_factory):
     """A tiny softmax pipeline on disk; tests do not change it."""
     folder = tmp_path_factory.mktemp("softmax") / "pipeline"
     tiny.wan_pipeline().save_pretrained(folder)
-    (folder / "README.md").write_text("about this model\n")
+    (folder / "NOTICE.md").write_text("about this model\n")
     return folder
 
 

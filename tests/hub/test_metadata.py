@@ -6,7 +6,8 @@ import json
 import pytest
 
 from mhla_hf import convert_pretrained
-from mhla_hf.hub.metadata import CARD_MARKER, card_data, is_own_card
+from mhla_hf.hub.metadata import card_data
+from mhla_hf.utils.model_cards import is_generated, is_own_card, mark_generated
 from tests import tiny
 
 
@@ -105,21 +106,46 @@ def test_a_licence_is_not_made_up(tmp_path, card):
     assert card_data(tmp_path).license is None
 
 
-def test_conversions_carry_the_licence_and_know_the_sources_card(tmp_path):
+def test_conversions_carry_the_licence(tmp_path):
     source, converted = tmp_path / "source", tmp_path / "converted"
     tiny.wan_pipeline().save_pretrained(source)
     (source / "README.md").write_text(SOURCE_CARD)
     convert_pretrained(source, converted, {"blocks": [2, 1, 2]}, progress=False)
-    assert not is_own_card(converted)
+    readme = converted / "README.md"
+    assert not readme.exists() and not is_own_card(converted)
     licence = {"license": "other", "license_name": "digits", "license_link": "LICENSE"}
     assert licence.items() <= card_data(converted).to_dict().items()
-    readme = converted / "README.md"
-    readme.unlink()
-    assert licence.items() <= card_data(converted).to_dict().items()
-    assert not is_own_card(converted)
     readme.write_text("---\nlicense: mit\n---\n# Mine\n")
     assert is_own_card(converted)
     assert card_data(converted).to_dict()["license"] == "mit"
     assert "license_link" not in card_data(converted).to_dict()
-    readme.write_text(f"---\nlicense: mit\n---\n{CARD_MARKER}\n# Written before\n")
-    assert not is_own_card(converted)
+
+
+def test_a_card_is_its_users_when_it_is_edited(tmp_path):
+    readme = tmp_path / "README.md"
+    generated = mark_generated("---\nlicense: mit\n---\n\n# A model\n")
+    readme.write_text(generated)
+    assert is_generated(generated) and not is_own_card(tmp_path)
+    # Version control on Windows.
+    readme.write_bytes(generated.replace("\n", "\r\n").encode())
+    assert not is_own_card(tmp_path)
+    for edited in (
+        generated.replace("mit", "apache-2.0"),
+        generated.replace("A model", "My model"),
+        generated + "\nMore of mine.\n",
+        generated[: generated.index("<!--")],
+        "",
+    ):
+        readme.write_text(edited)
+        assert is_own_card(tmp_path), edited
+    readme.write_bytes(b"\xff\xfe no UTF-8")
+    assert is_own_card(tmp_path)
+
+
+def test_the_card_that_earlier_versions_copied_is_not_the_users(tmp_path):
+    (tmp_path / "README.md").write_text("# The original\n")
+    assert is_own_card(tmp_path)
+    write_json(tmp_path / "conversion.json", copied_files=["README.md", "LICENSE"])
+    assert not is_own_card(tmp_path)
+    (tmp_path / "README.md").write_text("# The original, now with MHLA\n")
+    assert is_own_card(tmp_path)
