@@ -47,7 +47,12 @@ def read_json(
         ValueError: If the file is missing, not a regular file, too large, not UTF-8, not JSON, nested too deeply, no
             object, or a field is missing or of another type. The message names the file and the field.
     """
-    return check_fields(parse_json(_read_text(path, what), f"{what} {path}"), f"{what} {path}", required, optional)
+    return check_fields(read_json_value(path, what), f"{what} {path}", required, optional)
+
+
+def read_json_value(path: Path, what: str) -> Any:
+    """Reads a file that holds any JSON; arguments and errors as in [`read_json`]."""
+    return parse_json(_read_text(path, what), f"{what} {path}")
 
 
 def parse_json(text: str, where: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ _OTHER_TYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# Pieces in which values are looked at: whole numbers of every type.
+_PIECE_BYTES = 64 * 2**20
 _TYPES = {**FLOAT_TYPES, **_OTHER_TYPES}
 _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
@@ -110,6 +112,57 @@ class TensorEntry:
     def nbytes(self) -> int:
         """Size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ValueCounts:
+    """Numbers of values in a tensor.
+
+    Attributes:
+        name: The tensor.
+        total: All of them.
+        nans: Those that are NaN.
+        infinities: Those that are infinite.
+        nbytes: Size of the tensor in the file, in bytes.
+    """
+
+    name: str
+    total: int
+    nans: int
+    infinities: int
+    nbytes: int
+
+
+def count_values(path: Path) -> Iterator[ValueCounts]:
+    """Counts the NaN and the infinite values of each tensor in a safetensors file.
+
+    Memory stays at a piece of one tensor. Integers and 8-bit floats are not looked at.
+
+    Args:
+        path: The file.
+
+    Yields:
+        The counts of each tensor, by name.
+
+    Raises:
+        ValueError: If the file is truncated or not in the safetensors format.
+    """
+    header, begin = check_safetensors(path)
+    with path.open("rb") as file:
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            nans = infinities = 0
+            if entry["dtype"] in FLOAT_TYPES:
+                file.seek(begin + start)
+                for position in range(start, end, _PIECE_BYTES):
+                    content = bytearray(min(_PIECE_BYTES, end - position))
+                    if file.readinto(content) != len(content):
+                        raise ValueError(f"{path} is truncated: {shorten_text(name)} reaches past its end.")
+                    values = torch.frombuffer(content, dtype=FLOAT_TYPES[entry["dtype"]])
+                    if not values.isfinite().all():
+                        nans += int(values.isnan().sum())
+                        infinities += int(values.isinf().sum())
+            yield ValueCounts(name, math.prod(entry["shape"]), nans, infinities, end - start)
 
 
 def check_safetensors(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
