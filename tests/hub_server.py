@@ -340,12 +340,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def describe(self, name: str, revision: str | None) -> Answer:
         repository = self.repository(name)
         sha = repository.find(revision or "main")
-        entries = [file.entry(path) for path, file in sorted(repository.commits[sha].items())]
-        blobs = self.query.get("blobs", "").lower() == "true"
-        files = [
-            {"rfilename": e["path"], **({"size": e["size"], "blobId": e["oid"], "lfs": e.get("lfs")} if blobs else {})}
-            for e in entries
-        ]
+        files = []
+        for path, file in sorted(repository.commits[sha].items()):
+            large = {"sha256": file.sha256, "size": len(file.content), "pointerSize": 134}
+            details = {"size": len(file.content), "blobId": file.oid, **({"lfs": large} if file.lfs else {})}
+            files.append({"rfilename": path, **(details if self.query.get("blobs", "").lower() == "true" else {})})
         flags = {"private": repository.private, "gated": "auto" if repository.gated else False, "disabled": False}
         numbers = {"tags": [], "downloads": 0, "likes": 0}
         return Answer({"_id": "0", "id": name, "modelId": name, "sha": sha, "siblings": files, **flags, **numbers})
