@@ -9,7 +9,15 @@ import importlib
 import pytest
 
 
-MODULES = ("mhla_hf", "mhla_hf.conversion", "mhla_hf.layers", "mhla_hf.ops", "mhla_hf.recovery", "mhla_hf.training")
+MODULES = (
+    "mhla_hf",
+    "mhla_hf.analysis",
+    "mhla_hf.conversion",
+    "mhla_hf.layers",
+    "mhla_hf.ops",
+    "mhla_hf.recovery",
+    "mhla_hf.training",
+)
 MUST_HAVE_ONE = {
     "BlockLayout",
     "MHLAConfig",

@@ -11,12 +11,78 @@ from typing import TYPE_CHECKING
 from ..utils.lazy import lazy_names
 
 
-_PUBLIC_NAMES = {"mixing_figure": "plots", "plot_mixing": "plots"}
+_PUBLIC_NAMES = {
+    "DistanceDecay": "mixing",
+    "LayerTokens": "tokens",
+    "MixingSummary": "mixing",
+    "attention_statistics": "statistics",
+    "distance_decay": "mixing",
+    "effective_rank": "statistics",
+    "layer_tokens": "tokens",
+    "linear_matrix": "matrices",
+    "mean_distance": "mixing",
+    "mhla_matrix": "matrices",
+    "mixing_figure": "plots",
+    "mixing_summary": "mixing",
+    "numerical_rank": "statistics",
+    "plot_mixing": "plots",
+    "rank_bound": "statistics",
+    "reference_layout": "mixing",
+    "relative_distance": "mixing",
+    "row_entropy": "statistics",
+    "singular_values": "statistics",
+    "softmax_matrix": "matrices",
+    "top_share": "statistics",
+    "window_mask": "matrices",
+}
 
-__all__ = ["mixing_figure", "plot_mixing"]
+__all__ = [
+    "DistanceDecay",
+    "LayerTokens",
+    "MixingSummary",
+    "attention_statistics",
+    "distance_decay",
+    "effective_rank",
+    "layer_tokens",
+    "linear_matrix",
+    "mean_distance",
+    "mhla_matrix",
+    "mixing_figure",
+    "mixing_summary",
+    "numerical_rank",
+    "plot_mixing",
+    "rank_bound",
+    "reference_layout",
+    "relative_distance",
+    "row_entropy",
+    "singular_values",
+    "softmax_matrix",
+    "top_share",
+    "window_mask",
+]
 
 if TYPE_CHECKING:
+    from .matrices import linear_matrix, mhla_matrix, softmax_matrix, window_mask
+    from .mixing import (
+        DistanceDecay,
+        MixingSummary,
+        distance_decay,
+        mean_distance,
+        mixing_summary,
+        reference_layout,
+        relative_distance,
+    )
     from .plots import mixing_figure, plot_mixing
+    from .statistics import (
+        attention_statistics,
+        effective_rank,
+        numerical_rank,
+        rank_bound,
+        row_entropy,
+        singular_values,
+        top_share,
+    )
+    from .tokens import LayerTokens, layer_tokens
 
 
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
