@@ -13,6 +13,7 @@ from . import (
     doctor,
     models,
     recover,
+    serve,
     train,
 )
 from .errors import FriendlyGroup
@@ -89,6 +90,12 @@ app.command(
     rich_help_panel=SHARE,
     epilog=examples("mhla-hf check-lora wan-mhla my-lora.safetensors"),
 )(check_lora.check_lora_command)
+app.command(
+    "serve",
+    rich_help_panel=SHARE,
+    context_settings=serve.PASSED_ON,
+    epilog=examples("mhla-hf serve qwen3-mhla", "mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16"),
+)(serve.serve_command)
 
 app.command("doctor", rich_help_panel=CHECK)(doctor.doctor_command)
 
