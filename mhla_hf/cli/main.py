@@ -94,6 +94,7 @@ app.command(
     "serve",
     rich_help_panel=SHARE,
     context_settings=serve.PASSED_ON,
+    options_metavar="MODEL [OPTIONS]",
     epilog=examples("mhla-hf serve qwen3-mhla", "mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16"),
 )(serve.serve_command)
 
