@@ -12,12 +12,19 @@ from ..utils.lazy import lazy_names
 
 
 _PUBLIC_NAMES = {
+    "AttentionSummary": "inspection",
     "DistanceDecay": "mixing",
+    "InspectionReport": "directories",
+    "LayerInspection": "inspection",
     "LayerTokens": "tokens",
     "MixingSummary": "mixing",
+    "ModelInspection": "inspection",
+    "attention_modules": "inspection",
     "attention_statistics": "statistics",
     "distance_decay": "mixing",
     "effective_rank": "statistics",
+    "inspect_directory": "directories",
+    "inspect_model": "inspection",
     "layer_tokens": "tokens",
     "linear_matrix": "matrices",
     "mean_distance": "mixing",
@@ -37,12 +44,19 @@ _PUBLIC_NAMES = {
 }
 
 __all__ = [
+    "AttentionSummary",
     "DistanceDecay",
+    "InspectionReport",
+    "LayerInspection",
     "LayerTokens",
     "MixingSummary",
+    "ModelInspection",
+    "attention_modules",
     "attention_statistics",
     "distance_decay",
     "effective_rank",
+    "inspect_directory",
+    "inspect_model",
     "layer_tokens",
     "linear_matrix",
     "mean_distance",
@@ -62,6 +76,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .directories import InspectionReport, inspect_directory
+    from .inspection import AttentionSummary, LayerInspection, ModelInspection, attention_modules, inspect_model
     from .matrices import linear_matrix, mhla_matrix, softmax_matrix, window_mask
     from .mixing import (
         DistanceDecay,

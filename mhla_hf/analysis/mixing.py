@@ -43,9 +43,11 @@ class MixingSummary:
         initial: The weights that the layer's options start from, `[M, M]`.
         layout: Blocks and token grid that the weights were made for.
         movement: ‖W − W₀‖ / ‖W₀‖ (Frobenius) of each head; one number where the heads share their weights.
+        pattern_movement: The same of weights whose rows are scaled to an absolute sum of 1. The scale of a row has no
+            effect under a normaliser that divides by what the row weighs.
         negative_share: Share of the weights below zero.
         row_sum: Mean over the rows of their sum, which starts at 1.
-        decay: Mean weight by distance.
+        decay: Mean weight by distance, of rows scaled to an absolute sum of 1.
         initial_decay: The same of the initial weights.
     """
 
@@ -53,6 +55,7 @@ class MixingSummary:
     initial: torch.Tensor
     layout: BlockLayout
     movement: list[float]
+    pattern_movement: list[float]
     negative_share: float
     row_sum: float
     decay: DistanceDecay
@@ -102,16 +105,17 @@ def mixing_summary(mhla: MHLA) -> MixingSummary:
         raise ValueError("the mixing weights hold numbers that are not finite.")
     layout = reference_layout(mhla)
     visible = _visible_pairs(layout.num_blocks, config.causal)
-    movement = relative_distance(matrix, initial)
+    pattern, initial_pattern = _scaled_rows(matrix), _scaled_rows(initial)
     return MixingSummary(
         matrix=matrix.float(),
         initial=(initial[0] if initial.dim() == 3 else initial).float(),
         layout=layout,
-        movement=movement.reshape(-1).tolist(),
+        movement=relative_distance(matrix, initial).reshape(-1).tolist(),
+        pattern_movement=relative_distance(pattern, initial_pattern).reshape(-1).tolist(),
         negative_share=(matrix[..., visible] < 0).double().mean().item(),
         row_sum=matrix.sum(-1).mean().item(),
-        decay=distance_decay(matrix, layout, causal=config.causal),
-        initial_decay=distance_decay(initial, layout, causal=config.causal),
+        decay=distance_decay(pattern, layout, causal=config.causal),
+        initial_decay=distance_decay(initial_pattern, layout, causal=config.causal),
     )
 
 
@@ -186,6 +190,11 @@ def mean_distance(mixing: torch.Tensor, layout: BlockLayout) -> float:
     centers = layout.centers.double()
     total = weights.sum()
     return ((weights * torch.cdist(centers, centers)).sum() / total).item() if total > 0 else math.nan
+
+
+def _scaled_rows(matrix: torch.Tensor) -> torch.Tensor:
+    total = matrix.abs().sum(-1, keepdim=True)
+    return matrix / torch.where(total > 0, total, 1.0)
 
 
 def _visible_pairs(num_blocks: int, causal: bool) -> torch.Tensor:

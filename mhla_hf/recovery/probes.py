@@ -58,9 +58,10 @@ def pipeline_batches(
     prompts: Sequence[str] | None = None,
     steps: int = DEFAULT_STEPS,
     seed: int = 0,
+    original: bool = True,
     **call_options: Any,
 ) -> dict[str, list[Batch]]:
-    """Records the inputs of a pipeline's MHLA models while it makes samples with their original attention.
+    """Records the inputs of a pipeline's MHLA models while it makes samples.
 
     Of every sample some denoising steps are kept, drawn at random, so that all noise levels occur. The samples stay
     latents, and nothing is decoded where the pipeline allows that.
@@ -71,6 +72,7 @@ def pipeline_batches(
         prompts: Prompts; by default neutral captions. Classes are drawn.
         steps: Denoising steps.
         seed: Seed of noise, classes and of the steps that are kept.
+        original: Make the samples with the models' original attention; else with MHLA.
         **call_options: Other arguments of the pipeline's call, such as `height`, `width` and `num_frames`. By default
             the size that the mixing weights were made for, where the model's options say it.
 
@@ -100,7 +102,7 @@ def pipeline_batches(
     pipeline.set_progress_bar_config(disable=True)
     try:
         with ExitStack() as stack:
-            for model in models.values():
+            for model in models.values() if original else ():
                 stack.enter_context(original_heads(model, mhla_layers(model)))
             for number, subject in enumerate(subjects):
                 generator = torch.Generator().manual_seed(stable_seed(seed, "probe", number))

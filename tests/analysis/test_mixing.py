@@ -41,13 +41,16 @@ def test_movement_is_of_effective_weights():
     with torch.no_grad():
         # What a causal layer never reads does not count.
         module.mixing.copy_(2 * module.mixing.tril() + torch.ones(8, 8).triu(1))
-        module.mixing[0, 0] = -1.0
+        module.mixing[0, 0] = -2.0
     summary = mixing_summary(module)
     start = initial_mixing(CONFIGS["sequence"], (8,))
-    changed = start.clone()
+    changed = 2 * start.tril()
     changed[0, 0] = -2.0
-    assert summary.movement == pytest.approx([(changed.norm() / start.norm()).item()], rel=1e-5)
+    assert summary.movement == pytest.approx([((changed - start).norm() / start.norm()).item()], rel=1e-5)
     assert summary.negative_share == pytest.approx(1 / 36)
+    # Rows that were only scaled have the pattern that they had; the first one has turned around.
+    assert summary.pattern_movement == pytest.approx([2 / start.norm().item()], rel=1e-5)
+    assert summary.decay.mean[1:] == pytest.approx(summary.initial_decay.mean[1:])
     assert not summary.matrix.triu(1).any()
 
 

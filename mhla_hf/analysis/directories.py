@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models in directories and on the Hub: loading them with a probe and their base model, and inspecting them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.source import Component, Source, find_original, open_source, softmax_version
+from ..models.weight_files import check_weights, damage_named
+from ..recovery.probes import DEFAULT_STEPS, pipeline_batches
+from ..training.matching.layers import Batch
+from ..utils.locations import download_repository
+from ..utils.machine import choose_device, machine_facts
+from ..utils.messages import shorten_list, shorten_text
+from .inspection import DEFAULT_TOKENS, ModelInspection, inspect_model
+from .probes import DEFAULT_SAMPLES, random_latents, transformers_batches
+from .statistics import TOLERANCE
+
+
+@dataclass
+class InspectionReport:
+    """What MHLA has learned in all models of a directory.
+
+    Attributes:
+        location: Directory or Hub id, as the user gave it.
+        origin: The name of the directory, or the Hub repository and its commit.
+        models: Its MHLA models.
+        probe: What the probe is, in words; empty without one.
+        prompts: Prompts of the probe that the user gave.
+        base: Location of the base model; empty without one.
+        tokens: Query tokens of a sample that attention matrices were computed for, at most.
+        tolerance: Of the numerical rank.
+        seed: Seed of the probe.
+        machine: Date, device and versions.
+    """
+
+    location: str
+    origin: dict[str, Any]
+    models: list[ModelInspection] = field(default_factory=list)
+    probe: str = ""
+    prompts: list[str] = field(default_factory=list)
+    base: str = ""
+    tokens: int = DEFAULT_TOKENS
+    tolerance: float = TOLERANCE
+    seed: int = 0
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self, *, matrices: bool = True) -> dict[str, Any]:
+        """Returns plain JSON types.
+
+        Args:
+            matrices: Include the mixing weights themselves.
+        """
+        own = ("location", "origin", "probe", "prompts", "base", "tokens", "tolerance", "seed", "machine")
+        return {
+            **{name: getattr(self, name) for name in own},
+            "models": [model.to_dict(matrices=matrices) for model in self.models],
+        }
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with a component's name, and the numbers of batches that were run and of all."""
+
+
+def inspect_directory(
+    location: str | Path,
+    *,
+    base: str | Path | None = None,
+    component: str | None = None,
+    prompts: Sequence[str] = (),
+    images: Sequence[Path] = (),
+    samples: int = DEFAULT_SAMPLES,
+    steps: int = DEFAULT_STEPS,
+    layers: Collection[int] | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    tolerance: float = TOLERANCE,
+    seed: int = 0,
+    device: str | None = None,
+    progress: Progress | None = None,
+    **hub: Any,
+) -> InspectionReport:
+    """Inspects the MHLA models of a directory or Hub repository, in fp32.
+
+    The probe of a pipeline is what its models see while it makes samples. That of a language model or encoder is
+    texts, that of a vision model images; a model of diffusers without its pipeline gets noise.
+
+    Args:
+        location: A pipeline of diffusers, or a model of diffusers or transformers.
+        base: The softmax original, to compare outputs with. By default the one that the records of a local directory
+            name, where it is beside that or was downloaded before.
+        component: The pipeline's model to inspect; by default all.
+        prompts: Prompts of a pipeline, or texts.
+        images: Image files for a vision model.
+        samples: Samples of the probe; 0 looks at weights alone. Pipelines make four at least.
+        steps: Denoising steps of a pipeline's samples.
+        layers: See [`inspect_model`][mhla_hf.analysis.inspect_model], like `tokens` and `tolerance`.
+        seed: Seed of the probe.
+        device: Device, by default a GPU if there is one.
+        progress: See `Progress`.
+        **hub: `revision`, `token` and `cache_dir`.
+
+    Raises:
+        ValueError: If there is no MHLA model, a file is damaged, or an argument is wrong.
+    """
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
+        raise ValueError(f"samples={samples!r:.40} must be a whole number of at least 0.")
+    if not samples and (prompts or images or base is not None):
+        raise ValueError("samples=0 looks at weights alone: leave prompts, images and base out.")
+    chosen = choose_device(device)
+    source = open_source(location, **hub)
+    parts = _mhla_parts(source, component)
+    report = InspectionReport(
+        str(location), source.origin, prompts=list(prompts), tokens=tokens, tolerance=tolerance, seed=seed,
+        machine=machine_facts(chosen),
+    )  # fmt: skip
+    originals = _originals(source, parts, base, hub) if samples else {}
+    options: dict[str, Any] = {"samples": samples, "seed": seed, "tokens": tokens, "prompts": prompts}
+    models, batches, report.probe = _open(source, parts, images, steps, chosen, **options)
+    report.base = next((name for name, _ in originals.values()), "")
+    for part in parts:
+        original = None
+        if part.name in originals:
+            original = originals[part.name][1].load(dtype=torch.float32).to(chosen).eval()
+        inspected = inspect_model(
+            models[part.name],
+            batches.get(part.name, ()),
+            base=original,
+            layers=layers,
+            tokens=tokens,
+            tolerance=tolerance,
+            seed=seed,
+            component=part.name,
+            progress=_told(progress, part.name),
+        )
+        report.models.append(inspected)
+    return report
+
+
+def _told(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(name, done, total)
+
+
+def _mhla_parts(source: Source, component: str | None) -> list[Component]:
+    wanted = source.components if component is None else [source.component(component)]
+    parts = [part for part in wanted if part.is_mhla]
+    if not parts:
+        raise ValueError(
+            f"{source.location} has no MHLA model ({shorten_list(part.class_name for part in wanted)}): convert it "
+            "first with `mhla-hf convert`."
+        )
+    return parts
+
+
+def _originals(
+    source: Source, parts: Sequence[Component], base: str | Path | None, hub: Mapping[str, Any]
+) -> dict[str, tuple[str, Component]]:
+    """Location and softmax model behind each MHLA model, as far as they are found.
+
+    Raises:
+        ValueError: If a base that the user names has no such model.
+    """
+    found: dict[str, tuple[str, Component]] = {}
+    place = {name: value for name, value in hub.items() if name != "revision"}
+    if base is not None:
+        given = open_source(base, **place)
+        for part in parts:
+            original = softmax_version(given, part)
+            if original is None:
+                raise ValueError(f"base {base} has no softmax model for {part.name} of {source.location}.")
+            found[part.name] = (str(base), original)
+        return found
+    for part in parts:
+        # Nothing is downloaded that nobody asked for.
+        match = find_original(source, part, lambda name: download_repository(name, local_files_only=True, **place))
+        if match is not None:
+            found[part.name] = match
+    return found
+
+
+def _open(
+    source: Source,
+    parts: Sequence[Component],
+    images: Sequence[Path],
+    steps: int,
+    device: torch.device,
+    *,
+    samples: int,
+    tokens: int,
+    seed: int,
+    prompts: Sequence[str],
+) -> tuple[dict[str, nn.Module], Mapping[str, Sequence[Batch]], str]:
+    """Models and batches by component, and what the probe is in words."""
+    first = parts[0]
+    if images and not first.is_transformers:
+        raise ValueError(f"image: {source.location} takes no images; they are for vision models of transformers.")
+    if source.pipeline is None or not samples:
+        models = {part.name: part.load(dtype=torch.float32).to(device).eval() for part in parts}
+        if not samples:
+            return models, {}, ""
+        model: Any = models[first.name]
+        if first.is_transformers:
+            batches, words = transformers_batches(
+                model, first.folder, samples=samples, tokens=tokens, seed=seed, prompts=prompts, images=images
+            )
+        else:
+            if prompts:
+                raise ValueError(f"prompt: {source.location} is a transformer alone; give the pipeline it belongs to.")
+            batches, words = (
+                random_latents(model, first, samples=samples, tokens=tokens, seed=seed),
+                "latents of noise",
+            )
+        return models, {first.name: batches}, words
+    from ..pipelines import load_pipeline
+
+    for part in parts:
+        check_weights(part.folder)
+    with damage_named(source.root):
+        pipeline = load_pipeline(source.root, attn_implementation=None, torch_dtype=torch.float32).to(device)
+    models = {part.name: getattr(pipeline, part.name) for part in parts}
+    try:
+        probes = pipeline_batches(
+            pipeline,
+            samples=max(samples, DEFAULT_SAMPLES),
+            prompts=list(prompts) or None,
+            steps=steps,
+            seed=seed,
+            original=False,
+        )
+    except ValueError as error:
+        if prompts:
+            raise
+        # Pipelines that start from an image, say.
+        latents = {
+            part.name: random_latents(models[part.name], part, samples=samples, tokens=tokens, seed=seed)
+            for part in parts
+        }
+        return models, latents, f"latents of noise ({shorten_text(str(error), 200)})"
+    subjects = f"{len(prompts)} prompts" if prompts else "its default prompts or classes"
+    return models, probes, f"denoising steps of samples from {subjects}"

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the MHLA layers of one model have learned, and how their attention compares on a probe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layers.mhla import MHLA
+from ..models.registry import is_mhla_class
+from ..training.data.batches import stable_seed
+from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
+from ..training.matching.teacher import shared_teacher
+from .mixing import MixingSummary, mean_distance, mixing_summary
+from .statistics import TOLERANCE, attention_statistics, rank_bound, spread
+from .tokens import KINDS, LayerTokens, layer_tokens
+
+
+Progress = Callable[[int, int], None]
+"""Called with the number of batches that were run and of all."""
+
+DEFAULT_TOKENS = 512
+"""Query tokens of a sample that attention matrices are computed for."""
+MAX_BYTES = 4 * 2**30
+"""Memory that the rows of one head's attention matrix may take, with room to work on them."""
+# A matrix in float64, its scores, mask and absolute values, sorted and not.
+_COPIES = 6
+
+
+@dataclass
+class AttentionSummary:
+    """Statistics of a layer's attention matrices on the probe.
+
+    Attributes:
+        tokens: Tokens of a sample (the most, where samples differ).
+        rows: Query tokens that the matrices were computed for, of one sample; ranks are at most this.
+        samples: Number of samples.
+        rank_bound: Bound of the rank of MHLA: min(rows, Σ_b min(n_b, d)); `None` where there is none below `rows`, as
+            for causal attention and under a softmax window.
+        linear_bound: Bound of the rank of linear attention; `None` for causal attention.
+        statistics: Mean and standard deviation over samples and heads, by kind of attention and statistic, see
+            [`attention_statistics`][mhla_hf.analysis.attention_statistics].
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    samples: int = 0
+    rank_bound: int | None = None
+    linear_bound: int | None = None
+    statistics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+
+@dataclass
+class LayerInspection:
+    """One attention layer.
+
+    Attributes:
+        index: Number among the model's self-attention layers.
+        name: Name of the attention module.
+        kind: `"mhla"`, or what the host model computes: `"softmax"` or `"linear"`.
+        mixing: What the mixing weights have learned; `None` for other layers.
+        attention: Statistics on the probe; `None` without one.
+        gains: Mean gains of MHLA and of the softmax window; `None` without a window.
+        output_error: Mean and standard deviation over samples of ‖y − y₀‖ / ‖y₀‖: the layer's output against that of
+            the base model's layer, for the inputs that it has there. `None` without a base model.
+    """
+
+    index: int
+    name: str
+    kind: str
+    mixing: MixingSummary | None = None
+    attention: AttentionSummary | None = None
+    gains: tuple[float, float] | None = None
+    output_error: dict[str, float] | None = None
+
+    def to_dict(self, *, matrices: bool = True) -> dict[str, Any]:
+        """Returns plain JSON types.
+
+        Args:
+            matrices: Include the mixing weights themselves.
+        """
+        facts: dict[str, Any] = {"index": self.index, "name": self.name, "kind": self.kind}
+        if self.mixing is None:
+            return facts
+        summary = self.mixing
+        facts["mixing"] = {
+            "blocks": list(summary.layout.blocks),
+            "grid": list(summary.layout.grid),
+            "prefix_tokens": summary.layout.num_prefix_tokens,
+            "movement": summary.movement,
+            "pattern_movement": summary.pattern_movement,
+            "negative_share": summary.negative_share,
+            "row_sum": summary.row_sum,
+            "mean_distance": _finite(mean_distance(summary.matrix, summary.layout)),
+            "initial_mean_distance": _finite(mean_distance(summary.initial, summary.layout)),
+            "decay": asdict(summary.decay),
+            "initial_decay": asdict(summary.initial_decay),
+        }
+        if matrices:
+            facts["mixing"]["matrix"] = summary.matrix.tolist()
+        facts["attention"] = None if self.attention is None else asdict(self.attention)
+        facts["gains"] = None if self.gains is None else list(self.gains)
+        facts["output_error"] = self.output_error
+        return facts
+
+
+@dataclass
+class ModelInspection:
+    """One model.
+
+    Attributes:
+        component: Its name in the pipeline.
+        class_name: Its class.
+        options: Its MHLA options.
+        layers: All self-attention layers, MHLA or not.
+        batches: Batches of the probe.
+        output_error: Mean and standard deviation over batches of the relative error of the whole model's output
+            against the base model's; `None` without a base model.
+        notes: What was left out, and why.
+    """
+
+    component: str
+    class_name: str
+    options: dict[str, Any]
+    layers: list[LayerInspection]
+    batches: int = 0
+    output_error: dict[str, float] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def mhla_layers(self) -> list[LayerInspection]:
+        """Its MHLA layers."""
+        return [layer for layer in self.layers if layer.mixing is not None]
+
+    def to_dict(self, *, matrices: bool = True) -> dict[str, Any]:
+        """Returns plain JSON types; `matrices` as in [`LayerInspection.to_dict`]."""
+        return {
+            "component": self.component,
+            "class": self.class_name,
+            "options": self.options,
+            "layers": [layer.to_dict(matrices=matrices) for layer in self.layers],
+            "batches": self.batches,
+            "output_error": self.output_error,
+            "notes": self.notes,
+        }
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The self-attention modules of a model with MHLA layers by name, in order, whatever they compute.
+
+    Args:
+        model: An MHLA model of diffusers or transformers.
+    """
+    if is_mhla_class(type(model).__name__):
+        own: Any = model
+        names = {id(module): name for name, module in model.named_modules()}
+        return [(names[id(module)], module) for module in own._self_attentions()]
+    from ..integrations.transformers.geometry import dispatches, is_cross_attention
+
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module._modules.get("mhla"), MHLA)
+        or (dispatches(module) and not is_cross_attention(name, module))
+    ]
+
+
+def inspect_model(
+    model: nn.Module,
+    batches: Sequence[Batch] = (),
+    *,
+    base: nn.Module | None = None,
+    layers: Collection[int] | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    tolerance: float = TOLERANCE,
+    seed: int = 0,
+    component: str = "model",
+    progress: Progress | None = None,
+) -> ModelInspection:
+    """Inspects a model with MHLA layers.
+
+    Args:
+        model: An MHLA model of diffusers or transformers; not changed.
+        batches: The probe: keyword arguments of the model's `forward`. Without any, mixing weights are all there is.
+        base: The softmax model that it was made from, to compare outputs with.
+        layers: Numbers of the layers to inspect; `None` for all MHLA layers.
+        tokens: Query tokens of a sample that attention matrices are computed for; of samples with more, so many are
+            drawn at random. Keys are never left out.
+        tolerance: Of the numerical rank, see [`numerical_rank`][mhla_hf.analysis.numerical_rank].
+        seed: Seed of the query tokens that are drawn.
+        component: Name of the model in its pipeline.
+        progress: Called with the number of batches that were run and of all; with a base model, batches count twice.
+
+    Raises:
+        ValueError: If the model has no MHLA layers, an argument is wrong, weights or activations are not finite, or
+            the matrices would take too much memory.
+
+    Examples:
+        >>> report = inspect_model(model, [tokenizer(texts, return_tensors="pt", padding=True)])  # doctest: +SKIP
+        >>> report.mhla_layers[0].attention.statistics["mhla"]["effective_rank"]["mean"]  # doctest: +SKIP
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
+        raise ValueError(f"tokens={tokens!r:.40} must be a whole number of at least 2.")
+    converted = {layer.name: layer for layer in mhla_layers(model)}
+    linear = bool(getattr(model, "upstream_is_linear", False))
+    found = []
+    for index, (name, _) in enumerate(attention_modules(model)):
+        kind = "mhla" if name in converted else "linear" if linear else "softmax"
+        layer = LayerInspection(index, name, kind)
+        found.append(layer)
+        if name in converted and (layers is None or index in layers):
+            try:
+                layer.mixing = mixing_summary(converted[name].mhla)
+            except ValueError as error:
+                raise ValueError(f"layer {name}: {error}") from error
+            gains = converted[name].mhla.window_gain
+            layer.gains = None if gains is None else (gains[0].mean().item(), gains[1].mean().item())
+    wanted = {layer.name: layer for layer in found if layer.mixing is not None}
+    if not wanted:
+        known = ", ".join(str(layer.index) for layer in found if layer.kind == "mhla")
+        raise ValueError(f"layers names none of the MHLA layers of this {type(model).__name__}: {known}.")
+    options = next(iter(converted.values())).mhla.config.to_dict()
+    report = ModelInspection(component, type(model).__name__, options, found, batches=len(batches))
+    if not batches:
+        return report
+    total = len(batches) * (1 if base is None else 2)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    with evaluating(model), torch.no_grad():
+        attention = _AttentionProbe({name: converted[name].mhla for name in wanted}, linear, tokens, tolerance, seed)
+        for batch in batches:
+            with attention.watching():
+                run(model, on_device(batch, model))
+            advance()
+        for name, summary in attention.summaries().items():
+            wanted[name].attention = summary
+        unreached = [name for name, layer in wanted.items() if layer.attention is None]
+        if unreached:
+            report.notes.append(f"The probe does not reach {', '.join(unreached)}.")
+        if base is not None:
+            _compare(model, base, batches, wanted, report, advance)
+    return report
+
+
+class _AttentionProbe:
+    """Statistics of the attention matrices of some layers, gathered while a model runs."""
+
+    def __init__(self, layers: Mapping[str, MHLA], linear: bool, tokens: int, tolerance: float, seed: int) -> None:
+        self.layers, self.linear, self.tokens, self.tolerance, self.seed = layers, linear, tokens, tolerance, seed
+        self.found: dict[str, AttentionSummary] = {}
+        self.values: dict[str, dict[str, dict[str, list[torch.Tensor]]]] = {}
+
+    def watching(self) -> ExitStack:
+        """A context in which the calls of the layers are observed."""
+        hooks = ExitStack()
+
+        def observe(name: str) -> Callable[..., None]:
+            def hook(module: MHLA, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+                for sample in layer_tokens(module, *args, **kwargs, linear=self.linear):
+                    self.add(name, sample)
+
+            return hook
+
+        for name, mhla in self.layers.items():
+            hooks.callback(mhla.register_forward_hook(observe(name), with_kwargs=True).remove)
+        return hooks
+
+    def add(self, name: str, sample: LayerTokens) -> None:
+        """Adds one sample of a layer, head by head."""
+        rows = self._rows(sample)
+        count = sample.num_tokens if rows is None else len(rows)
+        needed = 8 * _COPIES * count * sample.num_tokens
+        if needed > MAX_BYTES:
+            raise ValueError(
+                f"tokens={self.tokens} of {sample.num_tokens} would take {needed / 2**30:.1f} GiB for the attention "
+                f"matrix of a head; at most {MAX_BYTES / 2**30:.0f} GiB are taken, so give fewer (--tokens)."
+            )
+        summary = self.found.setdefault(name, AttentionSummary())
+        summary.samples += 1
+        summary.tokens, summary.rows = max(summary.tokens, sample.num_tokens), max(summary.rows, count)
+        if not sample.causal:
+            summary.linear_bound = min(summary.rows, sample.num_features)
+            if sample.mhla.window_gain is None:
+                summary.rank_bound = min(summary.rows, rank_bound(sample.layout, sample.num_features))
+        visible = None
+        if sample.causal:
+            visible = (torch.arange(sample.num_tokens) if rows is None else rows) + 1
+        values = self.values.setdefault(name, {kind: {} for kind in KINDS})
+        for kind in KINDS:
+            for head in range(sample.num_heads):
+                matrix = sample.matrix(kind, head=head, rows=rows)
+                if not torch.isfinite(matrix).all():
+                    raise ValueError(f"layer {name}: {kind} attention of the probe is not finite.")
+                figures = attention_statistics(matrix, tolerance=self.tolerance, visible=visible)
+                for statistic, value in figures.items():
+                    values[kind].setdefault(statistic, []).append(value.cpu())
+
+    def _rows(self, sample: LayerTokens) -> torch.Tensor | None:
+        if sample.num_tokens <= self.tokens:
+            return None
+        # The same tokens in every layer.
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, "rows", sample.num_tokens))
+        return torch.randperm(sample.num_tokens, generator=generator)[: self.tokens].sort().values
+
+    def summaries(self) -> dict[str, AttentionSummary]:
+        """The statistics by layer."""
+        for name, summary in self.found.items():
+            summary.statistics = {
+                kind: {statistic: spread(torch.stack(values)) for statistic, values in statistics.items()}
+                for kind, statistics in self.values[name].items()
+            }
+        return self.found
+
+
+def _compare(
+    model: nn.Module,
+    base: nn.Module,
+    batches: Iterable[Batch],
+    wanted: Mapping[str, LayerInspection],
+    report: ModelInspection,
+    advance: Callable[[], None],
+) -> None:
+    """Errors of the layers' and of the model's outputs against those of the base model."""
+    errors: dict[str, list[float]] = {name: [] for name in wanted}
+    outputs = []
+    teacher = shared_teacher(model, base)
+    layers = find_projections(model, mhla_layers(model), on_device(next(iter(batches)), model))
+    for batch in (on_device(batch, model) for batch in batches):
+        calls = teacher.record(layers, batch, only=list(wanted))
+        for layer in layers:
+            if layer.name not in calls:
+                continue
+            call = calls[layer.name]
+            output, target = layer(call.arguments, call.hidden_states), call.output
+            for index in range(len(output)):
+                keep = slice(None) if call.valid is None else call.valid[index]
+                errors[layer.name].append(_relative_error(output[index, keep], target[index, keep]))
+        expected = teacher.compute(partial(_output, batch=batch))
+        outputs.append(_relative_error(_output(model, batch), expected))
+        advance()
+    for name, values in errors.items():
+        wanted[name].output_error = spread(torch.tensor(values)) if values else None
+    report.output_error = spread(torch.tensor(outputs))
+
+
+def _output(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The first output of a model, without what it says of padding."""
+    output = first(run(model, batch)[0])
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == output.shape[:2]:
+        return output[mask.bool()]
+    return output
+
+
+def _relative_error(output: torch.Tensor, target: torch.Tensor) -> float:
+    difference, size = (output.double() - target.double()).norm(), target.double().norm()
+    return (difference / size).item() if size > 0 else math.inf if difference > 0 else 0.0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

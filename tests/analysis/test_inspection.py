@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inspecting models: which layers are MHLA, statistics of their attention, and errors against the base model."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+import mhla_hf
+from mhla_hf.analysis import attention_statistics, inspect_model, layer_tokens, softmax_matrix
+from mhla_hf.analysis.inspection import attention_modules
+from mhla_hf.training.matching.layers import run
+from tests.integrations.transformers.mhla_models import default_options
+from tests.integrations.transformers.tiny_models import inputs, softmax_model
+from tests.models.cases import SanaCase, WanCase
+
+
+def wan(**options: object):
+    case = WanCase()
+    softmax = case.make(case.upstream)
+    model = mhla_hf.convert(copy.deepcopy(softmax), {**case.options, **options}).eval()
+    return softmax, model, [{**case.inputs(case.upstream_size), "return_dict": False}]
+
+
+def language_model(name: str = "llama", **options: object):
+    softmax = softmax_model(name)
+    model = mhla_hf.convert(copy.deepcopy(softmax), {**default_options(name), **options}).eval()
+    return softmax, model, [inputs(name)]
+
+
+def test_hybrid_layers_are_listed():
+    _, model, batches = wan(layers=(1,))
+    report = inspect_model(model, batches, component="transformer")
+    assert [(layer.index, layer.name, layer.kind) for layer in report.layers] == [
+        (0, "blocks.0.attn1", "softmax"),
+        (1, "blocks.1.attn1", "mhla"),
+    ]
+    softmax_layer, layer = report.layers
+    assert softmax_layer.mixing is softmax_layer.attention is None
+    assert layer.mixing.movement == [0.0] and layer.attention.samples == 1
+    assert set(layer.attention.statistics) == {"original", "mhla", "linear"}
+    assert layer.attention.statistics["mhla"]["rank"]["mean"] <= layer.attention.rank_bound
+    assert layer.attention.statistics["linear"]["rank"]["mean"] <= layer.attention.linear_bound
+    facts = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert [entry["kind"] for entry in facts["layers"]] == ["softmax", "mhla"]
+    count = layer.mixing.layout.num_blocks
+    assert len(facts["layers"][1]["mixing"]["matrix"]) == count
+    assert "matrix" not in report.to_dict(matrices=False)["layers"][1]["mixing"]
+
+
+def test_softmax_windows_of_others_are_layers_too():
+    _, model, _ = language_model("gemma3")
+    kinds = ["mhla" if hasattr(module, "mhla") else "softmax" for _, module in attention_modules(model)]
+    assert kinds == ["softmax", "mhla", "mhla"]
+    assert [layer.kind for layer in inspect_model(model).layers] == kinds
+
+
+def test_statistics_are_those_of_the_matrices():
+    _, model, batches = wan()
+    report = inspect_model(model, batches, layers=[0])
+    assert [layer.mixing is not None for layer in report.layers] == [True, False]
+    values = []
+
+    def observe(module, args, kwargs, output):
+        values.extend(attention_statistics(sample.matrix("mhla")) for sample in layer_tokens(module, *args, **kwargs))
+
+    hook = model.blocks[0].attn1.mhla.register_forward_hook(observe, with_kwargs=True)
+    with torch.no_grad():
+        run(model, batches[0])
+    hook.remove()
+    for name, found in report.layers[0].attention.statistics["mhla"].items():
+        expected = torch.cat([value[name] for value in values])
+        assert found["mean"] == pytest.approx(expected.mean().item(), abs=1e-9)
+        assert found["std"] == pytest.approx(expected.std().item(), abs=1e-9)
+
+
+def test_original_attention_is_that_of_the_model_without_mhla():
+    """The queries and keys of the first layer are those of the softmax model; its own attention weights are known."""
+    softmax, model, _ = language_model()
+    batches = [inputs("llama", padding="left")]
+    with torch.no_grad():
+        weights = run(softmax.set_attn_implementation("eager") or softmax, {**batches[0], "output_attentions": True})
+    expected, valid = weights.attentions[0], batches[0]["attention_mask"].bool()
+    seen = []
+
+    def observe(module, args, kwargs, output):
+        seen.extend(layer_tokens(module, *args, **kwargs))
+
+    hook = model.model.layers[0].self_attn.mhla.register_forward_hook(observe, with_kwargs=True)
+    with torch.no_grad():
+        run(model, batches[0])
+    hook.remove()
+    for index, sample in enumerate(seen):
+        whole = expected[index][:, valid[index]][:, :, valid[index]]
+        torch.testing.assert_close(sample.matrix("original").float(), whole, atol=1e-5, rtol=1e-4)
+        # By hand: a causal softmax of the scaled products.
+        assert sample.causal
+        by_hand = softmax_matrix(sample.query, sample.key, scale=sample.scaling, causal=True)[0]
+        torch.testing.assert_close(sample.matrix("original"), by_hand)
+
+
+def test_causal_models_have_no_bound_and_fewer_rows():
+    _, model, batches = language_model()
+    layer = inspect_model(model, batches, tokens=5).mhla_layers[0]
+    assert (layer.attention.rows, layer.attention.rank_bound, layer.attention.linear_bound) == (5, None, None)
+    assert layer.attention.tokens > 5
+    assert 0 <= layer.attention.statistics["mhla"]["relative_entropy"]["mean"] <= 1
+    assert not layer.mixing.mean_matrix.triu(1).any()
+
+
+def test_chosen_rows_are_the_same_each_time():
+    _, model, batches = wan()
+    once, again = (inspect_model(model, batches, tokens=4).to_dict() for _ in range(2))
+    assert once == again != inspect_model(model, batches, tokens=4, seed=1).to_dict()
+
+
+@pytest.mark.parametrize("make", (wan, language_model), ids=("wan", "llama"))
+def test_errors_against_the_base_model(make):
+    softmax, model, batches = make()
+    told = []
+    report = inspect_model(model, batches, base=softmax, progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 2), (2, 2)]
+    # The first layer has the inputs there that it has in the base model.
+    name = report.layers[0].name
+    (target, whole_target), (output, whole) = (outputs_of(item, name, batches[0]) for item in (softmax, model))
+    errors = [(a - b).norm() / b.norm() for a, b in zip(output, target)]
+    assert report.mhla_layers[0].output_error["mean"] == pytest.approx(sum(errors).item() / len(errors), rel=1e-4)
+    expected = ((whole - whole_target).norm() / whole_target.norm()).item()
+    assert report.output_error["mean"] == pytest.approx(expected, rel=1e-4)
+    assert all(layer.output_error["mean"] > 0.01 for layer in report.mhla_layers)
+
+
+@torch.no_grad()
+def outputs_of(model, name, batch):
+    """Outputs of one module, and of the whole model."""
+    caught = []
+
+    def keep(module, args, output):
+        caught.append(output[0] if isinstance(output, tuple) else output)
+
+    hook = model.get_submodule(name).register_forward_hook(keep)
+    whole = run(model, batch)[0]
+    hook.remove()
+    return caught[0], whole
+
+
+def test_linear_originals():
+    """SANA's own attention is linear: MHLA with equal weights computes the same, and loses nothing."""
+    case = SanaCase()
+    softmax = case.make(case.upstream)
+    options = {"mixing_init": "uniform"}
+    model = mhla_hf.convert(copy.deepcopy(softmax), options).eval()
+    batches = [{**case.inputs(case.upstream_size), "return_dict": False}]
+    report = inspect_model(model, batches, base=softmax)
+    assert {layer.kind for layer in report.layers} == {"mhla"}
+    for layer in report.mhla_layers:
+        ranks = [layer.attention.statistics[kind]["effective_rank"]["mean"] for kind in ("original", "mhla", "linear")]
+        assert ranks == pytest.approx([ranks[0]] * 3, rel=1e-3)
+        assert layer.output_error["mean"] < 1e-3
+    assert report.output_error["mean"] < 1e-3
+
+
+def test_gains_of_windows():
+    _, model, batches = wan(window="block")
+    with torch.no_grad():
+        model.blocks[0].attn1.mhla.window_gain.copy_(torch.tensor([0.5, 0.25])[:, None, None])
+    layer = inspect_model(model, batches).mhla_layers[0]
+    assert layer.gains == pytest.approx((0.5, 0.25))
+    assert layer.attention.rank_bound is None
+
+
+def test_model_is_left_as_it_was():
+    softmax, model, batches = wan()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    model.train()
+    inspect_model(model, batches, base=softmax)
+    assert model.training
+    assert hooks == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_mistakes(monkeypatch):
+    softmax, model, batches = wan()
+    with pytest.raises(ValueError, match="no MHLA layers: convert it first"):
+        inspect_model(softmax)
+    with pytest.raises(ValueError, match="layers names none of the MHLA layers of this MHLAWan.*: 0, 1"):
+        inspect_model(model, layers=[7])
+    with pytest.raises(ValueError, match="tokens=1 must be"):
+        inspect_model(model, tokens=1)
+    with pytest.raises(ValueError, match="teacher has MHLA layers"):
+        inspect_model(model, batches, base=copy.deepcopy(model))
+    monkeypatch.setattr("mhla_hf.analysis.inspection.MAX_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"GiB for the attention matrix of a head.*\(--tokens\)"):
+        inspect_model(model, batches)
+    with torch.no_grad():
+        model.blocks[1].attn1.to_q.weight.fill_(float("nan"))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="layer blocks.1.attn1: original attention of the probe is not finite"):
+        inspect_model(model, batches)
+    with torch.no_grad():
+        model.blocks[0].attn1.mhla.mixing.fill_(float("inf"))
+    with pytest.raises(ValueError, match="layer blocks.0.attn1: the mixing weights hold numbers that are not finite"):
+        inspect_model(model)
