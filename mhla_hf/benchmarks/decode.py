@@ -20,6 +20,7 @@ import torch
 
 from ..conversion.options import parse_dtype
 from ..integrations.transformers.cache import MHLACacheLayer, cache_layer_bytes
+from ..utils.locations import local_directory
 from ..utils.machine import choose_device, machine_facts, synchronize
 
 
@@ -152,6 +153,7 @@ def _load(options: DecodeOptions, dtype: torch.dtype | None, device: torch.devic
             mhla=mhla,
         )
         return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    local_directory(options.model, "model")
     config = AutoConfig.from_pretrained(options.model)
     given = {}
     if getattr(config, "mhla", None) is None:

@@ -9,27 +9,48 @@ from typing import Annotated, Any
 import typer
 
 from ..config import CHOICES
-from .options import listed
+from .help import DIRECTORY, FILE
+from .options import DTYPES, Device, Quiet, completion, listed
+from .output import JsonFile, write_report
 
 
-app = typer.Typer(help="Compare MHLA with other attention on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed, memory and quality on this machine.", no_args_is_help=True)
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw them into this PNG file; needs matplotlib.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the table only.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Draw a PNG file of the figures; needs matplotlib.", metavar=FILE)
+]
 
 _RANDOM = "Random model"
 _MHLA = "MHLA"
+_VARIANTS = ("ordinary", "mhla-torch", "mhla-triton")
 
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="bfloat16, float16 or float32; bfloat16 on a GPU and float32 on a CPU if left out.")
+    str | None,
+    typer.Option(
+        help=f"{listed(DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.",
+        metavar="NAME",
+        autocompletion=completion(DTYPES),
+    ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="A few sizes and rounds, to see that it works.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Measure a few sizes for a few rounds, to see that it works.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the transformer blocks of all contestants.")]
-Models = Annotated[str | None, typer.Option(help="Such as wan,dit-512; those that suit the device if left out.")]
-Variants = Annotated[str | None, typer.Option(help="Of ordinary,mhla-torch,mhla-triton; all if left out.")]
-Seconds = Annotated[float | None, typer.Option(help="Approximate time for all runs of one size.")]
+Models = Annotated[
+    str | None,
+    typer.Option(
+        help="Models, separated by commas, such as wan,dit-512. Default: those that suit the device.", metavar="NAMES"
+    ),
+]
+Variants = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Contestants, separated by commas: {', '.join(_VARIANTS)}. Default: all.",
+        metavar="NAMES",
+        autocompletion=completion(_VARIANTS),
+    ),
+]
+Seconds = Annotated[
+    float | None, typer.Option(help="Approximate time for all runs of one size, in seconds.", metavar="SECONDS")
+]
 
 
 @app.callback()
@@ -41,11 +62,17 @@ def bench() -> None:
 def operator_command(
     shapes: Annotated[
         str | None,
-        typer.Option(help="Such as wan,causal-32k; those that suit the device if left out."),
+        typer.Option(
+            help="Shapes, separated by commas, such as wan,causal-32k. Default: those that suit the device.",
+            metavar="NAMES",
+        ),
     ] = None,
     contestants: Annotated[
         str | None,
-        typer.Option(help="Such as mhla-triton,softmax-cudnn; all usual ones if left out."),
+        typer.Option(
+            help="Contestants, separated by commas, such as mhla-triton,softmax-cudnn. Default: all usual ones.",
+            metavar="NAMES",
+        ),
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -56,10 +83,10 @@ def operator_command(
     plot_file: PlotFile = None,
     quiet: Quiet = False,
 ) -> None:
-    """The operator alone: MHLA, softmax and linear attention at the sizes of models, against a memory copy.
+    """Measure the operator alone against other attention and a memory copy.
 
-    Contestants take turns and inputs change from run to run; times are medians. The floor is the time of
-    a copy of queries, keys, values and outputs, and of their gradients with a backward pass.
+    Sizes are those of models. Contestants take turns and inputs change from run to run; times are medians. The floor
+    is the time of a copy of queries, keys, values and outputs, and of their gradients with a backward pass.
     """
     from ..benchmarks.operator import OperatorOptions, measure_operator
     from .bench_tables import show_operator
@@ -88,7 +115,10 @@ def model_command(
     plot_file: PlotFile = None,
     quiet: Quiet = False,
 ) -> None:
-    """The forward pass of whole models with random weights: their own attention against MHLA, in the same run."""
+    """Measure the forward pass of whole models.
+
+    Models with random weights and their own attention compete with MHLA in the same run.
+    """
     options = {"step": "forward", "dtype": dtype, "device": device, "quick": quick, "seconds": seconds}
     _measure_models(options, models, contestants, compiled, json_file, plot_file, quiet)
 
@@ -101,7 +131,7 @@ def train_command(
     device: Device = None,
     compiled: Compile = False,
     checkpointing: Annotated[
-        bool, typer.Option(help="Keep the inputs of transformer blocks only and compute the rest again.")
+        bool, typer.Option(help="Checkpoint gradients: keep the inputs of transformer blocks only.")
     ] = True,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="End each step with one of AdamW.")] = False,
     seconds: Seconds = None,
@@ -110,7 +140,10 @@ def train_command(
     plot_file: PlotFile = None,
     quiet: Quiet = False,
 ) -> None:
-    """A training step of whole models with random weights: their own attention against MHLA, in the same run."""
+    """Measure a training step of whole models.
+
+    Models with random weights and their own attention compete with MHLA in the same run.
+    """
     options = {"step": "train", "dtype": dtype, "device": device, "quick": quick, "seconds": seconds}
     options |= {"checkpointing": checkpointing, "optimizer": optimizer}
     _measure_models(options, models, contestants, compiled, json_file, plot_file, quiet)
@@ -120,40 +153,57 @@ def train_command(
 def decode_command(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="Directory or Hub id of a causal language model; a Llama with random weights if left out."
+        typer.Argument(help="Directory or Hub id of a causal language model. Default: a Llama with random weights."),
+    ] = None,
+    hidden_size: Annotated[int, typer.Option(help="Width of the hidden states.", rich_help_panel=_RANDOM)] = 256,
+    layers: Annotated[int, typer.Option(help="Number of layers.", rich_help_panel=_RANDOM)] = 4,
+    heads: Annotated[int, typer.Option(help="Number of query heads.", rich_help_panel=_RANDOM)] = 4,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(help="Number of key and value heads. Default: as many as --heads.", rich_help_panel=_RANDOM),
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a block. Default: the model's.", rich_help_panel=_MHLA)
+    ] = None,
+    feature_map: Annotated[
+        str | None,
+        typer.Option(
+            help=f"φ(x): {listed(CHOICES['feature_map'])}. Default: the model's.",
+            metavar="NAME",
+            rich_help_panel=_MHLA,
+            autocompletion=completion(CHOICES["feature_map"]),
         ),
     ] = None,
-    hidden_size: Annotated[int, typer.Option(rich_help_panel=_RANDOM)] = 256,
-    layers: Annotated[int, typer.Option(rich_help_panel=_RANDOM)] = 4,
-    heads: Annotated[int, typer.Option(rich_help_panel=_RANDOM)] = 4,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="As many as --heads if left out.", rich_help_panel=_RANDOM)
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a block.", rich_help_panel=_MHLA)] = None,
-    feature_map: Annotated[
-        str | None, typer.Option(help=f"{listed(CHOICES['feature_map'])}.", rich_help_panel=_MHLA)
-    ] = None,
-    contexts: Annotated[str, typer.Option(help="Tokens in the cache before decoding starts.")] = "2048,8192,32768",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens in the cache before decoding starts, separated by commas.", metavar="NUMBERS")
+    ] = "2048,8192,32768",
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, float16, or several: float32,bfloat16. bfloat16 on a GPU and float32 on a CPU if "
-            "left out."
+            help=f"{listed(DTYPES)}, or several separated by commas. Default: bfloat16 on a GPU, float32 on a CPU.",
+            metavar="NAMES",
+            autocompletion=completion(DTYPES),
         ),
     ] = None,
     cache: Annotated[
-        str, typer.Option(help="dynamic (a KV cache then copies itself for every token) or static (made at once).")
+        str,
+        typer.Option(
+            help="KV cache: dynamic (which copies itself for every token) or static (made at once).",
+            metavar="NAME",
+            autocompletion=completion(("dynamic", "static")),
+        ),
     ] = "dynamic",
     tokens: Annotated[int, typer.Option(help="Timed tokens.")] = 128,
     warmup: Annotated[int, typer.Option(help="Tokens before them that are not timed.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Sequences side by side.")] = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    device: Device = None,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
     quiet: Quiet = False,
 ) -> None:
-    """Memory of the MHLA cache against the KV cache, and seconds per decoded token with both, at each context.
+    """Measure decoding: the MHLA cache against the KV cache.
+
+    Memory of the caches and seconds per decoded token are given for each context.
 
     The MHLA cache is filled by random tokens that run through the model in parts, the KV cache with random keys and
     values; prompts are not timed. Times are medians; all caches take turns token by token.
@@ -173,26 +223,38 @@ def decode_command(
 @app.command("quality")
 def quality_command(
     setting: Annotated[
-        str, typer.Option(help="small (two CPU cores), large (a GPU) or smoke (seconds; its figures mean nothing).")
+        str,
+        typer.Option(
+            help="small (two CPU cores), large (a GPU) or smoke (seconds; its figures mean nothing).",
+            metavar="NAME",
+            autocompletion=completion(("small", "large", "smoke")),
+        ),
     ] = "small",
-    output: Annotated[Path, typer.Option(help="Directory of the JSON file and the images.")] = Path("."),
+    output: Annotated[Path, typer.Option(help="Directory of the JSON file and the images.", metavar=DIRECTORY)] = Path(
+        "."
+    ),
     work: Annotated[
         Path | None,
-        typer.Option(help="Directory of finished trainings, to resume from; runs/quality_dit-SETTING if left out."),
+        typer.Option(
+            help="Directory of finished trainings, to resume from. Default: runs/quality_dit-SETTING.",
+            metavar=DIRECTORY,
+        ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Seeds, separated by commas, such as 0,1,2.", metavar="NUMBERS")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images per step.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance of the images that are shown; 1 for none.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice if left out.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the table only.")] = False,
+    device: Device = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
+    quiet: Quiet = False,
 ) -> None:
-    """Quality of MHLA beside softmax and linear attention: DiTs on handwritten digits, alike but for their attention.
+    """Train small DiTs, alike but for their attention, and compare their quality.
 
-    All start from the same weights and see the same data and noise. Reported are the noise-prediction loss on held-out
-    digits, the Fréchet distance of samples on features of a small classifier, and sample images. Needs a checkout of
-    the repository.
+    MHLA, softmax and linear attention learn handwritten digits from the same weights, data and noise. Reported are the
+    noise-prediction loss on held-out digits, the Fréchet distance of samples on features of a small classifier, and
+    sample images. Needs a checkout of the repository.
     """
     from ..utils.checkout import import_from_checkout
 
@@ -233,11 +295,8 @@ def _measure(
     Raises:
         ValueError: If a file is a directory, or a plot is wanted without matplotlib; before anything is measured.
     """
-    from ..utils.files import write_json
-
-    for name, file in (("json", json_file), ("plot", plot_file)):
-        if file is not None and file.is_dir():
-            raise ValueError(f"{name}={str(file)!r} is a directory; give a file.")
+    if plot_file is not None and plot_file.is_dir():
+        raise ValueError(f"plot={str(plot_file)!r} is a directory; give a file.")
     if plot_file is not None and find_spec("matplotlib") is None:
         raise ValueError("plot needs matplotlib (pip install matplotlib).")
 
@@ -248,8 +307,7 @@ def _measure(
     given = {name: value for name, value in options.items() if value is not None}
     report = measure(options_class(**given), announce)
     show(report)
-    if json_file is not None:
-        write_json(json_file, report)
+    write_report(json_file, report)
     if plot_file is not None:
         from ..benchmarks.plots import plot_report
 

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import OPTIONS, PROBE, SIZES, given, mhla_fields, options_for_components, with_options
+from .help import DIRECTORY, FILE
+from .options import (
+    OPTIONS,
+    PROBE,
+    SIZES,
+    Component,
+    Overwrite,
+    Quiet,
+    given,
+    mhla_fields,
+    options_for_components,
+    with_options,
+)
+from .output import JsonFile, write_report
 
 
 if TYPE_CHECKING:
@@ -20,14 +33,26 @@ if TYPE_CHECKING:
 def calibrate_command(
     directory: Annotated[Path, typer.Argument(help="Output of mhla-hf convert.")],
     *,
-    output: Annotated[Path | None, typer.Option(help="Directory to write, instead of DIRECTORY itself.")] = None,
-    memory_limit: Annotated[str, typer.Option(help="Memory for sums; more takes fewer passes.")] = "4GB",
-    force: Annotated[bool, typer.Option("--force", help="Also a model that was trained or calibrated.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --output if it is there.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Directory to write. Default: the model is changed in place.", metavar=DIRECTORY),
+    ] = None,
+    memory_limit: Annotated[
+        str, typer.Option(help="Memory for sums, such as 800MB; with more, fewer passes are made.", metavar="SIZE")
+    ] = "4GB",
+    force: Annotated[
+        bool, typer.Option("--force", help="Calibrate a model that was already trained or calibrated, too.")
+    ] = False,
+    overwrite: Overwrite = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Fit a converted model to its original in closed form: no training, a few passes over a few samples."""
+    """Fit a converted model to its original without training.
+
+    Feature maps, convolutions, gains and output projections are solved for in closed form, from a few passes over a
+    few samples.
+    """
     from ..recovery.directories import calibrate_directory
 
     with batch_progress("calibrating", not quiet) as progress:
@@ -40,6 +65,7 @@ def calibrate_command(
             progress=progress,
             **given(options, {**PROBE, **SIZES}),
         )
+    write_report(json_file, report.to_dict())
     if not quiet:
         show_calibration(report, output or directory)
 
@@ -48,20 +74,35 @@ def calibrate_command(
 def select_layers_command(
     source: Annotated[str, typer.Argument(help="Directory of a softmax pipeline or model, or Hub id owner/name.")],
     *,
-    keep: Annotated[str | None, typer.Option(help="Layers to keep softmax: a number, or a share such as 25%.")] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="Keep as many as this share of the softmax model's time allows, such as 80%.")
+    keep: Annotated[
+        str | None,
+        typer.Option(help="How many layers stay softmax: a number, or a share such as 25%.", metavar="N|N%"),
     ] = None,
-    component: Annotated[str | None, typer.Option(help="Of a pipeline with several, such as transformer_2.")] = None,
-    mhla: Annotated[str | None, typer.Option(help="Options as JSON or a JSON file, as for mhla-hf convert.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file of a bar chart to write.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="JSON file of all figures to write.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the layers alone.")] = False,
+    latency: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep as many softmax layers as this share of the softmax model's time allows, such as 80%.",
+            metavar="N%",
+        ),
+    ] = None,
+    component: Component = None,
+    mhla: Annotated[
+        str | None,
+        typer.Option(help="Options as JSON or a JSON file, as for mhla-hf convert.", metavar="JSON"),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a bar chart into this PNG file; needs matplotlib.", metavar=FILE)
+    ] = None,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Select the layers to keep softmax, and print the others as --layers of mhla-hf convert takes them."""
+    """Select the layers that should stay softmax.
+
+    Layers are ranked by the error that calibrated MHLA leaves there. The others are printed as mhla-hf convert takes
+    them: --layers 1,2,4.
+    """
     from ..recovery.directories import select_layers_of
-    from ..utils.files import write_json
 
     if options["layers"] is not None:
         raise ValueError("layers is the result of this command; leave it out.")
@@ -75,8 +116,7 @@ def select_layers_command(
             progress=progress,
             probe=given(options, {**PROBE, **SIZES}),
         )
-    if json_file is not None:
-        write_json(json_file, report.to_dict())
+    write_report(json_file, report.to_dict())
     if plot is not None:
         draw_selection(report, plot)
     if not quiet:
@@ -108,9 +148,19 @@ def batch_progress(text: str, shown: bool) -> Iterator[Callable[[int, int], None
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), disable=not shown) as bar:
-        task: Any = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(console=Console(stderr=True), disable=not shown)
+    task: Any = bar.add_task(text, total=None)
+
+    def update(done: int, total: int) -> None:
+        # Not before there is something to show: mistakes are found first.
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _show_selection(report: "SelectionReport") -> None:

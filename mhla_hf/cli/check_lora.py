@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import HUB, given, with_options
+from .options import HUB, Component, Device, Quiet, Seed, completion, given, with_options
+from .output import JsonFile, write_report
 
 
 if TYPE_CHECKING:
@@ -22,22 +23,33 @@ def check_lora_command(
     *,
     original: Annotated[
         str | None,
-        typer.Option(help="Softmax original, directory or Hub id. By default what conversion.json names."),
+        typer.Option(help="Softmax original: directory or Hub id. Default: what conversion.json names."),
     ] = None,
-    component: Annotated[str | None, typer.Option(help="The transformer to check, such as transformer_2.")] = None,
+    component: Component = None,
     samples: Annotated[int, typer.Option(help="Random inputs to compare outputs on; 0 runs neither model.")] = 4,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an input.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs and their noise levels.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. By default a GPU if there is one.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the weights: float32 or bfloat16.")] = "float32",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file as well.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an input.")] = 2048,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Type of the weights: float32 or bfloat16.",
+            metavar="NAME",
+            autocompletion=completion(("float32", "bfloat16")),
+        ),
+    ] = "float32",
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Say which weights of a LoRA made for the softmax model apply to its MHLA version, and how far outputs move."""
+    """Check which weights of a LoRA apply to an MHLA model.
+
+    The LoRA was made for the softmax original. On random inputs, the change that it makes to the outputs of both
+    models is compared.
+    """
     import torch
 
     from ..lora_check import check_lora
-    from ..utils.files import write_json
     from ..utils.machine import choose_device
 
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,9 +67,9 @@ def check_lora_command(
         dtype=types[dtype],
         **given(options, HUB),
     )
-    if json_file is not None:
-        write_json(json_file, report.to_dict())
-    _show(report)
+    write_report(json_file, report.to_dict())
+    if not quiet:
+        _show(report)
 
 
 def _show(report: "LoraReport") -> None:

@@ -10,7 +10,22 @@ import typer
 
 from ..config import CHOICES
 from .calibrate import batch_progress, show_calibration
-from .options import HUB, LAYOUT, OPTIONS, given, listed, mhla_fields, options_for_components, with_options
+from .help import DIRECTORY
+from .options import (
+    DTYPES,
+    HUB,
+    LAYOUT,
+    OPTIONS,
+    Overwrite,
+    Quiet,
+    completion,
+    given,
+    listed,
+    mhla_fields,
+    options_for_components,
+    with_options,
+)
+from .output import JsonFile, write_report
 
 
 if TYPE_CHECKING:
@@ -21,14 +36,25 @@ _SOURCE = "Hub"
 _ORIGINAL = "Original weights of Wan"
 _COMPONENTS = "Pipelines of several transformers"
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DESTINATION if it is there.")]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="Cast the weights to float32, bfloat16 or float16.", rich_help_panel=_WEIGHTS),
+    typer.Option(
+        help=f"Cast the weights to {listed(DTYPES)}. Default: as they are.",
+        metavar="NAME",
+        rich_help_panel=_WEIGHTS,
+        autocompletion=completion(DTYPES),
+    ),
 ]
-MaxShardSize = Annotated[str | None, typer.Option(help="Largest weight file, such as 5GB.", rich_help_panel=_WEIGHTS)]
-Grid = Annotated[str | None, typer.Option(help=OPTIONS["grid"].help, rich_help_panel=LAYOUT)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(
+        help="Largest weight file, such as 5GB. Default: as in the source.", metavar="SIZE", rich_help_panel=_WEIGHTS
+    ),
+]
+Grid = Annotated[
+    str | None,
+    typer.Option(help=OPTIONS["grid"].help, metavar=OPTIONS["grid"].metavar, rich_help_panel=LAYOUT),
+]
 
 
 @with_options(OPTIONS, HUB)
@@ -44,7 +70,8 @@ def convert_command(
     component: Annotated[
         str | None,
         typer.Option(
-            help="The one to convert, such as transformer_2; of a file, its name in --base.",
+            help="The transformer to convert, such as transformer_2; of a file, its name in --base.",
+            metavar="NAME",
             rich_help_panel=_COMPONENTS,
         ),
     ] = None,
@@ -53,6 +80,7 @@ def convert_command(
         typer.Option(
             help='Options as JSON or a JSON file, also by component: {"transformer": {"blocks": [3,5,10]}, '
             '"transformer_2": null}. Those not named, or null, stay softmax; other options hold for all.',
+            metavar="JSON",
             rich_help_panel=_COMPONENTS,
         ),
     ] = None,
@@ -62,15 +90,21 @@ def convert_command(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Directory of the model's config.json, if --base is not given.", rich_help_panel=_ORIGINAL),
+        typer.Option(
+            help="Directory of the model's config.json, if --base is not given.",
+            metavar=DIRECTORY,
+            rich_help_panel=_ORIGINAL,
+        ),
     ] = None,
     dtype: Dtype = None,
     variant: Annotated[
         str | None,
-        typer.Option(help="Only these weight files, such as fp16.", rich_help_panel=_WEIGHTS),
+        typer.Option(help="Only these weight files, such as fp16.", metavar="NAME", rich_help_panel=_WEIGHTS),
     ] = None,
     max_shard_size: MaxShardSize = None,
-    subfolder: Annotated[str | None, typer.Option(help="Only this folder of SOURCE.", rich_help_panel=_SOURCE)] = None,
+    subfolder: Annotated[
+        str | None, typer.Option(help="Only this folder of SOURCE.", metavar="NAME", rich_help_panel=_SOURCE)
+    ] = None,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -78,15 +112,17 @@ def convert_command(
         ),
     ] = False,
     data: Annotated[
-        str | None, typer.Option(help="For --calibrate and --layers auto:...: see mhla-hf calibrate.")
+        str | None, typer.Option(help="Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate.")
     ] = None,
     overwrite: Overwrite = False,
+    json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Convert a pipeline, a model of diffusers or transformers, or original weights of Wan to MHLA.
+    """Convert a model or pipeline to MHLA.
 
-    The result needs fine-tuning; SANA's makes the same images as before until then.
+    SOURCE may be a pipeline, a model of diffusers or transformers, or a file with original weights of Wan. The result
+    needs fine-tuning; SANA's makes the same images as before until then.
     """
     from ..conversion import convert_pretrained
     from ..conversion.options import automatic_share
@@ -116,8 +152,10 @@ def convert_command(
     )
     if not quiet:
         _show(report)
+    figures = report.to_dict()
     if calibrate:
-        _calibrate(destination, data, quiet)
+        figures["calibration"] = _calibrate(destination, data, quiet)
+    write_report(json_file, figures)
 
 
 def _select(
@@ -146,13 +184,14 @@ def _select(
     return report.option
 
 
-def _calibrate(directory: Path, data: str | None, quiet: bool) -> None:
+def _calibrate(directory: Path, data: str | None, quiet: bool) -> dict[str, Any]:
     from ..recovery.directories import calibrate_directory
 
     with batch_progress("calibrating", not quiet) as progress:
         calibration = calibrate_directory(directory, data=data, progress=progress)
     if not quiet:
         show_calibration(calibration, directory)
+    return calibration.to_dict()
 
 
 @with_options(HUB)
@@ -163,12 +202,19 @@ def import_official_command(
     blocks: Annotated[
         str | None,
         typer.Option(
-            help="Number of blocks: frames,height,width. By default 3,5,10 for 150 blocks.", rich_help_panel=LAYOUT
+            help="Number of blocks: frames,height,width. Default: 3,5,10 where the weights have 150 blocks.",
+            metavar=OPTIONS["blocks"].metavar,
+            rich_help_panel=LAYOUT,
         ),
     ] = None,
     grid: Grid = None,
     normalizer: Annotated[
-        str, typer.Option(help=f"Normaliser of the weights: {listed(CHOICES['normalizer'])}.")
+        str,
+        typer.Option(
+            help=f"Normaliser that the weights were trained with: {listed(CHOICES['normalizer'])}.",
+            metavar="NAME",
+            autocompletion=completion(CHOICES["normalizer"]),
+        ),
     ] = "none",
     base: Annotated[
         str | None,
@@ -181,10 +227,14 @@ def import_official_command(
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
     overwrite: Overwrite = False,
+    json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Convert the authors' Wan-MHLA checkpoint to a diffusers transformer, or a whole pipeline with --base."""
+    """Convert a Wan-MHLA checkpoint of the paper's authors.
+
+    It becomes a transformer of diffusers, or with --base a whole pipeline.
+    """
     from ..conversion import import_official
     from ..conversion.options import parse_axes
 
@@ -202,6 +252,7 @@ def import_official_command(
         progress=not quiet,
         **given(options, HUB),
     )
+    write_report(json_file, report.to_dict())
     if not quiet:
         _show(report)
 

@@ -6,6 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from .help import DIRECTORY
+from .options import Quiet, Seed
+from .output import JsonFile, write_report
+
 
 _TRAINING = "Training"
 _GENERATION = "Generation"
@@ -14,13 +18,16 @@ _GENERATION = "Generation"
 def run_command(
     output: Annotated[Path, typer.Argument(help="Directory to write.")] = Path("demo-output"),
     base: Annotated[
-        Path | None, typer.Option(help="Pretrained softmax pipeline; by default the one in the package.")
+        Path | None,
+        typer.Option(
+            help="Directory of a pretrained softmax pipeline. Default: the one in the package.", metavar=DIRECTORY
+        ),
     ] = None,
     from_scratch: Annotated[
         bool,
         typer.Option("--from-scratch", help="Pretrain the base pipeline first; over an hour on a CPU."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Seed = 0,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Resume a stopped demo, or start again.")
     ] = True,
@@ -37,14 +44,21 @@ def run_command(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            help="Caption to generate, such as 'a three moves left'; may be repeated.", rich_help_panel=_GENERATION
+            help="Caption to generate, such as 'a three moves left'; may be repeated.",
+            metavar="TEXT",
+            rich_help_panel=_GENERATION,
         ),
     ] = None,
     inference_steps: Annotated[int | None, typer.Option(help="Denoising steps.", rich_help_panel=_GENERATION)] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale.", rich_help_panel=_GENERATION)] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
 ) -> None:
-    """Convert a small Wan pipeline of moving digits to MHLA, recover it, and compare it with softmax and linear."""
+    """Convert, recover and compare a small video model on a CPU.
+
+    A Wan pipeline of moving digits becomes MHLA, MHLA with a softmax window, and linear attention. OUTPUT gets a
+    report, videos, figures and the recovered pipeline.
+    """
     from ..demo.config import DemoConfig
 
     given: dict[str, Any] = {
@@ -68,6 +82,7 @@ def run_command(
     from ..demo.runner import run_demo
 
     report = run_demo(config)
+    write_report(json_file, report)
     if not quiet:
         _show(config.output, report)
 

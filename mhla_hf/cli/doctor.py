@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mhla-hf doctor`: why the kernels run or do not, and whether they compute what they should."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .options import Device
+from .output import JsonFile, write_report
 
 
 def doctor_command(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Run all kernels on small inputs and compare them with plain torch.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. By default a GPU if there is one.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file as well.")] = None,
+    device: Device = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Show versions, device and which kernels run here; with --kernels, test them. Exits with 1 if one fails."""
+    """Show whether the kernels run on this machine, and test them.
+
+    Versions, the device and the reason why kernels do not run are shown. With --kernels all of them are tested; the
+    exit code is 1 if one fails.
+    """
     from ..benchmarks.diagnosis import check_kernels, describe_installation, forget_failures, markdown_table
-    from ..utils.files import write_json
     from ..utils.machine import choose_device
 
     chosen = choose_device(device)
     report = describe_installation(chosen)
     _show_installation(report)
     rows: list[dict[str, Any]] = []
-    if json_file is not None:
-        write_json(json_file, report)
+    write_report(json_file, report, final=not kernels)
     if kernels:
         report["results"] = rows
         from rich.console import Console
@@ -33,10 +37,10 @@ def doctor_command(
         with Console(stderr=True).status("Compiling and running kernels: this takes minutes.") as status:
             for row in check_kernels(chosen):
                 rows.append(row)
-                if json_file is not None:
-                    # A kernel may end the process, and what came before it is worth keeping.
-                    write_json(json_file, report)
+                # A kernel may end the process, and what came before it is worth keeping.
+                write_report(json_file, report, final=False)
                 status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
+        write_report(json_file, report)
         _show_kernels(rows)
         typer.echo(f"To paste into an issue:\n\n{_facts_line(report)}\n\n{markdown_table(rows)}")
     failed = sum(row["status"] == "failed" for row in rows)

@@ -8,6 +8,9 @@ from typing import Any
 import typer
 
 
+FILE, DIRECTORY = "FILE", "DIRECTORY"
+"""What stands for paths in the help of options."""
+
 CONVERT = "Convert"
 RECOVER = "Recover and train"
 LOOK = "Look and measure"

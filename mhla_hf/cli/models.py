@@ -6,7 +6,7 @@ import typer
 
 def models_command(
     refused: bool = typer.Option(False, "--refused", help="List the models that have none, with the reasons."),
-    json_output: bool = typer.Option(False, "--json", help="Write JSON instead of a table."),
+    json_output: bool = typer.Option(False, "--json", help="Print JSON instead of tables."),
 ) -> None:
     """List the supported models."""
     from ..models.registry import ModelFamily, TransformersFamily, describe, refused_families, supported_models

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of options that several commands share: of conversions, the Hub, and probes."""
+"""Options that several commands share, under one name with one text: single ones, and groups of them."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +14,17 @@ import typer
 from ..config import CHOICES
 from ..ops.feature_maps import FEATURE_MAPS
 from ..ops.normalizers import NORMALIZERS
+from .help import DIRECTORY
 
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 LAYOUT = "Blocks"
 OPERATOR = "Operator"
 _SAMPLES = "Samples of a pipeline"
+# Limits of numbers from here on are not worth mentioning.
+_ENDLESS = 10**6
+_SIDES = "F,H,W"
 _AXES = ("blocks", "block_size", "grid", "window_size")
 
 
@@ -32,6 +39,8 @@ class Option:
         field: The field of `MHLAConfig` it sets, if that has another name.
         default: Value if it is not given.
         flag: Its name on the command line, if that is not the parameter's.
+        metavar: What stands for its value in the help, if not its type.
+        choices: Values that a shell completes.
     """
 
     kind: Any
@@ -40,6 +49,8 @@ class Option:
     field: str | None = None
     default: Any = None
     flag: str | None = None
+    metavar: str | None = None
+    choices: Iterable[str] = ()
 
     def parameter(self, name: str, panel: str | None = None) -> inspect.Parameter:
         """Returns the keyword parameter `name` that typer makes the option from.
@@ -49,11 +60,92 @@ class Option:
             panel: Another part of the help to put it in.
         """
         flag = self.flag or f"--{re.sub('_+', '-', name)}"
-        option = typer.Option(flag, help=self.help, rich_help_panel=panel or self.panel)
+        option = typer.Option(
+            flag,
+            help=self.help,
+            metavar=self.metavar,
+            rich_help_panel=panel or self.panel,
+            autocompletion=completion(self.choices) if self.choices else None,
+        )
         kind = self.kind if self.default is not None else self.kind | None
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, option]
         )
+
+
+def completion(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Completes the value of an option in a shell, after a comma the last one of several.
+
+    Args:
+        values: The values, or a function that finds them.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, start = incomplete.rpartition(",")
+        found = values() if callable(values) else values
+        return [f"{before}{comma}{value}" for value in found if value.startswith(start)]
+
+    return complete
+
+
+_SEED = "Seed of all random numbers."
+_DEVICE = "cpu, cuda, or one of several GPUs such as cuda:1. Default: a GPU if there is one."
+_DEVICES = ("auto", "cpu", "cuda")
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it exists.")]
+Seed = Annotated[int, typer.Option(help=_SEED)]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help=_DEVICE,
+        metavar="NAME",
+        autocompletion=completion(_DEVICES),
+    ),
+]
+DeviceOrAuto = Annotated[
+    str,
+    typer.Option(
+        help="auto, which is a GPU if there is one, or cpu.",
+        metavar="NAME",
+        autocompletion=completion(("auto", "cpu")),
+    ),
+]
+Component = Annotated[
+    str | None,
+    typer.Option(
+        help="The transformer, in pipelines that have several, such as transformer_2.",
+        metavar="NAME",
+        autocompletion=completion(("transformer", "transformer_2")),
+    ),
+]
+
+
+def field_help(item: Field, *, default: bool = True) -> str:
+    """The help of an option that is made from the field of an option dataclass: its text, values, range and default.
+
+    Args:
+        item: The field.
+        default: Whether its default is named.
+    """
+    rules = item.metadata
+    text, mark, rest = rules["help"].partition(" Default:")
+    if "choices" in rules:
+        text += f" One of: {', '.join(rules['choices'])}."
+    # That a number of steps is not negative goes without saying.
+    limits = [f"at least {rules['minimum']}"] if rules.get("minimum", 0) > 1 else []
+    if "below" in rules or 0 < rules.get("maximum", 0) <= 1:
+        limits = [f"above {rules['above']}" if "above" in rules else f"at least {rules.get('minimum', 0)}"]
+    limits += [
+        f"{words} {rules[rule]:,}"
+        for rule, words in (("maximum", "at most"), ("below", "below"))
+        if rules.get(rule, _ENDLESS) < _ENDLESS
+    ]
+    if limits:
+        text += f" {' and '.join(limits).capitalize()}."
+    if default and item.default not in (None, (), ""):
+        rest, mark = f" {item.default if isinstance(item.default, str) else json.dumps(item.default)}.", " Default:"
+    return text + mark + rest
 
 
 def listed(names: Iterable[str]) -> str:
@@ -67,39 +159,63 @@ def described(table: Mapping[str, Any]) -> str:
     return "; ".join(f"{name}: {entry.formula}" for name, entry in table.items())
 
 
+def _choice(name: str, help: str, field: str | None = None) -> Option:
+    return Option(str, help, OPERATOR, field, metavar="NAME", choices=CHOICES[name])
+
+
 OPTIONS: dict[str, Option] = {
-    "blocks": Option(str, "Number of blocks: frames,height,width, such as 3,5,10; height,width for images.", LAYOUT),
-    "block_size": Option(str, "Tokens of a block instead, such as 7,6,5; one number for texts.", LAYOUT),
-    "grid": Option(str, "Tokens the weights are for: frames,height,width; one number (a length) for texts.", LAYOUT),
+    "blocks": Option(
+        str, "Number of blocks: frames,height,width, such as 3,5,10; height,width for images.", LAYOUT, metavar=_SIDES
+    ),
+    "block_size": Option(
+        str, "Tokens of a block instead, such as 7,6,5; one number for texts.", LAYOUT, metavar=_SIDES
+    ),
+    "grid": Option(
+        str,
+        "Tokens the weights are for: frames,height,width; one number (a length) for texts.",
+        LAYOUT,
+        metavar=_SIDES,
+    ),
     "layers": Option(
         str,
         "Which layers become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps 0, 3, 6, … softmax; convert "
-        "also takes auto:2/3, which keeps those that matter most.",
+        "and recover also take auto:2/3, which keeps those that matter most.",
         LAYOUT,
+        metavar="LAYERS",
+        choices=("all", "1/2", "2/3", "3/4", "auto:"),
     ),
-    "feature_map": Option(str, f"φ(x). {described(FEATURE_MAPS)}.", OPERATOR),
-    "rope": Option(str, f"{listed(CHOICES['rope'])}.", OPERATOR),
-    "normalizer": Option(str, f"Divisor of token t of block i. {described(NORMALIZERS)}.", OPERATOR),
-    "mixing_init": Option(str, f"{listed(CHOICES['mixing_init'])}.", OPERATOR),
-    "mixing_heads": Option(str, f"{listed(CHOICES['mixing_heads'])}.", OPERATOR),
-    "mixing_constraint": Option(str, f"{listed(CHOICES['mixing_constraint'])}.", OPERATOR),
+    "feature_map": _choice("feature_map", f"φ(x). {described(FEATURE_MAPS)}."),
+    "rope": _choice("rope", f"Where rotary embeddings act: {listed(CHOICES['rope'])}."),
+    "normalizer": _choice("normalizer", f"Divisor of token t of block i. {described(NORMALIZERS)}."),
+    "mixing_init": _choice(
+        "mixing_init", f"Initial weights of blocks, by their distance: {listed(CHOICES['mixing_init'])}."
+    ),
+    "mixing_heads": _choice("mixing_heads", f"Mixing matrices of a layer: {listed(CHOICES['mixing_heads'])}."),
+    "mixing_constraint": _choice(
+        "mixing_constraint", f"Constraint of the mixing weights: {listed(CHOICES['mixing_constraint'])}."
+    ),
     "mixing_range": Option(float, "Blocks at which the locality bias reaches its floor.", OPERATOR),
     "output_norm": Option(bool, "RMSNorm on each head's output.", OPERATOR),
     "gate": Option(bool, "SiLU output gate.", OPERATOR, "output_gate"),
-    "lepe": Option(int, "Kernel size of a depthwise convolution of the values.", OPERATOR, "lepe_kernel"),
-    "window": Option(str, f"Exact softmax near each token beside MHLA: {listed(CHOICES['window'])}.", OPERATOR),
-    "window_size": Option(
-        str, "Tokens of a block of the window: frames,height,width, such as 1,3,3; one number for texts.", OPERATOR
+    "lepe": Option(
+        int, "Kernel size of a depthwise convolution of the values; an odd number.", OPERATOR, "lepe_kernel"
     ),
-    "window_gains": Option(str, f"Learned gains of MHLA and window: {listed(CHOICES['window_gains'])}.", OPERATOR),
+    "window": _choice("window", f"Exact softmax near each token beside MHLA: {listed(CHOICES['window'])}."),
+    "window_size": Option(
+        str,
+        "Tokens of a block of the window: frames,height,width, such as 1,3,3; one number for texts.",
+        OPERATOR,
+        metavar=_SIDES,
+    ),
+    "window_gains": _choice("window_gains", f"Learned gains of MHLA and window: {listed(CHOICES['window_gains'])}."),
 }
 """Options of a conversion, by the name of the command's parameter."""
 
 
 HUB: dict[str, Option] = {
-    "revision": Option(str, "Branch, tag or commit.", "Hub"),
-    "token": Option(str, "Access token; by default the stored one.", "Hub"),
-    "cache_dir": Option(Path, "Cache folder for downloads.", "Hub"),
+    "revision": Option(str, "Branch, tag or commit.", "Hub", metavar="NAME"),
+    "token": Option(str, "Access token. Default: that of hf auth login.", "Hub"),
+    "cache_dir": Option(Path, "Cache folder for downloads.", "Hub", metavar=DIRECTORY),
 }
 """Options of sources on the Hub."""
 
@@ -110,19 +226,19 @@ PROBE: dict[str, Option] = {
         "Pipelines need none: they make samples.",
         "Probe",
     ),
-    "samples": Option(int, "Samples of the probe.", "Probe", default=32),
+    "samples": Option(int, "Number of samples.", "Probe", default=32),
     "batch_size": Option(int, "Samples of a batch, of --data.", "Probe", default=4),
-    "seed": Option(int, "Seed of the probe.", "Probe", default=0),
-    "device": Option(str, "Such as cpu or cuda."),
-    "prompts": Option(list[str], "Prompt of a sample; repeat it for several.", _SAMPLES, flag="--prompt"),
+    "seed": Option(int, _SEED, "Probe", default=0),
+    "device": Option(str, _DEVICE, metavar="NAME", choices=_DEVICES),
+    "prompts": Option(list[str], "Prompt of a sample; may be repeated.", _SAMPLES, flag="--prompt", metavar="TEXT"),
 }
 """Options of the samples that models are calibrated on."""
 
 SIZES: dict[str, Option] = {
-    "height": Option(int, "Pixels.", _SAMPLES),
-    "width": Option(int, "Pixels.", _SAMPLES),
-    "num_frames": Option(int, "Frames of videos.", _SAMPLES),
-    "steps": Option(int, "Denoising steps.", _SAMPLES),
+    "height": Option(int, "Height in pixels. Default: that of the grid that the blocks are for.", _SAMPLES),
+    "width": Option(int, "Width in pixels. Default: that of the grid that the blocks are for.", _SAMPLES),
+    "num_frames": Option(int, "Frames of a video. Default: those of that grid.", _SAMPLES),
+    "steps": Option(int, "Denoising steps of a sample. Default: 8.", _SAMPLES),
 }
 """Options of the samples that a pipeline makes."""
 
@@ -132,17 +248,22 @@ def option_parameters(panel: str | None = None) -> list[inspect.Parameter]:
     return [option.parameter(name, panel) for name, option in OPTIONS.items()]
 
 
-def with_options(*groups: Mapping[str, Option]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds groups of options to a command in place of its `**` parameter, before its own keyword parameters."""
+def with_options(
+    *groups: Mapping[str, Option], last: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds groups of options to a command in place of its `**` parameter.
+
+    Args:
+        *groups: The options by their parameters.
+        last: Whether they come after the command's own keyword parameters in the help, and not before.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command).parameters.values()
         added = [option.parameter(name) for group in groups for name, option in group.items()]
-        parameters = [
-            *(parameter for parameter in own if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *added,
-            *(parameter for parameter in own if parameter.kind == inspect.Parameter.KEYWORD_ONLY),
-        ]
+        arguments = [parameter for parameter in own if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        options = [parameter for parameter in own if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
+        parameters = arguments + (options + added if last else added + options)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command

@@ -41,16 +41,17 @@ JsonFile = Annotated[
 """The option `--json` of a command, for [`write_report`]."""
 
 
-def write_report(file: Path | None, report: Any) -> None:
+def write_report(file: Path | None, report: Any, *, final: bool = True) -> None:
     """Writes what a command reports to the file of `--json`, if there is one.
 
     Args:
         file: Value of the option.
         report: Plain JSON values.
+        final: Whether nothing follows; what comes before is written to a file alone, which the next replaces.
     """
     from ..utils.files import write_json
 
-    if file is None:
+    if file is None or (file == _DASH and not final):
         return
     if file == _DASH:
         stream = _STANDARD_OUTPUT.get() or sys.stdout

@@ -7,8 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import CHOICES
+from ..recovery.recipe_files import recipe_names
 from ..recovery.recipes import STAGES, DataOptions
-from .options import HUB, Option, given, with_options
+from .help import FILE
+from .options import (
+    HUB,
+    Component,
+    DeviceOrAuto,
+    Option,
+    Quiet,
+    Seed,
+    completion,
+    field_help,
+    given,
+    listed,
+    with_options,
+)
+from .output import JsonFile, write_report
 
 
 if TYPE_CHECKING:
@@ -21,20 +37,21 @@ _TYPES: dict[str, Any] = {"int": int, "float": float}
 _OVERRIDES = {
     f"{section}__{item.name}": Option(
         next((kind for prefix, kind in _TYPES.items() if str(item.type).startswith(prefix)), str),
-        item.metadata["help"],
+        field_help(item, default=False),
         f"{_RECIPE}: {section}",
+        choices=item.metadata.get("choices", ()),
     )
     for section, options in {"data": DataOptions, **STAGES}.items()
     for item in dataclasses.fields(options)  # type: ignore[arg-type]
 }
 
 
-@with_options(HUB, _OVERRIDES)
+@with_options(HUB, _OVERRIDES, last=True)
 def recover_command(
     source: Annotated[
         str, typer.Argument(help="Pipeline of diffusers or model of transformers: directory or Hub id.")
     ],
-    output: Annotated[Path, typer.Argument(help="Directory to make.")],
+    output: Annotated[Path, typer.Argument(help="Directory to write.")],
     *,
     data: Annotated[
         str | None,
@@ -44,47 +61,77 @@ def recover_command(
         ),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Text file with one prompt a line, for samples of the original.")
+        Path | None, typer.Option(help="Text file with one prompt a line, for --data generated.", metavar=FILE)
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help="YAML file, or name of a recipe of the package. Default: that of the model's family."),
+        typer.Option(
+            help="YAML file, or name of a recipe of the package. Default: that of the model's family.",
+            metavar="NAME",
+            autocompletion=completion(recipe_names),
+        ),
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="'fast' for ReLU, faster and recovering less; 'paper' for the settings of the paper."),
+        typer.Option(
+            help="fast for ReLU, which is faster and recovers less; paper for the settings of the paper.",
+            metavar="NAME",
+            autocompletion=completion(("fast", "paper")),
+        ),
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Which layers become MHLA: all, 1,2,4, 2/3, or auto:2/3.", rich_help_panel=_RECIPE),
+        typer.Option(
+            help="Which layers become MHLA: all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, which "
+            "keeps those softmax that matter most.",
+            metavar="LAYERS",
+            rich_help_panel=_RECIPE,
+            autocompletion=completion(("all", "1/2", "2/3", "3/4", "auto:")),
+        ),
     ] = None,
     keep: Annotated[
         str | None,
         typer.Option(
-            help="Share of layers that stays softmax, such as 25%: the worst to replace.", rich_help_panel=_RECIPE
+            help="Share of layers that stays softmax, such as 25%: those that matter most.",
+            metavar="N%",
+            rich_help_panel=_RECIPE,
         ),
     ] = None,
     window: Annotated[
-        str | None, typer.Option(help="Softmax window beside MHLA: block, adjacent or cross.", rich_help_panel=_RECIPE)
+        str | None,
+        typer.Option(
+            help=f"Exact softmax near each token beside MHLA: {listed(CHOICES['window'])}.",
+            metavar="NAME",
+            rich_help_panel=_RECIPE,
+            autocompletion=completion(CHOICES["window"]),
+        ),
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="That many times the steps, such as 0.5 or 2.", rich_help_panel=_RECIPE)
+        float | None,
+        typer.Option(help="Factor on the steps of all stages, such as 0.5 or 2.", rich_help_panel=_RECIPE),
     ] = None,
     stages: Annotated[
         str | None,
-        typer.Option(help=f"Only these, separated by commas: {', '.join(STAGES)}.", rich_help_panel=_RECIPE),
+        typer.Option(
+            help=f"Stages to run, separated by commas: {', '.join(STAGES)}. Default: those of the recipe.",
+            metavar="NAMES",
+            rich_help_panel=_RECIPE,
+            autocompletion=completion(STAGES),
+        ),
     ] = None,
-    component: Annotated[str | None, typer.Option(help="Which transformer of the pipeline.")] = None,
+    component: Component = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in OUTPUT.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    device: Annotated[str, typer.Option(help="auto takes the GPU if there is one; or cpu.")] = "auto",
+    seed: Seed = 0,
+    device: DeviceOrAuto = "auto",
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Convert a model to MHLA and make it as good as the original: calibrate, match, distill.
+    """Convert a model and recover the quality of the original.
 
-    Can be killed and run again with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
+    The model is calibrated, matched, distilled and fine-tuned, as its recipe says. A run that was stopped continues
+    with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
     """
     from ..recovery.recover import recover
     from .train import _digit_videos
@@ -112,6 +159,7 @@ def recover_command(
         digit_videos=_digit_videos,
         **given(options, HUB),
     )
+    write_report(json_file, report.to_dict())
     if not quiet:
         _show(report)
 

@@ -3,7 +3,6 @@
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,9 @@ import typer
 from ..training.config import CacheConfig, TrainingConfig
 from ..training.families import FAMILIES, check_options, option_families
 from ..utils.json_files import read_json
-from .options import OPTIONS, mhla_fields, option_parameters
+from .help import DIRECTORY, FILE
+from .options import OPTIONS, completion, field_help, mhla_fields, option_parameters
+from .output import JsonFile, write_report
 
 
 if TYPE_CHECKING:
@@ -26,12 +27,35 @@ _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple": lis
 _NAMES = {"validation_prompts": "--validation-prompt"}
 
 
-def _parameter(name: str, kind: Any, help: str, panel: str) -> inspect.Parameter:
+_METAVARS = {
+    **dict.fromkeys(("output", "cache"), DIRECTORY),
+    **dict.fromkeys(("model", "teacher"), "MODEL"),
+    "data": "FOLDER",
+    "prompts": FILE,
+    "mhla": "JSON",
+    "buckets": "SIZES",
+    "validation_prompts": "TEXT",
+    "validation_negative_prompt": "TEXT",
+}
+# The first field of each part of the help.
+_PANELS = {
+    "model": "Run",
+    "train": "Stages",
+    "learning_rate": "Optimizer",
+    "ema_decay": "Averaged weights",
+    "flow_shift": "Noise levels",
+    "mixed_precision": "Machine",
+    "resume": "Checkpoints",
+    "validation_prompts": "Validation",
+    "startup_timeout": "Machine",
+}
+_NEGATION = "no_"
+
+
+def _parameter(name: str, kind: Any, help: str, panel: str, **settings: Any) -> inspect.Parameter:
     """A keyword parameter that typer reads as an option without a default: None says that it was not given."""
     declaration = _NAMES.get(name, f"--{name.replace('_', '-')}")
-    if kind is bool:
-        declaration = f"{declaration}/--no-{name.replace('_', '-')}"
-    option = typer.Option(None, declaration, help=help, rich_help_panel=panel)
+    option = typer.Option(None, declaration, help=help, rich_help_panel=panel, **settings)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
 
@@ -39,16 +63,24 @@ def _parameters(cls: type, panel: str, family: str | None = None) -> list[inspec
     """One option per field of an option dataclass; of one family, those that its models have."""
     parameters = []
     for item in dataclasses.fields(cls):
+        if cls is TrainingConfig and family is not None:
+            panel = _PANELS.get(item.name, panel)
         if family is not None and family not in option_families(item.name):
             continue
         kind = next((kind for prefix, kind in _TYPES.items() if str(item.type).startswith(prefix)), str)
-        text = item.metadata["help"]
+        settings: dict[str, Any] = {"metavar": _METAVARS.get(item.name)}
         if "choices" in item.metadata:
-            text += f" One of: {', '.join(item.metadata['choices'])}."
-        if item.default not in (None, ()):
-            text += f" Default: {json.dumps(item.default)}."
-        parameters.append(_parameter(item.name, kind, text, panel))
+            settings = {"metavar": "NAME", "autocompletion": completion(item.metadata["choices"])}
+        parameters.append(_parameter(item.name, kind, field_help(item), panel, **settings))
+        if kind is bool:
+            # An option of its own: beside it, the longest of them would leave the help no room.
+            parameters.append(_negation(item.name, panel))
     return parameters
+
+
+def _negation(name: str, panel: str) -> inspect.Parameter:
+    shown = name.replace("_", "-")
+    return _parameter(f"{_NEGATION}{name}", bool, f"Switch --{shown} off.", panel)
 
 
 def _with_options(*parameters: inspect.Parameter) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -63,8 +95,13 @@ def _with_options(*parameters: inspect.Parameter) -> Callable[[Callable[..., Non
 
 
 _CONFIG = _parameter(
-    "config", Path, "JSON file of options, such as a run's training_config.json; the command line wins.", "Run"
+    "config",
+    Path,
+    "JSON file of options, such as a run's training_config.json; the command line wins.",
+    "Run",
+    metavar=FILE,
 )
+_JSON = inspect.Parameter("json_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
 
 
 def _training_command(family: str) -> Callable[..., None]:
@@ -74,10 +111,12 @@ def _training_command(family: str) -> Callable[..., None]:
         *_parameters(TrainingConfig, "Training", family),
         *option_parameters("Conversion on load"),
         *_parameters(CacheConfig, "Data", family),
-        _CONFIG,
         _parameter("cache_only", bool, "Stop after the cache step.", "Data"),
+        _negation("cache_only", "Data"),
+        _CONFIG,
+        _JSON,
     )
-    def command(**options: Any) -> None:
+    def command(json_file: Path | None, **options: Any) -> None:
         given = _given(options)
         cache_only = given.pop("cache_only", False)
         shortcuts = {name: given.pop(name) for name in OPTIONS if name in given}
@@ -90,10 +129,10 @@ def _training_command(family: str) -> Callable[..., None]:
             check_options(checked, family)
         if config.output is None and not (cache_only and config.cache is not None):
             raise ValueError("output must be given: the directory of the run")
-        _train(family, config, cache_config, cache_only, source)
+        _train(family, config, cache_config, cache_only, source, json_file)
 
     script = f"accelerate launch conversion/train_{family}.py ..."
-    command.__doc__ = f"{FAMILIES[family].help}\n\nLaunch it with `{script}` for several processes."
+    command.__doc__ = f"{FAMILIES[family].help}\n\nOn several GPUs: {script}"
     return command
 
 
@@ -103,6 +142,7 @@ def _train(
     cache_config: CacheConfig,
     cache_only: bool,
     source: "PipelineSource | None",
+    json_file: Path | None,
 ) -> None:
     from ..training.data.cache_building import make_cache
     from ..training.loading import PipelineSource
@@ -128,6 +168,9 @@ def _train(
             if losses:
                 typer.echo(f"{stage}: loss {losses[0]:.6f} -> {losses[-1]:.6f} in {len(losses)} steps")
         typer.echo(f"pipeline: {result.pipeline}")
+        resumed_from = None if result.resumed_from is None else str(result.resumed_from)
+        figures = {"losses": result.losses, "seconds_per_step": result.seconds_per_step}
+        write_report(json_file, {**figures, "pipeline": str(result.pipeline), "resumed_from": resumed_from})
     accelerator.end_training()
 
 
@@ -139,13 +182,16 @@ COMMANDS = {family: _training_command(family) for family in FAMILIES}
     *(
         parameter
         for parameter in _parameters(TrainingConfig, "Run")
-        if parameter.name in ("model", "cache", "device", "startup_timeout", "progress")
+        if parameter.name in ("model", "cache", "device", "startup_timeout", "progress", "no_progress")
     ),
     *_parameters(CacheConfig, "Data"),
     _CONFIG,
 )
 def cache_command(**options: Any) -> None:
-    """Encode videos or images and their captions once, for training to read. Can be interrupted and run again."""
+    """Encode videos or images and their captions, for training to read.
+
+    A cache that was interrupted continues when the command runs again.
+    """
     cache_options, training_options = _split(_given(options))
     config, cache_config = TrainingConfig(**training_options), CacheConfig(**cache_options)
     if config.cache is None:
@@ -167,6 +213,10 @@ app.command("cache")(cache_command)
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     """The options on the command line, over those of `--config`."""
     given = {name: value for name, value in options.items() if value is not None and value != []}
+    for name in [name for name in given if name.startswith(_NEGATION)]:
+        positive = name.removeprefix(_NEGATION)
+        if given.pop(name) and given.setdefault(positive, False):
+            raise ValueError(f"{positive} and {name} are both given; give one of them")
     path = given.pop("config", None)
     if path is None:
         return given

@@ -81,6 +81,8 @@ class DemoConfig:
         object.__setattr__(self, "output", Path(self.output).expanduser())
         if self.base is not None:
             object.__setattr__(self, "base", Path(self.base).expanduser())
+            if not (self.base / "model_index.json").is_file():
+                raise ValueError(f"base={str(self.base)!r} is not the directory of a pipeline")
         for name in ("blocks", "prompts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("match_steps", "distill_steps", "train_videos", "held_out_videos", "draws", "inference_steps"):

@@ -17,6 +17,7 @@ from ..training.matching.layers import Batch, is_linear, mhla_layers
 from ..utils.destinations import claim_destination
 from ..utils.files import atomic_directory, link_or_copy, write_json
 from ..utils.json_files import read_json
+from ..utils.machine import choose_device
 from ..utils.source_files import list_files
 from ..utils.tensor_files import FLOAT_TYPES, TensorEntry, read_header, write_safetensors
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
@@ -148,7 +149,7 @@ def open_probe(
         samples: Samples of the probe.
         batch_size: Samples of a batch, of `data`.
         seed: Seed of the probe.
-        device: Device, by default a GPU if there is one.
+        device: Name of a device, by default a GPU if there is one.
         **call_options: `prompts` of a pipeline's probe, and arguments of its call, such as `height` and `width`.
 
     Returns:
@@ -157,13 +158,13 @@ def open_probe(
     Raises:
         ValueError: If data are missing, or an argument is wrong.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch_device = choose_device(device)
     origin = {"data": data or "samples of the pipeline", "samples": samples, "seed": seed}
     if data is not None:
         unused = sorted(name for name, value in call_options.items() if value is not None)
         if unused:
             raise ValueError(f"{', '.join(unused)}: of no use beside data.")
-        models = {part.name: part.load(mhla).to(device).eval() for part in parts}
+        models = {part.name: part.load(mhla).to(torch_device).eval() for part in parts}
         options: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": seed}
         probes = {
             name: probe_batches(model, source.root, data, component=name, **options) for name, model in models.items()
@@ -181,7 +182,7 @@ def open_probe(
     if mhla is not None:
         chosen = {"mhla": {part.name: mhla for part in parts}}
     with damage_named(source.root):
-        pipeline = load_pipeline(source.root, torch_dtype=torch.float32, **chosen).to(device)
+        pipeline = load_pipeline(source.root, torch_dtype=torch.float32, **chosen).to(torch_device)
     models = {part.name: getattr(pipeline, part.name) for part in parts}
     return models, pipeline_batches(pipeline, samples=samples, seed=seed, **call_options), origin
 

@@ -19,12 +19,13 @@ _ASSUMED_CACHE_BYTES = 64 << 20
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device with this name; None for a GPU if there is one. A named GPU becomes the current one.
+    """The device with this name; None or `auto` for a GPU if there is one. A named GPU becomes the current one.
 
     Raises:
         ValueError: If there is no such device here.
     """
     has_gpu = torch.cuda.is_available()
+    name = None if name == "auto" else name
     try:
         device = torch.device(name or ("cuda" if has_gpu else "cpu"))
     except RuntimeError as error:

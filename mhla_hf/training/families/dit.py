@@ -157,7 +157,10 @@ class DiT(Family):
     """Images `[3, H, W]` to `[C, H', W']`; classes to `class_label` `[]`, int64."""
 
     objective = DiTObjective
-    help = "Fine-tune a DiT pipeline with MHLA by noise prediction, after matching its layers to the softmax model."
+    help = (
+        "Fine-tune a DiT pipeline by noise prediction.\n\nWith --transfer-steps, its layers are first matched to the "
+        "softmax model."
+    )
     folders = ("vae",)
     prompt_encoders = ()
 

@@ -76,8 +76,8 @@ class Sana(Family):
 
     objective = SanaObjective
     help = (
-        "Fine-tune a SANA pipeline with MHLA by flow matching, after matching its layers to SANA's linear attention "
-        "if they start elsewhere."
+        "Fine-tune a SANA pipeline by flow matching.\n\nWith --transfer-steps, layers that do not start from SANA's "
+        "linear attention are first matched to it."
     )
     options = FLOW_OPTIONS | TEXT_OPTIONS
     text_length = 300

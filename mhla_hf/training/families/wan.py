@@ -62,7 +62,10 @@ class Wan(Family):
     """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
 
     objective = WanObjective
-    help = "Fine-tune a Wan pipeline with MHLA by flow matching, after matching its layers to the softmax model."
+    help = (
+        "Fine-tune a Wan pipeline by flow matching.\n\nWith --transfer-steps, its layers are first matched to the "
+        "softmax model."
+    )
     options = FLOW_OPTIONS | TEXT_OPTIONS | {"component", "num_frames", "fps"}
     text_length = 512
     video_size = {"height": 480, "width": 832, "num_frames": 81}
