@@ -9,10 +9,11 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def serve_command(context: typer.Context) -> None:
-    """Serve a language model through an API like OpenAI's: `transformers serve`, with MHLA.
+    """Serve a language model through an API like OpenAI's.
 
-    Takes the arguments of `transformers serve`: a model first (directory or Hub id), then options such as --port,
-    --device and --dtype, which `transformers serve --help` lists. Continuous batching does not work with MHLA.
+    This is `transformers serve` with MHLA, and takes its arguments: a model first (directory or Hub id), then options
+    such as --port, --device and --dtype, which `transformers serve --help` lists. Continuous batching does not work
+    with MHLA.
     """
     from transformers.utils.import_utils import is_serve_available
 

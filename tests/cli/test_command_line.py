@@ -66,7 +66,7 @@ def test_everything_is_explained(words):
     for parameter in command.params:
         assert parameter.help, f"{' '.join(words)} {parameter.name} has no help"
         # Or the first of the values.
-        assert parameter.help[0].isupper() or re.match(r"('latest'|auto|cpu|fast|float32|small|φ)\b", parameter.help)
+        assert parameter.help[0].isupper() or re.match(r"'latest'|(auto|cpu|fast|float32|small|φ)\b", parameter.help)
         assert parameter.help.endswith((".", ")")), parameter.help
     summary = command.help.split("\n\n")[0]
     assert len(summary) <= 75 and summary.endswith("."), summary
