@@ -112,7 +112,11 @@ def load_pipeline(
             _check_options(folder, name, component_class, converted[name])
     passed_on = {key: value for key, value in kwargs.items() if key not in _DOWNLOAD_OPTIONS[:-2]}
     folders = {os.path.join(folder, name): options for name, options in converted.items()}
-    with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]), loading_as_mhla(folders):
+    with (
+        _explained_pickles(repo_or_dir, kwargs["use_safetensors"]),
+        _damage_named(Path(folder), index),
+        loading_as_mhla(folders),
+    ):
         pipeline = pipeline_class.from_pretrained(folder, **passed_on)
     left = [name for name in converted if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
     if left:
@@ -135,12 +139,29 @@ def _explained_pickles(location: Any, use_safetensors: bool | None) -> Iterator[
     try:
         yield
     except OSError as error:
-        if not use_safetensors or isinstance(error, SourceNotFoundError) or "safetensors" not in str(error):
+        explained = isinstance(error, SourceNotFoundError) or "use_safetensors=" in str(error)
+        if not use_safetensors or explained or "safetensors" not in str(error):
             raise
         raise OSError(
             f"{location}: {' '.join(str(error).split())} If its weights are .bin files, use_safetensors=None reads "
             "them as diffusers does, with torch.load(weights_only=True); save_pretrained then writes safetensors."
         ) from error
+
+
+@contextmanager
+def _damage_named(folder: Path, index: Mapping[str, Any]) -> Iterator[None]:
+    """Names the file when a library meets a damaged one in a pipeline's folders."""
+    from safetensors import SafetensorError
+
+    from .models.weight_files import check_weights
+
+    try:
+        yield
+    except (OSError, SafetensorError):
+        for name, entry in index.items():
+            if isinstance(entry, (list, tuple)) and (folder / name).is_dir():
+                check_weights(path_inside(folder, name, "model_index.json"))
+        raise
 
 
 def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:

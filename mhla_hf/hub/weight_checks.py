@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..models.weight_files import FileNames, WeightSet
+from ..models.weight_files import PICKLES, FileNames, WeightSet
 from ..utils.json_files import read_json
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.source_files import read_weight_map
 from ..utils.tensor_files import check_safetensors, count_values
 from .problems import Findings
 
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of files that may hold pickles."""
 
 Header = Mapping[str, Mapping[str, Any]]
 """`dtype`, `shape` and `data_offsets` of each tensor of a file by name."""

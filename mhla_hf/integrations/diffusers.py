@@ -27,20 +27,11 @@ from typing import Any
 from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
 from ..utils.compat import unwrap, wrap
 from ..utils.compat.diffusers import component_types, hook_single_files, set_modular_component_type
+from ..utils.locations import LOCATION_OPTIONS
 from .adapters import extend_lora_loaders
 from .import_hooks import after_import, extend
 
 
-# Arguments that locate a configuration.
-_LOCATION_OPTIONS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-)
 # In names of weights: as this package saves them, and as the authors of MHLA do.
 _MHLA_WEIGHTS = (".mhla.", ".block_attn.")
 
@@ -138,7 +129,7 @@ def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
 
 def _mhla_class_at(model_class: Any, location: Any, options: Mapping[str, Any]) -> Any:
     """As [`mhla_class_of`], for the configuration at a location; `options` are those of the loading call."""
-    where = {name: options[name] for name in _LOCATION_OPTIONS if name in options}
+    where = {name: options[name] for name in LOCATION_OPTIONS if name in options}
     return mhla_class_of(model_class, model_class.load_config(location, **where))
 
 

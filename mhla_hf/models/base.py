@@ -21,7 +21,7 @@ from ..utils.compat.diffusers import check_parallel_setup, declared, fp32_parts,
 from .adapters import MHLAAdapterMixin
 from .bounds import check_model_config
 from .context_parallel import check_parallelism, resolve_parallel_config
-from .loading import TRAINED_WITH, load_mhla_weights
+from .loading import TRAINED_WITH, checked_checkpoint, load_mhla_weights
 from .options import from_stored, merge_options, to_stored
 
 
@@ -191,7 +191,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
         """As upstream; see the class for the checkpoints that it takes.
 
         Where upstream takes `low_cpu_mem_usage=False`, it has no effect here: diffusers cannot load like that what it
-        keeps in fp32, and the model is the same either way.
+        keeps in fp32, and the model is the same either way. Checkpoints that are MHLA already are loaded from pickles
+        (`.bin`) with `use_safetensors=False` alone.
         """
         needs_it = ("device_map", "quantization_config", "ignore_mismatched_sizes")
         if (
@@ -200,7 +201,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
             and not any(map(kwargs.get, needs_it))
         ):
             kwargs["low_cpu_mem_usage"] = True
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        with checked_checkpoint(cls, pretrained_model_name_or_path, kwargs):
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

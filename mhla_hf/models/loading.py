@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +18,11 @@ from accelerate.utils import offload_weight, save_offload_index
 
 from ..layers.blocks import reference_blocks
 from ..utils.compat.diffusers import LoadedWeights, load_weights
+from ..utils.locations import LOCATION_OPTIONS
+from ..utils.tensor_files import check_safetensors
 from .bounds import check_layer_count, check_new_size
+from .options import from_stored
+from .weight_files import PICKLES, check_loaded_files, pickles_refused
 
 
 logger = logging.getLogger(__name__)
@@ -22,8 +30,49 @@ logger = logging.getLogger(__name__)
 TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 """Options that leave the shapes of the weights alone and change the output."""
 
+# diffusers names the file, and does not say what is wrong with it.
+_SAFETENSORS_NAMED = re.compile(r"'([^']+\.safetensors)'")
 # Parts of an MHLA layer that leave its output as it is when they are fresh.
 _STARTS_AS_IDENTITY = ("gate", "lepe", "window_gain")
+
+
+@contextmanager
+def checked_checkpoint(model_class: Any, location: Any, options: dict[str, Any]) -> Iterator[None]:
+    """Checks the options that a checkpoint of an MHLA class holds, and names files in errors while it is loaded.
+
+    Checkpoints that are MHLA already are loaded from safetensors alone, unless `use_safetensors=False` is given.
+
+    Args:
+        model_class: The MHLA class.
+        location: The directory or Hub id.
+        options: Arguments of `from_pretrained`; `use_safetensors` is set here.
+
+    Raises:
+        ValueError: If stored options are unknown or have values that are not allowed, or a file is damaged.
+        OSError: If an MHLA checkpoint has no safetensors.
+    """
+    where = {name: options[name] for name in LOCATION_OPTIONS if name in options}
+    stored = from_stored(model_class.load_config(location, **where)).get("mhla")
+    if stored is not None:
+        try:
+            model_class.coerce_options(stored)
+        except ValueError as error:
+            raise ValueError(f"config.json of {location}: {error}") from error
+        if options.get("use_safetensors") is None:
+            options["use_safetensors"] = True
+    try:
+        yield
+    except OSError as error:
+        for name in _SAFETENSORS_NAMED.findall(str(error)):
+            if os.path.isfile(name):
+                check_safetensors(Path(name))
+        folder = Path(location, options.get("subfolder") or "")
+        if stored is not None and options["use_safetensors"] and folder.is_dir():
+            names = sorted(path.name for path in folder.iterdir())
+            pickles = [name for name in names if name.endswith(PICKLES)]
+            if pickles and not any(name.endswith(".safetensors") for name in names):
+                raise OSError(pickles_refused(folder, pickles)) from error
+        raise
 
 
 def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> LoadedWeights:
@@ -36,6 +85,7 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     model, name, loaded_keys = (
         call.arguments[argument] for argument in ("model", "pretrained_model_name_or_path", "loaded_keys")
     )
+    check_loaded_files(call.arguments.get("resolved_model_file") or (), name, pickles=True)
     class_name, loaded = type(model).__name__, set(loaded_keys)
     shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     # diffusers only warns of layers that the configuration leaves out.

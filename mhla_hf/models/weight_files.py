@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -17,10 +19,13 @@ from safetensors import SafetensorError
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.source_files import read_weight_map
-from ..utils.tensor_files import SafetensorsReader, read_header
+from ..utils.tensor_files import SafetensorsReader, check_safetensors, read_header
 
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of files that may hold pickles."""
+
+_OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
 # Exceptions of libraries for damaged weights, and for configurations whose fields have other types.
 _DAMAGE = (
     AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError,
@@ -110,7 +115,7 @@ class FileNames:
             if match:
                 sets.append(WeightSet(match["variant"], (path,)))
         if not sets:
-            pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in _PICKLES]
+            pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in _OTHER_FORMATS]
             remedy = f"Load the {self.holder} with from_pretrained and write it with save_pretrained first."
             if pickles:
                 raise ValueError(
@@ -133,7 +138,7 @@ class FileNames:
             self.index.fullmatch(name)
             or self.single.fullmatch(name)
             or self.shard.fullmatch(name)
-            or path.suffix in _PICKLES
+            or path.suffix in _OTHER_FORMATS
             or ".bin.index" in name
             or (self.exports and any(path.match(pattern) for pattern in EXPORT_FILES))
         )
@@ -165,6 +170,40 @@ def check_weights(folder: Path) -> int:
         except (OSError, SafetensorError) as error:
             raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
     return tensors
+
+
+def check_loaded_files(files: Iterable[str | os.PathLike[str]], location: Any, *, pickles: bool) -> None:
+    """Checks the files that a library is about to load weights from.
+
+    Args:
+        files: Their paths, as the library put them together.
+        location: The directory or Hub id that is loaded.
+        pickles: Whether files that are no safetensors are allowed.
+
+    Raises:
+        ValueError: If one of them is no path inside the directory, damaged, or a pickle where none is allowed.
+    """
+    root = os.path.abspath(location) if os.path.isdir(location) else None
+    for path in map(Path, files):
+        # Links are followed: the Hub's cache consists of them.
+        inside = root is None or Path(os.path.normpath(path.absolute())).is_relative_to(root)
+        if ".." in path.parts or not inside:
+            raise ValueError(
+                f"{location} says that its weights are in {shorten_text(str(path), 200)}, which is no path inside it; "
+                "correct the index, or download the model again."
+            )
+        if path.suffix == ".safetensors":
+            check_safetensors(path)
+        elif path.suffix in PICKLES and not pickles:
+            raise ValueError(pickles_refused(path.parent, [path.name]))
+
+
+def pickles_refused(folder: Path, names: Iterable[str]) -> str:
+    """The message for an MHLA checkpoint without safetensors."""
+    return (
+        f"{folder} has its weights only as {shorten_list(names)}; those can run code when read. If you trust them, "
+        "load this model alone with use_safetensors=False, and save_pretrained writes safetensors."
+    )
 
 
 @contextmanager

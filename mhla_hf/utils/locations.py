@@ -21,6 +21,17 @@ EXPORT_FOLDERS = ("onnx", "openvino", "coreml", "original")
 EXPORT_FILES = ("consolidated*.safetensors", "consolidated*.json", "*.gguf", "*.ot", "*.tflite")
 """Files that hold the same weights for other programs."""
 
+LOCATION_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+"""Arguments of `from_pretrained` in diffusers that locate a configuration."""
+
 # A first part of dots alone is a path.
 _HUB_ID = re.compile(r"(?!\.+/)[\w.-]+/[\w.-]+")
 # Other formats of the same weights, which are never read.

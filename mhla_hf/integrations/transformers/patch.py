@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: six methods of `PreTrainedModel`, one constructor, one attribute, three registries.
+"""Changes to transformers: seven methods of `PreTrainedModel`, one constructor, one attribute, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores everything.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,10 @@ from ...config import MHLAConfig, laid_over
 from ...utils.compat import unwrap, wrap
 from ...utils.compat.transformers import attention_of, hook_models, initialize_once
 from .options import is_complete, warn_of_changes
+
+
+# Attribute of models that were MHLA when they were saved.
+_STORED = "_was_stored_as_mhla"
 
 
 class _MHLAOptions:
@@ -62,7 +67,7 @@ def install_models(module: ModuleType) -> None:
 
     hook_models(
         module.PreTrainedModel, build=_build, finish=_finish, initialize=_initialize, place_missing=_place_missing,
-        report_names=_report_names, plan=_plan,
+        report_names=_report_names, read=_read, plan=_plan,
     )  # fmt: skip
     wrap("transformers", QuantizedCache, "__init__", _make_quantized_cache)
     install_configuration(configuration_utils)
@@ -105,16 +110,20 @@ def refuse_models(module: ModuleType, reason: ImportError) -> None:
 def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     from transformers import PreTrainedConfig
 
+    stored = False
     if isinstance(config, PreTrainedConfig):
         from .attaching import check_class
         from .checks import check_configuration
-        from .towers import prepare_config, wants_mhla
+        from .towers import prepare_config, towers_of, wants_mhla
 
+        stored = any(is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values()))
         prepare_config(config)
         check_class(model, config)
         if wants_mhla(config):
             check_configuration(config)
     original(model, config, *args, **kwargs)
+    if stored:
+        setattr(model, _STORED, True)
 
 
 def _finish(original: Any, model: Any) -> None:
@@ -158,6 +167,27 @@ def _report_names(original: Any, model: Any, loading_info: Any, *args: Any, **kw
         # transformers only reports them.
         missing, surplus = loading_info.missing_keys, loading_info.unexpected_keys
         check_layers(model, missing, surplus, str(model.config.name_or_path))
+
+
+def _read(
+    original: Any, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Looks at the files of MHLA models before they are read: transformers follows its index wherever it leads."""
+    from .attaching import has_mhla
+
+    if not checkpoint_files or not has_mhla(model):
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    from ...models.weight_files import check_loaded_files
+
+    location = load_config.pretrained_model_name_or_path
+    allowed = load_config.use_safetensors is False or not getattr(model, _STORED, False)
+    check_loaded_files(checkpoint_files, location, pickles=allowed)
+    try:
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    except UnpicklingError as error:
+        raise ValueError(
+            f"The weights of {location} hold more than tensors and could run code when read; save them as safetensors."
+        ) from error
 
 
 def _plan(original: Any, model: Any, distributed_config: Any) -> Any:

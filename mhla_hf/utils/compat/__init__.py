@@ -94,7 +94,7 @@ def attribute(library: str, owner: Any, name: str, owner_name: str) -> Any:
 
 
 def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a function, method or class method of another library; a second call does nothing.
+    """Replaces a function or a method of any kind of another library; a second call does nothing.
 
     Args:
         library: Name of the library, for [`unwrap`] and errors.
@@ -120,7 +120,8 @@ def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> Non
     replacement.wrapped_by_mhla = True  # type: ignore[attr-defined]
     # An inherited function is restored by deleting the replacement.
     _wrapped.append((library, owner, name, current if name in vars(owner) else None))
-    setattr(owner, name, classmethod(replacement) if isinstance(current, classmethod) else replacement)
+    kind = type(current) if isinstance(current, (classmethod, staticmethod)) else None
+    setattr(owner, name, replacement if kind is None else kind(replacement))
 
 
 def unwrap(library: str) -> None:

@@ -93,6 +93,7 @@ def hook_models(
     initialize: Around,
     place_missing: Around,
     report_names: Around,
+    read: Around,
     plan: Around,
 ) -> None:
     """Wraps the steps in which transformers builds and loads a model: all of them, or none.
@@ -107,6 +108,7 @@ def hook_models(
         initialize: Around the initialisation of a module whose parameters no checkpoint gave.
         place_missing: Around making memory for missing parameters, with their names and the device map.
         report_names: Around the report of `missing_keys` and `unexpected_keys`, with an object that has both.
+        read: Around reading weights, with the model, a state dict or `None`, the files, and the options of loading.
         plan: Around the parallel plan, with the distributed configuration; see [`has_parallel_plans`].
     """
     steps = {
@@ -115,6 +117,7 @@ def hook_models(
         "_initialize_weights": initialize,
         "_move_missing_keys_from_meta_to_device": place_missing,
         "_adjust_missing_and_unexpected_keys": report_names,
+        "_load_pretrained_model": read,
     }
     for name in steps:
         attribute("transformers", model_class, name, "PreTrainedModel")

@@ -292,7 +292,7 @@ def test_offloading_to_memory_and_disk(case, tmp_path):
     for safe, share in ((True, 0.6), (True, 0.9), (False, 0.6)):
         folder, arguments = (
             tmp_path / f"{safe}{share}",
-            {"device_map": "auto", "max_memory": {"cpu": int(share * size)}},
+            {"device_map": "auto", "max_memory": {"cpu": int(share * size)}, "use_safetensors": safe},
         )
         model.save_pretrained(folder, safe_serialization=safe)
         with pytest.raises(ValueError, match="offload_folder"):

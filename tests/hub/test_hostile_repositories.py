@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repositories that were made to harm: every way of loading, converting and checking refuses them in one line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, WanTransformer3DModel
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from mhla_hf import MHLAWanTransformer3DModel, load_pipeline
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.hub.checks import check_directory
+from tests import tiny
+
+
+BLOCKS = {"blocks": (1, 2, 2)}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+class Opened:
+    """Pickled, it makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A pipeline and a language model, with softmax and as MHLA."""
+    folder = tmp_path_factory.mktemp("made")
+    tiny.wan_pipeline(num_layers=1).save_pretrained(folder / "softmax-pipeline")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=32)).save_pretrained(folder / "softmax-model")
+    convert_pretrained(folder / "softmax-pipeline", folder / "pipeline", BLOCKS, progress=False)
+    convert_pretrained(folder / "softmax-model", folder / "model", {}, progress=False)
+    return folder
+
+
+# Ways in which the weights of a folder are replaced.
+
+
+def weights_of(folder: Path) -> Path:
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+def index_names(name: str) -> Callable[[Path], None]:
+    """Moves the weights out of the directory, and has an index name them there."""
+
+    def change(folder: Path) -> None:
+        path, outside = weights_of(folder), Path(*folder.parts[: folder.parts.index("copy")]) / "outside.safetensors"
+        path.rename(outside)
+        up = "../" * (len(folder.parts) - len(outside.parent.parts))
+        file = name.format(up=up, outside=outside)
+        content = {"metadata": {}, "weight_map": dict.fromkeys(load_file(outside), file)}
+        path.with_name(f"{path.name}.index.json").write_text(json.dumps(content))
+
+    return change
+
+
+def pickled(folder: Path) -> None:
+    path = weights_of(folder)
+    name = "pytorch_model.bin" if path.name == "model.safetensors" else "diffusion_pytorch_model.bin"
+    torch.save(load_file(path), folder / name)
+    path.unlink()
+
+
+def pickled_code(folder: Path) -> None:
+    pickled(folder)
+    (path,) = folder.glob("*.bin")
+    path.write_bytes(pickle.dumps(Opened(Path(*folder.parts[: folder.parts.index("copy")]) / "opened"), protocol=2))
+
+
+def header_of_10_gigabytes(folder: Path) -> None:
+    weights_of(folder).write_bytes(struct.pack("<Q", 10 * 10**9) + b'{"x":')
+
+
+def tensor_of_10_gigabytes(folder: Path) -> None:
+    entry = {"dtype": "F32", "shape": [50_000, 50_000], "data_offsets": [0, 10**10]}
+    header = json.dumps({"x": entry}).encode()
+    weights_of(folder).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
+
+
+def unknown_option(folder: Path) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "mhla": {**content.get("mhla", {}), "speed": "fast"}}))
+
+
+OUTSIDE, PICKLES, DAMAGED = (
+    "no path inside|not allowed",
+    "only as .*\\.bin|If its weights are .bin",
+    "is truncated or not",
+)
+ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "index-above": (index_names("{up}outside.safetensors"), OUTSIDE),
+    "index-through-a-folder": (index_names("x/../{up}outside.safetensors"), OUTSIDE),
+    "index-absolute": (index_names("{outside}"), OUTSIDE),
+    "pickle": (pickled, PICKLES),
+    "pickled-code": (pickled_code, PICKLES),
+    "header-of-10-GB": (header_of_10_gigabytes, DAMAGED),
+    "tensor-of-10-GB": (tensor_of_10_gigabytes, DAMAGED),
+    "unknown-option": (unknown_option, "Unknown mhla option.* speed"),
+}
+
+PIPELINE_LOADERS: dict[str, Callable[[Path], Any]] = {
+    "DiffusionPipeline": DiffusionPipeline.from_pretrained,
+    "load_pipeline": load_pipeline,
+    "model": lambda folder: MHLAWanTransformer3DModel.from_pretrained(folder / "transformer"),
+    "subfolder": lambda folder: MHLAWanTransformer3DModel.from_pretrained(folder, subfolder="transformer"),
+    "softmax-class": lambda folder: WanTransformer3DModel.from_pretrained(folder / "transformer"),
+}
+MODEL_LOADERS: dict[str, Callable[[Path], Any]] = {
+    "AutoModelForCausalLM": AutoModelForCausalLM.from_pretrained,
+    "AutoModel": AutoModel.from_pretrained,
+    "class": LlamaForCausalLM.from_pretrained,
+}
+
+
+@pytest.fixture
+def attacked(made, tmp_path):
+    def attack(name: str, attack: str) -> Path:
+        folder = Path(shutil.copytree(made / name, tmp_path / "copy"))
+        ATTACKS[attack][0](folder / "transformer" if "pipeline" in name else folder)
+        return folder
+
+    yield attack
+    assert not (tmp_path / "opened").exists()
+
+
+def refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize("loader", PIPELINE_LOADERS)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_loading_a_pipeline(attack, loader, attacked):
+    folder = attacked("pipeline", attack)
+    refused(lambda: PIPELINE_LOADERS[loader](folder), ATTACKS[attack][1])
+
+
+@pytest.mark.parametrize("loader", MODEL_LOADERS)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_loading_a_language_model(attack, loader, attacked):
+    folder = attacked("model", attack)
+    refused(lambda: MODEL_LOADERS[loader](folder), ATTACKS[attack][1])
+
+
+@pytest.mark.parametrize("name", ["pipeline", "model"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_doctor(attack, name, attacked):
+    folder = attacked(name, attack)
+    errors = [problem for problem in check_directory(folder) if problem.level == "error"]
+    assert len(errors) == 1
+    assert "\n" not in str(errors[0])
+    refused(lambda: (_ for _ in ()).throw(ValueError(str(errors[0]))), ATTACKS[attack][1])
+
+
+SOFTMAX_ATTACKS = [attack for attack in ATTACKS if attack != "unknown-option"]
+
+
+@pytest.mark.parametrize("name", ["softmax-pipeline", "softmax-model"])
+@pytest.mark.parametrize("attack", SOFTMAX_ATTACKS)
+def test_converting(attack, name, attacked, tmp_path):
+    folder = attacked(name, attack)
+    options = BLOCKS if "pipeline" in name else {}
+    refused(lambda: convert_pretrained(folder, tmp_path / "out", options, progress=False), ATTACKS[attack][1])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("attack", SOFTMAX_ATTACKS)
+def test_loading_softmax_weights_as_mhla(attack, attacked):
+    folder = attacked("softmax-pipeline", attack)
+    refused(lambda: load_pipeline(folder, mhla=BLOCKS), ATTACKS[attack][1])
+
+
+@pytest.mark.parametrize("attack", ["index-above", "index-absolute", "pickled-code", "header-of-10-GB"])
+def test_loading_a_softmax_language_model_as_mhla(attack, attacked):
+    message = "could run code when read" if attack == "pickled-code" else ATTACKS[attack][1]
+    folder = attacked("softmax-model", attack)
+    refused(lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="mhla"), message)
+
+
+def test_pickles_of_tensors_are_read_when_that_is_asked_for(made, tmp_path):
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "copy"))
+    expected = load_file(weights_of(folder / "transformer"))
+    pickled(folder / "transformer")
+    loaded = MHLAWanTransformer3DModel.from_pretrained(folder / "transformer", use_safetensors=False)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.items())
+    model = Path(shutil.copytree(made / "model", tmp_path / "model"))
+    pickled(model)
+    AutoModelForCausalLM.from_pretrained(model, use_safetensors=False)
+    # Softmax checkpoints of before safetensors stay loadable.
+    softmax = Path(shutil.copytree(made / "softmax-model", tmp_path / "softmax"))
+    pickled(softmax)
+    AutoModelForCausalLM.from_pretrained(softmax, attn_implementation="mhla")
+
+
+@pytest.mark.parametrize("name", ["text_encoder", "vae"])
+def test_other_damaged_parts_of_a_pipeline_are_named(name, made, tmp_path):
+    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "copy"))
+    path = weights_of(folder / name)
+    path.write_bytes(path.read_bytes()[:100])
+    refused(lambda: load_pipeline(folder), f"weights .*{path.name} are damaged")
+
+
+def test_a_copy_without_changes_loads(made, tmp_path):
+    """The cases above fail for no other reason."""
+    for name, loaders in (("pipeline", PIPELINE_LOADERS), ("model", MODEL_LOADERS)):
+        folder = Path(shutil.copytree(made / name, tmp_path / name / "copy"))
+        for load in loaders.values():
+            load(folder)
+        assert not [problem for problem in check_directory(folder) if problem.level == "error"]
