@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of `comfyui/`: their contract, workflows on tiny pipelines, and errors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import mhla_hf
+from mhla_hf import MHLASanaTransformer2DModel, MHLAWanTransformer3DModel
+from tests import ROOT, tiny, tiny_images
+from tests.comfyui.standin import ComfyUI, Interrupted, check_contract
+from tests.models.model_case import perturb_mhla
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+
+
+FOLDER = ROOT / "comfyui"
+WORKFLOW = json.loads((FOLDER / "api_workflows" / "mhla_video.json").read_text(encoding="utf-8"))
+TYPED = "(path below)"
+WAN = {"prompt": "a zero", "steps": 2, "width": 32, "height": 16, "frames": 9, "seed": 7}
+SANA = {**WAN, "width": 512, "height": 512, "frames": 0}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Tiny pipelines whose MHLA parameters are not the initial ones."""
+    root = tmp_path_factory.mktemp("pipelines")
+    pipelines = {
+        "wan": tiny.wan_pipeline(MHLAWanTransformer3DModel, mhla={"blocks": [1, 2, 2]}),
+        "wan-i2v": tiny.wan_pipeline(MHLAWanTransformer3DModel, image_to_video=True, mhla={"blocks": [1, 2, 2]}),
+        "sana": tiny_images.sana_pipeline(MHLASanaTransformer2DModel, mhla={"blocks": [2, 2]}),
+        "sprint": tiny_images.sana_pipeline(MHLASanaTransformer2DModel, sprint=True, mhla={"blocks": [2, 2]}),
+        "sana-video": tiny_images.sana_video_pipeline(),
+        "pixart": tiny_images.pixart_pipeline(),
+    }
+    for name, pipeline in pipelines.items():
+        if name not in ("pixart", "sana-video"):
+            with torch.no_grad():
+                perturb_mhla(pipeline.transformer)
+        pipeline.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def comfy(tmp_path, monkeypatch):
+    """ComfyUI with the folder copied to where it belongs."""
+    installation = ComfyUI(tmp_path / "ComfyUI", monkeypatch)
+    folder = installation.root / "custom_nodes" / "mhla"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    installation.load_custom_node(folder)
+    return installation
+
+
+def workflow(path, *, load=None, save=None, **sample):
+    """The example workflow with other inputs."""
+    changed = copy.deepcopy(WORKFLOW)
+    changed["1"]["inputs"].update({"path": str(path), **(load or {})})
+    changed["2"]["inputs"].update(sample)
+    changed["3"]["inputs"].update(save or {})
+    return changed
+
+
+def expected(directory, values):
+    """What the pipeline itself generates."""
+    pipeline = DiffusionPipeline.from_pretrained(directory)
+    pipeline.set_progress_bar_config(disable=True)
+    sizes = {name: values[name] for name in ("width", "height")}
+    length = {"num_frames": values["frames"]} if values["frames"] else {}
+    output = pipeline(
+        values["prompt"],
+        negative_prompt="",
+        num_inference_steps=values["steps"],
+        guidance_scale=3.0,
+        generator=torch.Generator().manual_seed(values["seed"]),
+        output_type="np",
+        **sizes,
+        **length,
+    )
+    return output.frames[0] if values["frames"] else output.images
+
+
+def test_the_nodes_keep_the_contract(comfy):
+    assert set(comfy.node_classes) == set(comfy.display_names) == {node["class_type"] for node in WORKFLOW.values()}
+    for node_class in comfy.node_classes.values():
+        check_contract(node_class)
+
+
+@pytest.mark.parametrize(("name", "values"), [("wan", WAN), ("sana", SANA)])
+def test_the_workflow_generates_what_the_pipeline_does(comfy, directories, name, values):
+    outputs = comfy.run(workflow(directories / name, **values))
+    frames, reference = outputs["2"][0], expected(directories / name, values)
+    assert frames.shape == (values["frames"] or 1, values["height"], values["width"], 3)
+    assert frames.dtype == torch.float32 and 0 <= frames.min() and frames.max() <= 1
+    np.testing.assert_array_equal(frames.numpy(), reference)
+    assert frames.std() > 0
+    assert comfy.progress == [(1, 2), (2, 2)]
+    assert type(outputs["1"][0].transformer).__name__.startswith("MHLA")
+    assert type(outputs["1"][0]).__name__ == {"wan": "WanPipeline", "sana": "SanaPipeline"}[name]
+
+
+def test_other_pipelines_run_too(comfy, directories):
+    picture = torch.rand(1, 20, 40, 3, generator=torch.Generator().manual_seed(0))
+
+    class Picture:
+        RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "make", "test"
+
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {}}
+
+        def make(self):
+            return (picture,)
+
+    comfy.node_classes["Picture"] = Picture
+    from_image = workflow(directories / "wan-i2v", **{**WAN, "image": ["4", 0]})
+    from_image["4"] = {"class_type": "Picture", "inputs": {}}
+    assert comfy.run(from_image)["2"][0].shape == (9, 16, 32, 3)
+    sprint = workflow(directories / "sprint", **{**SANA, "width": 1024, "height": 1024, "steps": 1})
+    assert comfy.run(sprint)["2"][0].shape == (1, 1024, 1024, 3)
+    video = workflow(directories / "sana-video", **{**WAN, "width": 832, "height": 480, "frames": 5, "steps": 1})
+    assert comfy.run(video)["2"][0].shape == (5, 480, 832, 3)
+
+
+def test_only_what_changed_runs_again(comfy, directories):
+    shutil.copytree(directories / "wan", comfy.models / "owner" / "wan")
+    chosen = workflow("", load={"model": "owner/wan"}, **WAN)
+    first = comfy.run(chosen)["2"][0]
+    assert comfy.executed == ["1", "2", "3"]
+    comfy.run(chosen)
+    assert comfy.executed == []
+    chosen["3"]["inputs"]["fps"] = 4.0
+    comfy.run(chosen)
+    assert comfy.executed == ["3"]
+    chosen["2"]["inputs"]["seed"] += 1
+    assert not torch.equal(comfy.run(chosen)["2"][0], first)
+    assert comfy.executed == ["2", "3"]
+    weights = next((comfy.models / "owner" / "wan" / "transformer").glob("*.safetensors"))
+    save_file({name: tensor * 1.1 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    comfy.run(chosen)
+    assert comfy.executed == ["1", "2", "3"]
+
+
+def test_an_interrupted_run_leaves_the_pipeline_usable(comfy, directories):
+    chosen = workflow(directories / "wan", **WAN)
+    comfy.interrupt_after = 1
+    with pytest.raises(Interrupted):
+        comfy.run(chosen)
+    assert comfy.progress == [(1, 2)]
+    assert list(comfy.output.iterdir()) == []
+    comfy.interrupt_after = None
+    np.testing.assert_array_equal(comfy.run(chosen)["2"][0].numpy(), expected(directories / "wan", WAN))
+
+
+def test_saved_files(comfy, directories):
+    made = {}
+    for kind in ("webp", "png", "mp4"):
+        outputs = comfy.run(workflow(directories / "wan", save={"format": kind, "filename_prefix": "runs/a"}, **WAN))
+        made[kind] = outputs["3"]["ui"]
+        assert ("animated" in made[kind]) == (kind != "png")
+        assert all(file["subfolder"] == "runs" and file["type"] == "output" for file in made[kind]["images"])
+    names = {kind: [file["filename"] for file in ui["images"]] for kind, ui in made.items()}
+    assert names["webp"] == ["a_00001_.webp"] and names["mp4"] == ["a_00011_.mp4"]
+    assert names["png"] == [f"a_{number:05}_.png" for number in range(2, 11)]
+    folder = comfy.output / "runs"
+    assert sorted(file.name for file in folder.iterdir()) == sorted(name for kind in names.values() for name in kind)
+
+    pixels = (outputs["2"][0].numpy() * 255).round().astype(np.uint8)
+    for frame, name in zip(pixels, names["png"]):
+        with Image.open(folder / name) as image:
+            np.testing.assert_array_equal(np.asarray(image), frame)
+            assert json.loads(image.text["prompt"])["2"]["inputs"]["prompt"] == "a zero"
+            assert json.loads(image.text["workflow"]) == {"nodes": []}
+    with Image.open(folder / names["webp"][0]) as image:
+        assert (image.n_frames, image.size) == (9, (32, 16))
+        assert json.loads(image.getexif()[0x0110].removeprefix("prompt:")).keys() == WORKFLOW.keys()
+    import imageio.v3
+
+    assert imageio.v3.imread(folder / names["mp4"][0], plugin="FFMPEG").shape == (9, 16, 32, 3)
+
+
+def test_metadata_can_be_switched_off(comfy, directories, monkeypatch):
+    monkeypatch.setattr(sys.modules["comfy.cli_args"].args, "disable_metadata", True)
+    outputs = comfy.run(workflow(directories / "wan", save={"format": "png"}, **WAN))
+    with Image.open(comfy.output / outputs["3"]["ui"]["images"][0]["filename"]) as image:
+        assert image.text == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "sample", "words"),
+    [
+        ("", {}, WAN, r"type a directory or a Hub id"),
+        ("/no/such/directory", {}, WAN, r"neither a directory nor a Hub id"),
+        ("pixart", {}, WAN, r"is a PixArtAlphaPipeline; these nodes run WanPipeline"),
+        ("wan", {"offload": "model"}, WAN, r"offload=model .* set it to none"),
+        ("wan", {}, {**WAN, "frames": 10}, r"frames=10 is not a multiple of 4 and one more, such as 9"),
+        ("wan", {}, {**WAN, "width": 40}, r"divisible by 16"),
+        ("wan", {}, {**WAN, "height": 8192}, r"height=8192 is more than this model has positions for, 512"),
+        ("wan-i2v", {}, WAN, r"WanImageToVideoPipeline needs an image"),
+        ("sana", {}, {**SANA, "frames": 9}, r"SanaPipeline makes single images: set frames to 0"),
+        ("sprint", {}, {**SANA, "negative_prompt": "x"}, r"SanaSprintPipeline takes no negative_prompt"),
+    ],
+)
+def test_mistakes_are_one_line(comfy, directories, name, load, sample, words):
+    path = directories / name if name and not name.startswith("/") else name
+    with pytest.raises(ValueError, match=words) as error:
+        comfy.run(workflow(path, load=load, **sample))
+    assert "\n" not in str(error.value)
+    assert comfy.progress == []
+
+
+def test_damaged_directories_are_not_loaded(comfy, directories):
+    damaged = comfy.models / "damaged"
+    shutil.copytree(directories / "wan", damaged)
+    next((damaged / "transformer").glob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"^damaged is damaged: transformer.* `mhla-hf doctor .*` lists all") as error:
+        comfy.run(workflow("", load={"model": "damaged"}, **WAN))
+    assert "\n" not in str(error.value)
+
+
+def test_not_a_number_is_an_error(comfy, directories, tmp_path):
+    shutil.copytree(directories / "wan", tmp_path / "wan")
+    weights = next((tmp_path / "wan" / "transformer").glob("*.safetensors"))
+    save_file({name: tensor * np.nan for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match="NaN or infinite pixels"):
+        comfy.run(workflow(tmp_path / "wan", **WAN))
+    assert list(comfy.output.iterdir()) == []
+
+
+def test_a_missing_package_is_named(comfy, directories, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mhla_hf", None)
+    with pytest.raises(ValueError, match=r"mhla_hf is not installed in ComfyUI's Python: pip install -r"):
+        comfy.run(workflow(directories / "wan", **WAN))
+
+
+def test_types_of_the_weights(comfy, directories):
+    pipeline = comfy.run(workflow(directories / "wan", load={"dtype": "bfloat16"}, **WAN))["1"][0]
+    assert pipeline.transformer.dtype == pipeline.text_encoder.dtype == torch.bfloat16
+    assert pipeline.vae.dtype == torch.float32
+
+
+def test_the_template_is_the_workflow_of_the_api(comfy):
+    """Widgets are in the order of the inputs, and a seed is followed by what becomes of it after a run."""
+    template = json.loads((FOLDER / "example_workflows" / "mhla_video.json").read_text(encoding="utf-8"))
+    links = {link[0]: [str(link[1]), link[2]] for link in template["links"]}
+    converted = {}
+    for node in template["nodes"]:
+        node_class = comfy.node_classes[node["type"]]
+        declared = node_class.INPUT_TYPES()
+        linked = {entry["name"]: links[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
+        values = iter(node["widgets_values"])
+        inputs = {}
+        for name, (kind, *options) in declared["required"].items():
+            if name in linked:
+                inputs[name] = linked[name]
+                continue
+            inputs[name] = next(values)
+            if options and options[0].get("control_after_generate"):
+                assert next(values) == "fixed"
+        assert list(values) == []
+        assert [entry["type"] for entry in node["outputs"]] == list(node_class.RETURN_TYPES)
+        converted[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+    expected_nodes = {key: {name: node[name] for name in ("class_type", "inputs")} for key, node in WORKFLOW.items()}
+    assert converted == expected_nodes
+    assert comfy.validate(WORKFLOW) == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is new in Python 3.11")
+def test_the_registry_s_file_agrees_with_the_package():
+    project = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["version"] == mhla_hf.__version__
+    assert project["project"]["dependencies"] == (FOLDER / "requirements.txt").read_text(encoding="utf-8").split()
+    assert {"PublisherId", "DisplayName"} <= set(project["tool"]["comfy"])
