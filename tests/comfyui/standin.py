@@ -155,7 +155,8 @@ class ComfyUI:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        self.cache = {signature: value for signature, value in self.cache.items() if value in outputs.values()}
+        used = set(map(id, outputs.values()))
+        self.cache = {signature: value for signature, value in self.cache.items() if id(value) in used}
         if raised:
             raise raised[0]
         return outputs

@@ -206,7 +206,7 @@ def test_metadata_can_be_switched_off(comfy, directories, monkeypatch):
         ("wan", {"offload": "model"}, WAN, r"offload=model .* set it to none"),
         ("wan", {}, {**WAN, "frames": 10}, r"frames=10 is not a multiple of 4 and one more, such as 9"),
         ("wan", {}, {**WAN, "width": 40}, r"divisible by 16"),
-        ("wan", {}, {**WAN, "height": 8192}, r"height=8192 is more than this model has positions for, 512"),
+        ("wan", {}, {**WAN, "height": 8192}, r"height=8192 is more than this model has positions for, 1024"),
         ("wan-i2v", {}, WAN, r"WanImageToVideoPipeline needs an image"),
         ("sana", {}, {**SANA, "frames": 9}, r"SanaPipeline makes single images: set frames to 0"),
         ("sprint", {}, {**SANA, "negative_prompt": "x"}, r"SanaSprintPipeline takes no negative_prompt"),
@@ -261,7 +261,7 @@ def test_the_template_is_the_workflow_of_the_api(comfy):
         linked = {entry["name"]: links[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
         values = iter(node["widgets_values"])
         inputs = {}
-        for name, (kind, *options) in declared["required"].items():
+        for name, (_, *options) in declared["required"].items():
             if name in linked:
                 inputs[name] = linked[name]
                 continue
