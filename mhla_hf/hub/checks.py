@@ -11,6 +11,7 @@ from typing import Any
 
 from ..models.registry import current_class
 from ..models.source import Component
+from ..models.stub import LIBRARY as STUB_LIBRARY
 from ..utils.json_files import read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_text
@@ -221,7 +222,8 @@ class _Checker:
 def _find_class(library: str, class_name: str) -> Any:
     """Imports a class that a pipeline's index names; None where there is no such class."""
     # Short names are modules of diffusers' pipelines.
-    module = {"diffusers": "diffusers", "transformers": "transformers"}.get(library, f"diffusers.pipelines.{library}")
+    known = ("diffusers", "transformers", STUB_LIBRARY)
+    module = library if library in known else f"diffusers.pipelines.{library}"
     if not library.isidentifier():
         return None
     try:

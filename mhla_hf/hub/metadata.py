@@ -10,13 +10,12 @@ from huggingface_hub import ModelCardData
 
 from ..models.registry import MHLA_CLASSES
 from ..models.source import Component, Source, read_source
+from ..models.stub import TAGS
 from ..utils.compat.transformers import task_classes
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
 from ..utils.model_cards import CARD, license_in, read_card_metadata, source_cards
 
-
-TAGS = ("mhla", "linear-attention")
 
 _SENTENCE_MODULES = "modules.json"
 # In names of diffusers' pipelines. The others make images or videos from texts.

@@ -9,6 +9,9 @@ resolves to them. Nothing is imported before it is asked for: importing diffuser
 modular pipelines and hand-edited indices name that class. Here it returns the MHLA model instead, as diffusers itself
 does for classes that were renamed; subclasses and other models refuse.
 
+Pipelines on the Hub name this package as the library of their MHLA models (`mhla_hf.models.stub`). It is registered as
+a library that diffusers loads from, so that the file of that name in the repository is not run.
+
 `Pipeline.from_pipe` takes over the models whose class is the very one of the new pipeline's type hints. An MHLA class
 is a subclass of that, so it is handed over as if the caller had named it.
 
@@ -18,15 +21,23 @@ brought up to date as the pipeline is saved.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
 from ..utils.compat import unwrap, wrap
-from ..utils.compat.diffusers import component_types, hook_single_files, set_modular_component_type
+from ..utils.compat.diffusers import (
+    component_types,
+    hook_single_files,
+    hook_uploads,
+    register_library,
+    set_modular_component_type,
+)
 from ..utils.locations import LOCATION_OPTIONS
 from .adapters import extend_lora_loaders
 from .import_hooks import after_import, extend
@@ -47,8 +58,10 @@ def register_with_diffusers() -> None:
     after_import("diffusers", _extend_namespace)
     extend("diffusers", "diffusers.configuration_utils", _extend_configurations)
     extend("diffusers", "diffusers.models.modeling_utils", _extend_models)
+    extend("diffusers", "diffusers.models.auto_model", _extend_auto_models)
     extend("diffusers", "diffusers.loaders.single_file_model", _extend_single_files)
     extend("diffusers", "diffusers.loaders.lora_pipeline", extend_lora_loaders)
+    extend("diffusers", "diffusers.utils.hub_utils", _extend_uploads)
     extend("diffusers", "diffusers.pipelines.pipeline_utils", _extend_pipelines)
     extend("diffusers", "diffusers.modular_pipelines.modular_pipeline", _extend_modular_pipelines)
 
@@ -169,6 +182,26 @@ def _from_pretrained(
     return original(cls, pretrained_model_name_or_path, *args, **kwargs)
 
 
+def _extend_auto_models(module: ModuleType) -> None:
+    wrap("diffusers", module.AutoModel, "from_pretrained", _from_pretrained_auto)
+
+
+def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`AutoModel.from_pretrained` asks for no trust in a repository's code that only imports this package."""
+    try:
+        return original(cls, location, *args, **kwargs)
+    except ValueError:
+        if kwargs.get("trust_remote_code"):
+            raise
+        where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
+        family = next(iter(MHLA_CLASSES.values()))
+        name = family.load_class().load_config(location, **where).get("_class_name")
+        if name not in MHLA_CLASSES:
+            raise
+        kwargs.pop("trust_remote_code", None)
+        return MHLA_CLASSES[name].load_class().from_pretrained(location, *args, **kwargs)
+
+
 def _extend_single_files(module: ModuleType) -> None:
     hook_single_files(module, _should_convert)
 
@@ -195,6 +228,8 @@ def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict:
 def _extend_pipelines(module: ModuleType) -> None:
     wrap("diffusers", module.DiffusionPipeline, "from_pipe", _from_pipe)
     wrap("diffusers", module.DiffusionPipeline, "save_pretrained", _save_pipeline)
+    package = __name__.partition(".")[0]
+    register_library(package, sys.modules[package])
 
 
 def _extend_modular_pipelines(module: ModuleType) -> None:
@@ -230,3 +265,15 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
             named = ("diffusers", type(part).__name__)
             pipeline.register_to_config(**{name: (*named, {**entry[2], "type_hint": named})})
     return original(pipeline, *args, **kwargs)
+
+
+def _extend_uploads(module: ModuleType) -> None:
+    hook_uploads(module, _upload)
+
+
+def _upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adds to models and pipelines that are pushed what loads them by `trust_remote_code=True`, and tags."""
+    from ..models.stub import add_stub
+
+    add_stub(Path(working_dir))
+    return original(pushed, working_dir, *args, **kwargs)

@@ -95,5 +95,12 @@ def to_stored(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without the entry of [`to_stored`], which files of earlier versions lack."""
-    return {name: value for name, value in config.items() if UNREADABLE_FOR_SOFTMAX.get(name) != value}
+    """Returns a configuration without the entry of [`to_stored`], which files of earlier versions lack.
+
+    Nor has it the entry by which a repository names code that comes with it (`mhla_hf.models.stub`).
+    """
+    return {
+        name: value
+        for name, value in config.items()
+        if UNREADABLE_FOR_SOFTMAX.get(name) != value and name != "auto_map"
+    }

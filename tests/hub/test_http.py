@@ -48,7 +48,7 @@ def test_pushed_repository_is_complete(kind, hub, pushed):
     assert {name: config["mhla"][name] for name in OPTIONS[kind]} == OPTIONS[kind]
     if kind != "language":
         index = json.loads(files["model_index.json"].content)
-        assert index["transformer"] == ["diffusers", config["_class_name"]]
+        assert index["transformer"] == ["mhla_hf", config["_class_name"]]
         assert {"README.md", "vae/config.json"} <= set(files)
     for path, file in files.items():
         assert file.lfs == path.endswith(".safetensors"), path

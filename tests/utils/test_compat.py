@@ -65,6 +65,9 @@ UNKNOWN = {
     "ignored_names": (
         no_change, lambda: of_transformers.ignored_names(NOTHING, "load_missing"), "_keys_to_ignore_on_load_missing",
     ),
+    "task_classes": (
+        without("transformers.modelcard", "TASK_MAPPING"), of_transformers.task_classes, "modelcard.TASK_MAPPING",
+    ),
     "hook_models": (no_change, lambda: of_transformers.hook_models(Nothing, **steps()), "PreTrainedModel.post_init"),
     "parallel_tools": (
         lambda monkeypatch: monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None),
@@ -155,8 +158,8 @@ UNKNOWN = {
 
 # Functions that have an answer for whatever they are given.
 ANY_SHAPE = {
-    "global_of", "has_parallel_plans", "initialize_once", "names_used", "parallel_config_of",
-    "progress_bar_options", "reads_keywords", "rotation_conditions", "source_of",
+    "global_of", "has_parallel_plans", "hook_uploads", "initialize_once", "names_used", "parallel_config_of",
+    "progress_bar_options", "reads_keywords", "register_library", "rotation_conditions", "source_of",
 }  # fmt: skip
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
 from ...config import MHLAConfig, laid_over
 from ...utils.compat import unwrap, wrap
-from ...utils.compat.transformers import attention_of, hook_models, initialize_once
+from ...utils.compat.transformers import attention_of, hook_models, hook_uploads, initialize_once
 from .options import is_complete, warn_of_changes
 
 
@@ -69,6 +70,7 @@ def install_models(module: ModuleType) -> None:
         module.PreTrainedModel, build=_build, finish=_finish, initialize=_initialize, place_missing=_place_missing,
         report_names=_report_names, read=_read, plan=_plan,
     )  # fmt: skip
+    hook_uploads(module.PreTrainedModel, _upload)
     wrap("transformers", QuantizedCache, "__init__", _make_quantized_cache)
     install_configuration(configuration_utils)
     # Registers itself; by name, since it may be what is importing transformers just now.
@@ -112,10 +114,12 @@ def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) ->
 
     stored = False
     if isinstance(config, PreTrainedConfig):
+        from ...models.stub import forget_stub
         from .attaching import check_class
         from .checks import check_configuration
         from .towers import prepare_config, towers_of, wants_mhla
 
+        forget_stub(config)
         stored = any(is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values()))
         prepare_config(config)
         check_class(model, config)
@@ -208,3 +212,11 @@ def _make_quantized_cache(original: Any, cache: Any, backend: str, config: Any, 
     if getattr(text, "mhla", None) is not None and attention_of(text) == "mhla":
         raise ValueError(QUANTISED)
     original(cache, backend, config, *args, **kwargs)
+
+
+def _upload(original: Any, model: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adds to models that are pushed what loads them by `trust_remote_code=True`, and tags."""
+    from ...models.stub import add_stub
+
+    add_stub(Path(working_dir))
+    return original(model, working_dir, *args, **kwargs)

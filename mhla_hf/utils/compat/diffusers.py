@@ -6,6 +6,7 @@ Functions raise `UnsupportedVersionError` where diffusers does not have the name
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -132,6 +133,27 @@ def component_types(pipeline_class: Any) -> dict[str, Any]:
 def set_modular_component_type(pipeline: Any, name: str, component_class: type) -> None:
     """Sets the class of a component in the specifications of a modular pipeline, and keeps where it came from."""
     attribute("diffusers", pipeline, "_component_specs", "ModularPipeline")[name].type_hint = component_class
+
+
+def register_library(name: str, module: Any) -> None:
+    """Lets the index of a pipeline name classes of a module as `[name, class]`, whatever files come with it.
+
+    Diffusers takes them for those of a pipeline of its own, which it looks for before files in a repository.
+    """
+    pipelines = importlib.import_module("diffusers.pipelines")
+    setattr(pipelines, name, module)
+
+
+def hook_uploads(module: Any, around: Callable[..., Any]) -> None:
+    """Wraps the upload of what was saved; a version that uploads in another way is left alone.
+
+    Args:
+        module: `diffusers.utils.hub_utils`.
+        around: Called as `around(original, pushed, directory, *args, **kwargs)`.
+    """
+    mixin = getattr(module, "PushToHubMixin", None)
+    if hasattr(mixin, "_upload_folder"):
+        wrap("diffusers", mixin, "_upload_folder", around)
 
 
 def call_default(pipeline: Any, name: str) -> Any:

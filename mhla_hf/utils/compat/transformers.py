@@ -134,6 +134,17 @@ def initialize_once(module: Any, initialize: Callable[[Any], None]) -> None:
         module._is_hf_initialized = True
 
 
+def hook_uploads(model_class: Any, around: Around) -> None:
+    """Wraps the upload of what was saved; a version that uploads in another way is left alone.
+
+    Args:
+        model_class: `PreTrainedModel`.
+        around: Called as `around(original, model, directory, *args, **kwargs)`.
+    """
+    if hasattr(model_class, "_upload_modified_files"):
+        wrap("transformers", model_class, "_upload_modified_files", around)
+
+
 # Tensor parallelism.
 
 

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file in a repository by which `trust_remote_code=True` loads its MHLA model with the installed package.
+
+Of models of transformers, `auto_map` in `config.json` names the file for the configuration, which is what each of the
+automatic classes asks for first; the model is then of transformers' own class. Of a pipeline's model, diffusers looks
+for a file in the model's folder that is called like the library in `model_index.json`. With this package imported,
+transformers prefers its own classes to those of repositories, and diffusers finds that library without the file
+(`mhla_hf.integrations.diffusers`): neither asks for trust then.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..utils.locations import PIPELINE_INDEX
+from ..utils.model_cards import CARD
+from .source import Source, read_source
+
+
+LIBRARY = "mhla_hf"
+"""Library of MHLA models in the index of a pipeline on the Hub, and the name of the file in their folders."""
+
+MODULE = "modeling_mhla"
+"""Name of the file beside a model's `config.json` at the top of a repository.
+
+Not that of the package: Python would find it first where the repository is the working directory.
+"""
+
+TAGS = ("mhla", "linear-attention")
+
+_CONFIGURATION = f"{MODULE}.Configuration"
+
+STUB = '''\
+"""Lets `trust_remote_code=True` load this model with the installed package mhla-hf. Written by mhla-hf."""
+
+try:
+    import mhla_hf as package
+except ModuleNotFoundError as error:
+    if error.name != "mhla_hf":
+        raise
+    raise ImportError("This model needs a package for Multi-Head Linear Attention: pip install mhla-hf") from None
+
+
+def __getattr__(name):
+    """Model classes, for diffusers."""
+    return getattr(package, name)
+
+
+class Configuration:
+    """Configuration of transformers' own class, loaded with MHLA registered."""
+
+    @classmethod
+    def from_pretrained(cls, location, **options):
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(location, **options, trust_remote_code=False)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Nothing of this file is saved with a model."""
+'''
+
+
+def stub_files(source: Source) -> dict[str, str]:
+    """Returns the files that a directory lacks to be loaded by `trust_remote_code=True`.
+
+    Args:
+        source: The directory of a pipeline or model.
+
+    Returns:
+        The contents by path relative to the directory: the stub, and the configuration that names it. Empty for a
+        directory without MHLA.
+    """
+    parts = [part for part in source.components if part.is_mhla]
+    if not parts:
+        return {}
+    if source.pipeline is not None:
+        entries = {part.name: [LIBRARY, part.class_name] for part in parts}
+        stubs = {f"{part.folder.relative_to(source.root).as_posix()}/{LIBRARY}.py": STUB for part in parts}
+        return {PIPELINE_INDEX: _to_text({**source.pipeline, **entries}), **stubs}
+    part = parts[0]
+    entry = {"AutoConfig": _CONFIGURATION}
+    if not part.is_transformers:
+        entry = {"AutoModel": f"{MODULE}.{part.class_name}"}
+    others = part.config.get("auto_map")
+    named = {**(others if isinstance(others, dict) else {}), **entry}
+    return {"config.json": _to_text({**part.config, "auto_map": named}), f"{MODULE}.py": STUB}
+
+
+def add_stub(directory: Path) -> None:
+    """Adds the stub to a directory that is about to be uploaded, and tags to its model card.
+
+    Args:
+        directory: A directory; others than those of MHLA models are left alone.
+    """
+    try:
+        source = read_source(directory)
+    except (ValueError, OSError):
+        return
+    files = stub_files(source)
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    if files and (directory / CARD).is_file():
+        _tag(directory / CARD)
+
+
+def _tag(path: Path) -> None:
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        card = ModelCard.load(path)
+    except (ValueError, yaml.YAMLError):
+        return
+    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *TAGS]))
+    card.save(path)
+
+
+def forget_stub(config: Any) -> None:
+    """Removes the entry for the stub from a configuration of transformers: what it is saved with has no such file."""
+    named = getattr(config, "auto_map", None)
+    if isinstance(named, dict) and str(named.get("AutoConfig", "")).endswith(_CONFIGURATION):
+        config.auto_map = {name: entry for name, entry in named.items() if name != "AutoConfig"}
+        if not config.auto_map:
+            del config.auto_map
+
+
+def _to_text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
