@@ -15,6 +15,7 @@ from .models.options import is_by_component, options_by_component
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
 from .utils.compat import check_version
 from .utils.files import path_inside
+from .utils.hub import HubError
 from .utils.json_files import read_json
 from .utils.locations import SourceNotFoundError, find_pipeline
 
@@ -139,7 +140,7 @@ def _explained_pickles(location: Any, use_safetensors: bool | None) -> Iterator[
     try:
         yield
     except OSError as error:
-        explained = isinstance(error, SourceNotFoundError) or "use_safetensors=" in str(error)
+        explained = isinstance(error, (SourceNotFoundError, HubError)) or "use_safetensors=" in str(error)
         if not use_safetensors or explained or "safetensors" not in str(error):
             raise
         raise OSError(

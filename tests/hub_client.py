@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,20 @@ class HubClient:
         self.folder, self.home = folder, folder / "home"
         root = Path(__file__).resolve().parents[1]
         timeouts = {"HF_HUB_ETAG_TIMEOUT": "3", "HF_HUB_DOWNLOAD_TIMEOUT": "3"}
-        environment = {**os.environ, "PYTHONPATH": str(root), **hub.environment(self.home), **timeouts}
+        # One thread: it forks.
+        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        environment |= {**hub.environment(self.home), **timeouts}
         command = [sys.executable, "-m", "tests.hub_client"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def start(self, program: str, **variables: str) -> int:
-        """Starts a program with these environment variables besides, and returns the id of its process."""
+        """Starts a program and returns the id of its process.
+
+        Args:
+            program: Its `waits` lists how long the client would have waited between its attempts; it hardly does.
+            **variables: Environment variables.
+        """
         task = {"program": textwrap.dedent(program), "folder": str(self.folder), "variables": variables}
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()
@@ -65,13 +73,9 @@ class HubClient:
         return result.output
 
     def command(self, *arguments, **variables: str) -> Result:
-        """Runs `mhla-hf` with these arguments, without waiting between the client's attempts."""
-        program = f"""
-            {IMPATIENT}
-            from mhla_hf.cli.main import app
-            app({[str(argument) for argument in arguments]!r})
-        """
-        return self.run(program, **variables)
+        """Runs `mhla-hf` with these arguments."""
+        words = [str(argument) for argument in arguments]
+        return self.run(f"from mhla_hf.cli.main import app; app({words!r})", **variables)
 
     def clear_cache(self) -> None:
         shutil.rmtree(self.home / "hub", ignore_errors=True)
@@ -90,14 +94,6 @@ class HubClient:
         self.process.wait(timeout=60)
 
 
-IMPATIENT = """
-            import time
-            waits, sleep = [], time.sleep
-            time.sleep = lambda seconds: (waits.append(seconds), sleep(min(seconds, 0.02)))
-"""
-"""Keeps in `waits` how long the client would have waited between its attempts, and hardly waits."""
-
-
 def run_program(task: dict) -> int:
     """Runs one program in this process and returns its exit code."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -106,8 +102,10 @@ def run_program(task: dict) -> int:
     os.environ.update(task["variables"])
     sys.stdout = os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    waits, sleep = [], time.sleep
+    time.sleep = lambda seconds: (waits.append(seconds), sleep(min(seconds, 0.02)))
     try:
-        exec(compile(task["program"], "<program>", "exec"), {"__name__": "__main__"})
+        exec(compile(task["program"], "<program>", "exec"), {"__name__": "__main__", "waits": waits})
         return 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -19,6 +19,8 @@ import re
 import socket
 import threading
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -554,8 +556,8 @@ class HubServer:
         self.page_size = 1000
         self.part_size = MAX_BODY // 2
         self.lock = threading.Lock()
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
-        self.server.daemon_threads = True
+        self.handler = type("Handler", (Handler,), {"hub": self})
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self.handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.storage_url = f"http://localhost:{self.server.server_port}"
 
@@ -596,17 +598,35 @@ class HubServer:
                 fault.released.set()
             self.faults.clear()
 
+    @contextmanager
+    def unreachable(self) -> Iterator[None]:
+        """Nobody listens at its address inside."""
+        address = self.server.server_address
+        self.stop()
+        try:
+            yield
+        finally:
+            self.server = http.server.ThreadingHTTPServer(address, self.handler)
+            self.start()
+
     def uploaded(self, oid: str) -> int:
         """How many bytes of an object arrived at the storage."""
         return sum(r.received for r in self.requests if r.method == "PUT" and r.path.startswith(f"/storage/{oid}"))
 
-    def __enter__(self) -> HubServer:
-        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+    def start(self) -> None:
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self.thread.start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join(timeout=10)
+
+    def __enter__(self) -> HubServer:
+        self.start()
         return self
 
     def __exit__(self, *exception) -> None:
         self.heal()
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join(timeout=10)
+        self.stop()

@@ -16,6 +16,7 @@ from ..config import MHLAConfig
 from ..utils.compat.diffusers import fp32_parts, loads_single_files, read_single_file
 from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..utils.gguf_file import GGUFFile
+from ..utils.hub import hub_downloads
 from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
 from .bounds import check_layer_count, check_model_config
 from .converting import FLOATS, convert_model
@@ -59,11 +60,9 @@ def find_single_file(location: str | os.PathLike[str], **options: Any) -> Path:
     if address is None:
         raise ValueError(f"{location} cannot be downloaded: it names no file in a repository.")
     try:
-        return Path(
-            hf_hub_download(
-                address["repository"], address["name"], **{key: options[key] for key in _HUB_OPTIONS if key in options}
-            )
-        )
+        hub = {key: options[key] for key in _HUB_OPTIONS if key in options}
+        with hub_downloads(address["repository"], hub.get("cache_dir")):
+            return Path(hf_hub_download(address["repository"], address["name"], **hub))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{location} cannot be downloaded: {shorten_text(str(error), LIST_LENGTH)}") from error
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import path_inside
+from .hub import HubError, hub_downloads
 from .json_files import read_json
 from .messages import LIST_LENGTH, shorten_text
 from .source_files import named_file, read_weight_map
@@ -137,10 +138,11 @@ def download_repository(repository: str, **options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, ignore_patterns=list(_NOT_DOWNLOADED), **options))
+        with hub_downloads(repository, options.get("cache_dir")):
+            return Path(snapshot_download(repository, ignore_patterns=list(_NOT_DOWNLOADED), **options))
     except (OSError, ValueError) as error:
         reason = shorten_text(str(error) or type(error).__name__, LIST_LENGTH)
-        raise ValueError(
+        raise HubError(
             f"source {repository} is neither a directory nor a Hub repository that can be read: {reason}"
         ) from error
 
@@ -170,7 +172,9 @@ def download_pipeline(repository: str, **options: Any) -> Path:
     """Downloads a pipeline from the Hub; options and errors as in [`find_pipeline`]."""
     from diffusers import DiffusionPipeline
 
-    return _checked(Path(DiffusionPipeline.download(repository, **{"use_safetensors": True, **options})))
+    with hub_downloads(repository, options.get("cache_dir")):
+        directory = DiffusionPipeline.download(repository, **{"use_safetensors": True, **options})
+    return _checked(Path(directory))
 
 
 def _checked(directory: Path) -> Path:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong on the way to the Hub and back: one clear line or success, nothing half-visible, and a way on."""
+
+import re
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def pushed(hub_and_client, tmp_path_factory):
+    """The folder with the transformer's weights of `user/mhla`; `user/softmax` is a pipeline to convert."""
+    hub, client = hub_and_client
+    folder = tmp_path_factory.mktemp("pushed")
+    client.check(f"""
+        from safetensors.torch import save_file
+        from tests import hub_models, tiny
+        model = hub_models.make("wan")
+        save_file(model.transformer.state_dict(), "{folder}/weights.safetensors")
+        model.push_to_hub("user/mhla")
+        tiny.wan_pipeline().push_to_hub("user/softmax")
+        hub_models.make("language").push_to_hub("user/language")
+    """)
+    assert hub.unknown == []
+    return folder
+
+
+def load(client, folder, **variables):
+    """Loads the pipeline, and prints the error or the client's waits."""
+    program = f"""
+        import mhla_hf, torch
+        from safetensors.torch import load_file
+        try:
+            pipeline = mhla_hf.load_pipeline("user/mhla")
+        except OSError as error:
+            print(type(error).__name__, " ".join(str(error).split()))
+        else:
+            state = load_file("{folder}/weights.safetensors")
+            assert all(torch.equal(value, state[name]) for name, value in pipeline.transformer.state_dict().items())
+            print("loaded", waits)
+    """
+    return client.check(program, **variables).strip()
+
+
+def convert(client, destination, *options, source="user/softmax", **variables):
+    """Runs `mhla-hf convert` and returns its line of error; empty if it worked."""
+    arguments = ("--blocks", "1,1,2", "--grid", "2,1,2", "--quiet", *options)
+    result = client.command("convert", source, destination, *arguments, **variables)
+    lines = [line for line in result.errors.splitlines() if line.startswith("error: ")]
+    assert result.code == len(lines) <= 1 and "Traceback" not in result.errors, result.errors
+    assert destination.exists() == (result.code == 0)
+    return lines[0] if lines else ""
+
+
+WEIGHTS = r"^/storage/"
+DESCRIPTION = r"^/api/models/user/"
+ANY = r""
+
+
+@pytest.mark.parametrize(
+    ("methods", "path", "effect", "options", "waits"),
+    [
+        pytest.param("HEAD", r"/resolve/", 503, {}, "[]", id="error of a file's description"),
+        pytest.param("HEAD", r"/resolve/", 503, {"times": 3}, "[1, 2]", id="several errors of a file's description"),
+        pytest.param("GET", WEIGHTS, "drop", {"times": 2}, "[1, 1]", id="connection lost in weights"),
+        pytest.param("GET", WEIGHTS, "hang", {}, "[1]", id="weights that do not come"),
+        pytest.param("GET", WEIGHTS, 429, {"headers": {"Retry-After": "7"}}, "[8.0]", id="rate limit"),
+    ],
+)
+def test_passing_faults_of_downloads(methods, path, effect, options, waits, hub, client, pushed):
+    fault = hub.inject(methods, path, effect, **options)
+    assert load(client, pushed) == f"loaded {waits}"
+    assert fault.reached.is_set() and fault.times == 0
+
+
+LOG_IN = "log in with `hf auth login`"
+GATED = rf"access to user/\w+ is restricted: accept its conditions at http://\S+/user/\w+, and {LOG_IN}"
+NOT_THERE = rf"user/\w+ is not on the Hub, or is private: check the name, or {LOG_IN}"
+
+
+@pytest.mark.parametrize(
+    ("methods", "path", "effect", "options", "message"),
+    [
+        ("GET", DESCRIPTION, 500, {}, r"the Hub is not available for user/\w+ \(error 500\): run this again later"),
+        ("GET HEAD", r"/resolve/", 502, {}, r"the Hub is not available for user/\w+ \(error 502\)"),
+        ("GET", WEIGHTS, 503, {}, r"the Hub is not available for user/\w+ \(error 503\)"),
+        ("GET", WEIGHTS, 504, {"times": 1}, r"the Hub is not available for user/\w+ \(error 504\)"),
+        ("GET", WEIGHTS, "drop", {}, r"the connection to the Hub failed for user/\w+ \(peer closed connection"),
+        ("GET", DESCRIPTION, "lose", {}, r"the connection to the Hub failed for user/\w+ \("),
+        (
+            "GET",
+            WEIGHTS,
+            "corrupt",
+            {"times": 1},
+            r"/\w+\.safetensors of user/\w+ arrived damaged",
+        ),
+        ("GET", r"/config\.json", "corrupt", {"times": 1}, r"/config\.json of user/\w+ arrived damaged"),
+        ("GET HEAD", ANY, 401, {"code": "RepoNotFound"}, NOT_THERE),
+        ("GET HEAD", r"/resolve/", 403, {"code": "GatedRepo"}, GATED),
+        ("GET HEAD", ANY, 403, {}, r"may not read user/\w+ \(injected error 403\): log in with `hf auth login`"),
+        ("GET HEAD", ANY, 404, {"code": "RepoNotFound"}, NOT_THERE),
+        ("GET HEAD", ANY, 429, {"headers": {"Retry-After": "30"}}, r"\(429\): wait 30 seconds and run this again"),
+    ],
+)
+def test_lasting_faults_of_downloads(methods, path, effect, options, message, hub, client, pushed, tmp_path):
+    options = {"times": None, **options}
+    hub.inject(methods, path, effect, **options)
+    error = load(client, pushed)
+    assert re.match(f"HubError (source )?.*{message}", error), error
+    hub.heal()
+    assert load(client, pushed).startswith("loaded"), "the second attempt fails"
+    client.clear_cache()
+    hub.inject(methods, path, effect, **options)
+    error = convert(client, tmp_path / "converted")
+    assert re.search(f"user/softmax.*{message}", error), error
+    hub.heal()
+    assert convert(client, tmp_path / "converted") == "", "the second attempt fails"
