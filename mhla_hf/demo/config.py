@@ -81,8 +81,6 @@ class DemoConfig:
         object.__setattr__(self, "output", Path(self.output).expanduser())
         if self.base is not None:
             object.__setattr__(self, "base", Path(self.base).expanduser())
-            if not (self.base / "model_index.json").is_file():
-                raise ValueError(f"base={str(self.base)!r} is not the directory of a pipeline")
         for name in ("blocks", "prompts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("match_steps", "distill_steps", "train_videos", "held_out_videos", "draws", "inference_steps"):
@@ -97,6 +95,8 @@ class DemoConfig:
             raise ValueError("prompts must hold at least one caption, and none may be empty")
         if self.from_scratch and self.base is not None:
             raise ValueError("from_scratch trains a new base pipeline; leave base out")
+        if self.base is not None and not (self.base / "model_index.json").is_file():
+            raise ValueError(f"base={str(self.base)!r} is not the directory of a pipeline")
 
     def identity(self) -> dict[str, Any]:
         """Options that a resumed run must share with the original one, as plain JSON values."""

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from mhla_hf.cli import train
 from mhla_hf.cli.main import app
 from mhla_hf.training.metrics import read_metrics
 from tests import ROOT
@@ -66,10 +67,23 @@ def test_cache_train_and_resume(wan, tmp_path):
     assert refused.exit_code == 1 and "already holds the run" in refused.output
     # The options of the first run come from its file, except for those on the command line.
     stored = tmp_path / "run" / "training_config.json"
-    resumed = invoke("wan", "--config", stored, "--max-steps", 2, "--resume", "latest")
+    resumed = invoke("wan", "--config", stored, "--max-steps", 2, "--resume", "latest", "--json", "-")
     assert resumed.exit_code == 0, resumed.output
+    figures = json.loads(resumed.stdout)
+    assert figures["pipeline"] == str(tmp_path / "run" / "pipeline") and "finetune: loss" in resumed.stderr
+    assert [len(figures["losses"][stage]) for stage in ("transfer", "finetune")] == [1, 2]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [(row["stage"], row["step"]) for row in rows] == [("transfer", 1), ("finetune", 1), ("finetune", 2)]
+
+
+def test_flags_of_the_config_can_be_switched_off(wan, tmp_path):
+    stored = tmp_path / "options.json"
+    stored.write_text(json.dumps({"model": str(wan), "gradient_checkpointing": True, "progress": True}))
+    options = {"config": stored, "no_gradient_checkpointing": True, "no_progress": True, "no_cache_only": None}
+    given = train._given(options)
+    assert given == {"model": str(wan), "gradient_checkpointing": False, "progress": False}
+    both = invoke("wan", "--model", wan, "--progress", "--no-progress")
+    assert both.exit_code == 1 and "progress and no_progress are both given" in both.output
 
 
 def test_a_folder_of_videos(wan, tmp_path):

@@ -88,14 +88,17 @@ def test_mistakes_with_pipelines():
 def test_directory(converted, tmp_path):
     output = tmp_path / "calibrated"
     before = tensors(converted)
-    result = CliRunner().invoke(app, ["calibrate", str(converted), "--output", str(output), "--samples", "8"])
+    arguments = ["calibrate", str(converted), "--output", str(output), "--samples", "8", "--json", "-"]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "held-out error of the layers' outputs" in result.output
+    assert "held-out error of the layers' outputs" in result.stderr
+    figures = json.loads(result.stdout)
     record = json.loads((output / "conversion.json").read_text())
     original = json.loads((converted / "conversion.json").read_text())
     assert {name: record[name] for name in original} == original
     layers = record["calibration"]["layers"]
     assert [layer["name"] for layer in layers] == ["blocks.0.attn1", "blocks.1.attn1"]
+    assert [layer["name"] for layer in figures["layers"]] == ["blocks.0.attn1", "blocks.1.attn1"]
     assert all(layer["error_after"] < layer["error_before"] for layer in layers if layer["changed"])
     after = tensors(output)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in after.items()} == {

@@ -242,8 +242,10 @@ def test_command(sources, tmp_path, caplog):
     values = {**SMALL, **EXTRA["bert"], "match.steps": 4}
     options = [part for name, value in values.items() for part in (_option(name), str(value))]
     command = ["recover", str(source), str(tmp_path / "out"), "--data", data, "--device", "cpu", *options]
-    done = CliRunner().invoke(app, [*command, "--stages", "calibrate,match"])
+    done = CliRunner().invoke(app, [*command, "--stages", "calibrate,match", "--json", str(tmp_path / "figures.json")])
     assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures == json.loads((tmp_path / "out" / "report.json").read_text())
     for text in ("softmax (original)", "converted", "calibrated", "matched", "cosine to the original", "CPU seconds"):
         assert text in done.output
     wrong = CliRunner().invoke(app, [*command, "--match-steps", "0"])
