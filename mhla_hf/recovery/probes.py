@@ -88,7 +88,7 @@ def pipeline_batches(
     models = mhla_components(pipeline)
     parameters = inspect.signature(type(pipeline).__call__).parameters
     subjects = _subjects(pipeline, parameters, prompts, samples, steps, seed)
-    options: dict[str, Any] = {name: value for name, value in _size(pipeline, models).items() if name in parameters}
+    options: dict[str, Any] = {name: value for name, value in sample_size(pipeline, models).items() if name in parameters}
     options.update({name: value for name, value in call_options.items() if value is not None})
     unknown = sorted(set(options) - set(parameters))
     if unknown:
@@ -149,7 +149,7 @@ def _subjects(
     raise ValueError(f"{type(pipeline).__name__} makes samples neither of prompts nor of classes; give batches.")
 
 
-def _size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int]:
+def sample_size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int]:
     """Height, width and number of frames for the token grid that the mixing weights were made for."""
     model: Any = next(iter(models.values()))
     grids = {layer.mhla.config.grid for layer in mhla_layers(model)}

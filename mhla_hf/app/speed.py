@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of attention against the number of tokens on this machine, measured once with the sizes of the model."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from ..benchmarks.operator import OperatorOptions, measure_operator
+from ..benchmarks.shapes import OperatorShape
+from ..training.matching.layers import mhla_layers
+from ..utils.figures import new_figure
+from .models import Comparison
+from .work import Control, Progress
+
+
+# Softmax attention over more takes too long on the one, or too much memory on the other.
+_MOST_TOKENS = {"cpu": 8192, "cuda": 65536}
+_LEAST_TOKENS = 256
+_SECONDS = 3.0
+_STYLES = {"softmax": ("#444444", "softmax"), "linear": ("#d95f02", "linear"), "mhla": ("#1f77b4", "MHLA")}
+_DPI = 110
+
+
+@dataclass(frozen=True)
+class SpeedResult:
+    """Times of one attention layer.
+
+    Attributes:
+        tokens: Numbers of tokens.
+        milliseconds: Times at each of them, by kind of attention.
+        caption: What was measured, and where.
+    """
+
+    tokens: Sequence[int]
+    milliseconds: Mapping[str, Sequence[float]]
+    caption: str
+
+    def table(self) -> list[list[str]]:
+        """Rows of tokens, times of softmax and MHLA, and their ratio."""
+        pairs = zip(self.tokens, self.milliseconds["softmax"], self.milliseconds["mhla"], strict=True)
+        return [
+            [f"{tokens:,}", f"{softmax:,.2f} ms", f"{mhla:,.2f} ms", f"{softmax / mhla:.2g} ×"]
+            for tokens, softmax, mhla in pairs
+        ]
+
+    def picture(self) -> Any:
+        """The curves, as a PIL image."""
+        from PIL import Image
+
+        figure = new_figure(7.5, 4.6)
+        axis = figure.subplots()
+        for name, (color, label) in _STYLES.items():
+            axis.plot(self.tokens, self.milliseconds[name], color=color, marker="o", label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(self.tokens, [f"{tokens:,}" for tokens in self.tokens])
+        axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+        axis.set(xlabel="tokens", ylabel="milliseconds, one layer forward")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+        with BytesIO() as file:
+            figure.savefig(file, dpi=_DPI, format="png", facecolor="white")
+            return Image.open(file).convert("RGB")
+
+
+class SpeedMeter:
+    """Measures the attention of a model's layers once, for all visitors.
+
+    Args:
+        comparison: Its MHLA model gives heads, width and blocks.
+        most_tokens: Longest sequence; by default one that suits the device.
+        seconds: Approximate time for each length.
+    """
+
+    def __init__(self, comparison: Comparison, most_tokens: int | None = None, seconds: float = _SECONDS) -> None:
+        self._comparison = comparison
+        self._most = most_tokens or _MOST_TOKENS[comparison.device.type]
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self.result: SpeedResult | None = None
+
+    def measure(self, control: Control) -> SpeedResult:
+        """Measures, or returns what was measured before.
+
+        Args:
+            control: Gets the progress; stops the measurement between two lengths.
+        """
+        with self._lock, self._comparison.lock:
+            if self.result is None:
+                self.result = self._measured(control)
+            return self.result
+
+    def shapes(self) -> list[OperatorShape]:
+        """Sizes to measure: the model's own heads and blocks at growing lengths."""
+        mhla = mhla_layers(next(iter(self._comparison.mhla_models().values())))[0].mhla
+        config = mhla.config
+        common: dict[str, Any] = {"group": "model", "batch": 1, "heads": mhla.num_heads, "width": mhla.head_dim}
+        if config.causal or len(mhla.blocks) == 1:
+            chunk = config.block_size[0] if config.block_size else 64
+            lengths = [_LEAST_TOKENS << power for power in range(12)]
+            kind = {"chunk": chunk} if config.causal else {}
+            return [
+                OperatorShape(name=f"{length}", grid=(length,), **kind, **common)
+                for length in lengths
+                if length <= self._most and length >= chunk
+            ]
+        grid, found = list(mhla.blocks), []
+        while math.prod(grid) <= self._most or not found:
+            if math.prod(grid) >= min(_LEAST_TOKENS, self._most):
+                name = f"{math.prod(grid)}"
+                found.append(OperatorShape(name=name, grid=tuple(grid), blocks=tuple(mhla.blocks), **common))
+            # Height and width in turns.
+            grid[-1 if grid[-1] <= grid[-2] else -2] *= 2
+        return found
+
+    def _measured(self, control: Control) -> SpeedResult:
+        shapes = self.shapes()
+        device = self._comparison.device
+        operator = "mhla-triton" if device.type == "cuda" else "mhla-torch"
+        options = OperatorOptions(
+            contestants=("softmax", "linear", operator),
+            device=device.type,
+            backward=False,
+            seconds=self._seconds,
+            quick=True,
+        )
+        names = [shape.name for shape in shapes]
+
+        def report(case: str) -> None:
+            control.check()
+            done = names.index(case.partition(",")[0]) if case.partition(",")[0] in names else 0
+            tokens = f" over {int(names[done]):,} tokens" if names else ""
+            control.progress = Progress(f"Measuring attention{tokens}", done, len(names))
+
+        measured = measure_operator(options, report, shapes)
+        times: dict[str, list[float]] = {name: [] for name in _STYLES}
+        for name in names:
+            rows = [row for row in measured["results"] if row["shape"] == name]
+            for kind, contestant in zip(_STYLES, ("softmax", "linear", operator), strict=True):
+                own = [row for row in rows if row["contestant"] == contestant]
+                # The operator with its normaliser, as the model has it; softmax has one row.
+                row = next((row for row in own if row["normalizer"] == "query"), own[0])
+                if row["reason"] is not None:
+                    raise ValueError(f"{kind} attention could not be measured: {row['reason']}")
+                times[kind].append(row["milliseconds"])
+        machine = measured["machine"]
+        heads = f"{shapes[0].heads} heads of width {shapes[0].width}"
+        caption = f"One attention layer of {heads}, {measured['options']['dtype']}, on {machine['device']}"
+        if device.type == "cpu":
+            caption += f" with {machine['threads']} of its threads"
+        return SpeedResult([shape.tokens for shape in shapes], times, f"{caption}, {machine['date']}.")
