@@ -129,7 +129,7 @@ def open_comparison(
         raise ValueError(f"{model} is no MHLA model: convert it first (mhla-hf convert, mhla-hf recover).")
     path = source.root / CONVERSION_RECORD
     record = read_json(path, "the record") if path.is_file() else {}
-    originals = {part.name: _original(source, part, base) for part in parts}
+    originals = {part.name: original_of(source, part, base) for part in parts}
     shared: dict[str, Any] = {
         "name": _shown(model),
         "base": _shown(base if base is not None else next(iter(originals.values()))[0]),
@@ -148,6 +148,31 @@ def open_comparison(
     softmax = {name: part.load(dtype=weights).to(place).eval() for name, (_, part) in originals.items()}
     kind = MHLA_CLASSES[parts[0].class_name].kind
     return Comparison(kind=kind, mhla=pipeline, original=_sharing(pipeline, softmax), **shared)
+
+
+def original_of(source: Source, part: Component, base: str | Path | None) -> tuple[str, Component]:
+    """The original of an MHLA model, with its location.
+
+    Args:
+        source: The directory of the MHLA model.
+        part: The MHLA model.
+        base: Directory or Hub id of the original; `None` to follow the records.
+
+    Raises:
+        ValueError: If it is not found.
+    """
+    if base is not None:
+        found = softmax_version(open_source(base), part)
+        if found is None:
+            raise ValueError(
+                f"base {base} is no original of {source.location}: it has no softmax version of {part.name}."
+            )
+        return str(base), found
+    recorded = find_original(source, part) or _packaged_original(source, part)
+    if recorded is None:
+        named = f" (its record names {', '.join(source.records())})" if source.records() else ""
+        raise ValueError(f"the original of {source.location} is not found{named}; say where it is: --base")
+    return recorded
 
 
 @contextmanager
@@ -186,20 +211,6 @@ def _open_language_model(
     tokenizer = AutoTokenizer.from_pretrained(shared["source"].root, trust_remote_code=False)
     models = [found.load(dtype=dtype).to(shared["device"]).eval() for found in (part, original)]
     return Comparison(kind="text", mhla=models[0], original=models[1], tokenizer=tokenizer, **shared)
-
-
-def _original(source: Source, part: Component, base: str | Path | None) -> tuple[str, Component]:
-    """The original of an MHLA model, with its location."""
-    if base is not None:
-        found = softmax_version(open_source(base), part)
-        if found is None:
-            raise ValueError(f"base {base} is no original of {source.location}: it has no softmax version of {part.name}.")
-        return str(base), found
-    recorded = find_original(source, part) or _packaged_original(source, part)
-    if recorded is None:
-        named = f" (its record names {', '.join(source.records())})" if source.records() else ""
-        raise ValueError(f"the original of {source.location} is not found{named}; say where it is: --base")
-    return recorded
 
 
 def _packaged_original(source: Source, part: Component) -> tuple[str, Component] | None:

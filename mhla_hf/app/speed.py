@@ -40,13 +40,15 @@ class SpeedResult:
     milliseconds: Mapping[str, Sequence[float]]
     caption: str
 
-    def table(self) -> list[list[str]]:
-        """Rows of tokens, times of softmax and MHLA, and their ratio."""
-        pairs = zip(self.tokens, self.milliseconds["softmax"], self.milliseconds["mhla"], strict=True)
-        return [
-            [f"{tokens:,}", f"{softmax:,.2f} ms", f"{mhla:,.2f} ms", f"{softmax / mhla:.2g} ×"]
-            for tokens, softmax, mhla in pairs
+    def table(self) -> str:
+        """The caption and a table of the times as Markdown."""
+        rows = zip(self.tokens, *(self.milliseconds[name] for name in _STYLES), strict=True)
+        lines = [
+            f"| {tokens:,} | {softmax:,.2f} ms | {linear:,.2f} ms | {mhla:,.2f} ms | {softmax / mhla:.2g} |"
+            for tokens, softmax, linear, mhla in rows
         ]
+        head = f"| tokens | {' | '.join(label for _, label in _STYLES.values())} | softmax / MHLA |"
+        return "\n".join([self.caption, "", head, "|---:|---:|---:|---:|---:|", *lines])
 
     def picture(self) -> Any:
         """The curves, as a PIL image."""

@@ -88,7 +88,9 @@ def pipeline_batches(
     models = mhla_components(pipeline)
     parameters = inspect.signature(type(pipeline).__call__).parameters
     subjects = _subjects(pipeline, parameters, prompts, samples, steps, seed)
-    options: dict[str, Any] = {name: value for name, value in sample_size(pipeline, models).items() if name in parameters}
+    options: dict[str, Any] = {
+        name: value for name, value in sample_size(pipeline, models).items() if name in parameters
+    }
     options.update({name: value for name, value in call_options.items() if value is not None})
     unknown = sorted(set(options) - set(parameters))
     if unknown:
