@@ -106,8 +106,8 @@ class DiffusionGenerator(Generator):
         pipeline = self.comparison.mhla
         model: Any = next(iter(self.comparison.mhla_models().values()))
         patch = model.config.patch_size
-        factor: int = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", 8)
-        unit = factor * (patch if isinstance(patch, int) else patch[-1])
+        factor: int = getattr(pipeline, "vae_scale_factor_spatial", 0) or getattr(pipeline, "vae_scale_factor", 8)
+        unit = int(factor * (patch if isinstance(patch, int) else patch[-1]))
         self._pixels = self.limits.pixels_for(height, width)
         longest = max(unit, self._pixels // unit // unit * unit)
         square = max(unit, int(self._pixels**0.5) // unit * unit)

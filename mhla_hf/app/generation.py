@@ -73,7 +73,7 @@ class Generator(ABC):
     def __init__(self, comparison: Comparison, limits: Limits) -> None:
         self.comparison, self.limits = comparison, limits
 
-    def check_together(self, request: Mapping[str, Any]) -> None:
+    def check_together(self, request: Mapping[str, Any]) -> None:  # noqa: B027 (nothing to check is the usual case)
         """Checks values that are allowed one by one.
 
         Raises:

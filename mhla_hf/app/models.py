@@ -123,6 +123,7 @@ def open_comparison(
     """
     place = choose_device(device)
     weights = parse_dtype(dtype or ("float32" if place.type == "cpu" else "bfloat16"))
+    assert weights is not None
     source = open_source(model)
     parts = [part for part in source.components if part.is_mhla]
     if not parts:
@@ -200,7 +201,7 @@ def demo_model() -> Iterator[tuple[Path, Path]]:
 
 
 def _open_language_model(
-    part: Component, original: Component, dtype: torch.dtype | None, shared: Mapping[str, Any]
+    part: Component, original: Component, dtype: torch.dtype, shared: Mapping[str, Any]
 ) -> Comparison:
     from transformers import AutoTokenizer, GenerationMixin
 

@@ -25,8 +25,12 @@ CSS = """
 .status progress { flex: 0 1 320px; height: 10px; accent-color: #2563eb; }
 #status, #speed-status { min-height: 32px; }
 .facts thead { display: none; }
-.wide { overflow-x: auto; }
-.wide img { min-width: 720px; }
+.prose td, .prose th { padding: 6px 10px; word-break: normal; overflow-wrap: anywhere; }
+.prose td:first-child, .prose th { white-space: nowrap; overflow-wrap: normal; }
+@media (max-width: 640px) {
+  .wide .image-container, .wide .image-frame { justify-content: flex-start; overflow-x: auto; }
+  .wide img { min-width: 760px; }
+}
 """
 
 

@@ -103,7 +103,7 @@ def _check_port(host: str | None, port: int) -> None:
         try:
             probe.bind((host or "127.0.0.1", port))
         except (OSError, OverflowError) as error:
-            raise OSError(f"port {port} of {host or '127.0.0.1'} cannot be used ({error}); choose another one.") from None
+            raise OSError(f"port {port} cannot be used on {host or '127.0.0.1'} ({error}); choose another.") from None
 
 
 def _page(comparison: Comparison, limits: Limits) -> Any:

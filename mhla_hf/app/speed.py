@@ -44,17 +44,17 @@ class SpeedResult:
         """The caption and a table of the times as Markdown."""
         rows = zip(self.tokens, *(self.milliseconds[name] for name in _STYLES), strict=True)
         lines = [
-            f"| {tokens:,} | {softmax:,.2f} ms | {linear:,.2f} ms | {mhla:,.2f} ms | {softmax / mhla:.2g} |"
+            f"| {tokens:,} | {softmax:,.2f} | {linear:,.2f} | {mhla:,.2f} | {softmax / mhla:,.1f} |"
             for tokens, softmax, linear, mhla in rows
         ]
         head = f"| tokens | {' | '.join(label for _, label in _STYLES.values())} | softmax / MHLA |"
-        return "\n".join([self.caption, "", head, "|---:|---:|---:|---:|---:|", *lines])
+        return "\n".join([f"{self.caption} Milliseconds:", "", head, "|---:|---:|---:|---:|---:|", *lines])
 
     def picture(self) -> Any:
         """The curves, as a PIL image."""
         from PIL import Image
 
-        figure = new_figure(7.5, 4.6)
+        figure = new_figure(6.4, 4.2)
         axis = figure.subplots()
         for name, (color, label) in _STYLES.items():
             axis.plot(self.tokens, self.milliseconds[name], color=color, marker="o", label=label)
@@ -106,13 +106,14 @@ class SpeedMeter:
         if config.causal or len(mhla.blocks) == 1:
             chunk = config.block_size[0] if config.block_size else 64
             lengths = [_LEAST_TOKENS << power for power in range(12)]
-            kind = {"chunk": chunk} if config.causal else {}
+            kind: dict[str, Any] = {"chunk": chunk} if config.causal else {}
             return [
                 OperatorShape(name=f"{length}", grid=(length,), **kind, **common)
                 for length in lengths
                 if length <= self._most and length >= chunk
             ]
-        grid, found = list(mhla.blocks), []
+        grid = list(mhla.blocks)
+        found: list[OperatorShape] = []
         while math.prod(grid) <= self._most or not found:
             if math.prod(grid) >= min(_LEAST_TOKENS, self._most):
                 name = f"{math.prod(grid)}"

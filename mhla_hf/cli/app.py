@@ -44,9 +44,7 @@ def app_command(
     max_frames: Annotated[
         int | None, typer.Option(help="Frames of a video; by default the model's own.", rich_help_panel=_LIMITS)
     ] = None,
-    max_prompt: Annotated[
-        int, typer.Option(help="Characters of a prompt.", rich_help_panel=_LIMITS)
-    ] = _USUAL.prompt,
+    max_prompt: Annotated[int, typer.Option(help="Characters of a prompt.", rich_help_panel=_LIMITS)] = _USUAL.prompt,
     max_new_tokens: Annotated[
         int, typer.Option(help="Tokens of a language model.", rich_help_panel=_LIMITS)
     ] = _USUAL.new_tokens,
@@ -56,7 +54,7 @@ def app_command(
     max_queue: Annotated[int, typer.Option(help="Requests that wait.", rich_help_panel=_LIMITS)] = _USUAL.queue,
     space: Annotated[
         Path | None,
-        typer.Option("--export-space", help="Write a folder for a Space of the Hub, and stop.", rich_help_panel=_SPACE),
+        typer.Option("--export-space", help="Write a folder for a Space of the Hub instead.", rich_help_panel=_SPACE),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the folder if it is there.", rich_help_panel=_SPACE)

@@ -16,6 +16,7 @@ from . import (
     serve,
     train,
 )
+from .app import app_command
 from .errors import FriendlyGroup
 from .help import CHECK, CONVERT, LOOK, RECOVER, SHARE, examples
 
@@ -83,6 +84,11 @@ app.command(
 app.add_typer(train.app, name="train", rich_help_panel=RECOVER)
 
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
+app.command(
+    "app",
+    rich_help_panel=LOOK,
+    epilog=examples("mhla-hf app demo-output/mhla", "mhla-hf app you/wan-mhla --export-space space"),
+)(app_command)
 app.command("demo", rich_help_panel=LOOK)(demo.run_command)
 
 app.command(
