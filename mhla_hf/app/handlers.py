@@ -60,6 +60,7 @@ class Handlers:
         same = gradio.skip()
         yield _status(Progress("Waiting for the machine")), None, None, ""
         answers: dict[str, Answer] = {}
+        shown: dict[str, Any] = {}
         with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
             for model in ("original", "mhla"):
 
@@ -80,11 +81,11 @@ class Handlers:
                 finally:
                     # A visitor who cancels or leaves closes this generator at a `yield`, and that one with it.
                     steps.close()
-                shown = self._shown(answers[model], Path(folder) / f"{model}.mp4")
+                shown[model] = self._shown(answers[model], Path(folder) / f"{model}.mp4")
                 if model == "original":
-                    yield _status(Progress("MHLA")), shown, same, same
-                else:
-                    yield READY, same, shown, times(answers, self.comparison.attention)
+                    yield _status(Progress("MHLA")), shown[model], same, same
+            # All of it once more: programs get the last values alone.
+            yield READY, shown["original"], shown["mhla"], times(answers, self.comparison.attention)
 
     def measure(self) -> Iterator[tuple[Any, ...]]:
         """Measures time against length, or shows it again: yields status, plot and table.

@@ -74,7 +74,7 @@ def check_whole(name: str, value: Any, least: int, most: int, *, step: int = 1) 
     Raises:
         ValueError: If it is none of the allowed numbers.
     """
-    if not _is_number(value) or not float(value).is_integer() or not least <= value <= most:
+    if not _is_number(value) or not least <= value <= most or value % 1:
         raise ValueError(f"{name} must be a whole number from {least} to {most}, not {shorten_value(value, 40)}.")
     if (int(value) - least) % step:
         raise ValueError(f"{name} must be {least} plus a multiple of {step}, not {int(value)}.")
@@ -106,4 +106,6 @@ def check_text(name: str, value: Any, most: int) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -28,7 +28,7 @@ CSS = """
 .prose td, .prose th { padding: 6px 10px; word-break: normal; overflow-wrap: anywhere; }
 .prose td:first-child, .prose th { white-space: nowrap; overflow-wrap: normal; }
 @media (max-width: 640px) {
-  .wide .image-container, .wide .image-frame { justify-content: flex-start; overflow-x: auto; }
+  .wide .image-container > button { display: block; overflow-x: auto; }
   .wide img { min-width: 760px; }
 }
 """
@@ -88,6 +88,8 @@ def _generate_tab(handlers: Handlers) -> None:
         [inputs[field.name] for field in fields],
         [status, *answers, times],
         api_name="generate",
+        # `read_request` checks what arrives, and says more than components do.
+        preprocess=False,
         concurrency_id="machine",
         concurrency_limit=1,
         show_progress="minimal",
@@ -118,10 +120,11 @@ def _mixing_tab(page: Any, handlers: Handlers) -> None:
         return gr.update(choices=heads, value=heads[0]), gr.update(minimum=least, maximum=most)
 
     drawing: dict[str, Any] = {"fn": handlers.mixing, "inputs": [layer, head, block], "outputs": picture}
-    drawing |= {"show_progress": "minimal", "concurrency_id": "pictures", "concurrency_limit": 1}
+    drawing |= {"preprocess": False, "show_progress": "minimal", "concurrency_id": "pictures", "concurrency_limit": 1}
+    # Of events that call the same function, the first gets its name.
+    gr.on([head.input, block.release], **drawing, api_name="mixing", trigger_mode="always_last")
     changed = layer.input(choices, layer, [head, block], api_visibility="private")
     changed.then(**drawing, api_visibility="private")
-    gr.on([head.input, block.release], **drawing, api_name="mixing", trigger_mode="always_last")
     page.load(**drawing, api_visibility="private")
 
 
@@ -152,7 +155,6 @@ def _input(field: Field, **place: Any) -> Any:
     options: dict[str, Any] = {"label": field.label, "elem_id": f"field-{field.name}", **place}
     if field.least is None:
         return gr.Textbox(field.default, lines=1, max_lines=4, **options)
-    # Checked by `read_request`, which says more than the component's own error.
     if field.name in ("seed", "class_label"):
         return gr.Number(field.default, precision=0, **options)
     return gr.Slider(field.least, field.most, value=field.default, step=field.step, **options)
