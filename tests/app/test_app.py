@@ -237,7 +237,5 @@ def test_language_models_answer_with_texts(saved_language_model):
         assert "per token" in answers[3]
         assert client.predict(**request, api_name="/generate")[1:3] == answers[1:3]
         assert client.predict(**{**request, "seed": 2}, api_name="/generate")[1] != answers[1]
-        with pytest.raises(
-            gradio_client.exceptions.AppError, match="New tokens must be a whole number from 1 to 12, not 13"
-        ):
+        with pytest.raises(gradio_client.exceptions.AppError, match="New tokens must be a whole number from 1"):
             client.predict(**{**request, "new_tokens": 13}, api_name="/generate")
