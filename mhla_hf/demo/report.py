@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL import Image
 
 from ..analysis import plot_mixing
+from ..hub.card import CardText, write_card
 from ..training.data.digits import MovingDigitsConfig
 from ..training.data.videos import write_video
 from ..training.loading import PipelineSource
@@ -35,6 +35,16 @@ from .figures import (
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
+
+_SUMMARY = (
+    "A very small text-to-video pipeline, whose videos of {appearance.num_frames} frames of "
+    "{appearance.size}×{appearance.size} pixels show moving handwritten digits. It demonstrates the conversion from "
+    "softmax attention and has no other use."
+)
+_NOTE = (
+    'Captions are "a *digit* moves *direction*", up to four of them joined by "and"; digits are `zero` to `nine`, '
+    "directions `left`, `right`, `up`, `down`."
+)
 
 
 def write_outputs(
@@ -74,7 +84,7 @@ def write_outputs(
     with atomic_directory(output / "mhla") as temporary:
         shutil.copytree(pipelines["mhla"], temporary, dirs_exist_ok=True)
         shutil.copyfile(output / "side_by_side.gif", temporary / "sample.gif")
-        model_card(report).save(temporary / "README.md")
+        _write_card(temporary, report, results)
     with atomic_file(output / "report.md") as temporary:
         temporary.write_text(_render_report(report), encoding="utf-8")
     write_json(output / "report.json", report)
@@ -132,27 +142,32 @@ def _render_report(report: dict[str, Any]) -> str:
     return Template((_TEMPLATES / "report.md.jinja").read_text(encoding="utf-8")).render(_facts(report)) + "\n"
 
 
-def model_card(report: dict[str, Any]) -> ModelCard:
-    """The model card of the MHLA pipeline."""
-    data = ModelCardData(
-        license="apache-2.0",
-        library_name="diffusers",
-        pipeline_tag="text-to-video",
-        tags=["mhla", "linear-attention", "wan", "diffusers"],
-        model_name="Moving digits, Wan with MHLA",
-        eval_results=[
-            EvalResult(
-                task_type="text-to-video",
-                dataset_type="digits",
-                dataset_name="Moving digits of scikit-learn's load_digits, held-out scans",
-                metric_type="loss",
-                metric_name="Flow-matching loss",
-                metric_value=round(report["variants"]["mhla"]["held_out"]["distill"]["loss"], 4),
-            )
+def _write_card(directory: Path, report: dict[str, Any], results: Mapping[str, dict[str, Any]]) -> None:
+    """Writes the model card of the MHLA pipeline, with the figures of the other copies."""
+    appearance, options = MovingDigitsConfig(), report["options"]
+    generation = {
+        "benchmark": "generation",
+        "task": f"{len(options['prompts'])} videos, {options['inference_steps']} denoising steps.",
+        "machine": report["machine"],
+        "results": [
+            {"model": TITLES[name], "parameters": entry["parameters"], "seconds": entry["generation_seconds"]}
+            for name, entry in {"softmax": report["softmax"], **report["variants"]}.items()
         ],
-        widget=[{"text": report["options"]["prompts"][0], "output": {"url": "sample.gif"}}],
+    }
+    text = CardText(
+        name="Moving digits, Wan with MHLA",
+        summary=_SUMMARY.format(appearance=appearance),
+        note=_NOTE,
+        training="All data are videos made from the scans in scikit-learn's `load_digits`; the softmax pipeline was "
+        "trained on such videos as well.",
+        dataset="Moving digits of scikit-learn's load_digits, held-out scans",
+        prompt=options["prompts"][0],
+        arguments={"num_inference_steps": options["inference_steps"], "guidance_scale": options["guidance"]},
+        sample_caption="Softmax, MHLA, MHLA with a window, and linear attention side by side",
+        license="apache-2.0",
     )
-    return ModelCard.from_template(data, str(_TEMPLATES / "model_card.md.jinja"), **_facts(report))
+    comparisons = {f"{TITLES[name]}, recovered alike": result for name, result in results.items() if name != "mhla"}
+    write_card(directory, benchmarks=[generation], comparisons=comparisons, text=text, overwrite=True)
 
 
 def _facts(report: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +178,6 @@ def _facts(report: dict[str, Any]) -> dict[str, Any]:
         layers += f"; depthwise convolution of the values, kernel {mhla['lepe_kernel']}"
     return {
         **report,
-        "appearance": MovingDigitsConfig(),
         "layers": f"{layers}; feature map {mhla.get('feature_map', 'relu')}",
         "stages": STAGE_TITLES,
         "titles": TITLES,

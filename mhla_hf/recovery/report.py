@@ -44,8 +44,11 @@ class RecoveryReport:
             and after each stage under its name. The main figure comes last, or is `cosine`.
         seconds: Of each stage: `seconds` by the clock and `cpu_seconds`.
         stages: Details of each stage.
-        data: Description of the training data.
+        data: Description of the training data; `origin` is the id of a data set on the Hub, `digits` or `generated`,
+            and is left out for files of the user's.
         recipe: The recipe that was followed.
+        seed: Seed of everything random.
+        machine: Date, device and versions when it began.
     """
 
     output: Path
@@ -55,6 +58,8 @@ class RecoveryReport:
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    machine: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without `output`."""

@@ -17,11 +17,14 @@ from torch import nn
 from ..conversion import convert_pretrained
 from ..conversion.options import automatic_share
 from ..models.source import Component, Source, read_source
+from ..training.config import DIGITS
 from ..training.data.batch_sources import BatchSource
 from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..utils.files import write_json
-from .data import DATA_FREE, DigitVideos, RecoveryData
+from ..utils.locations import is_hub_id
+from ..utils.machine import machine_facts
+from .data import DATA_FREE, GENERATED, DigitVideos, RecoveryData
 from .directories import write_recovered
 from .quality import Quality
 from .recipes import Recipe
@@ -79,7 +82,7 @@ class RecoveryRun:
             self._convert(open_source)
             model, name = self._load(), self.component.name
             if open_source is not None and stages:
-                self._stages(model, open_source(model))
+                self._stages(model, open_source(model), _origin(data))
             report = self._report()
             record = {"recovery": {key: value for key, value in report.to_dict().items() if key != "recipe"}}
             if "calibrate" in report.stages:
@@ -140,7 +143,7 @@ class RecoveryRun:
         part = read_source(self.work.path / CONVERTED).component(self.component.name)
         return part.load().to(self.device).eval()
 
-    def _stages(self, model: nn.Module, source: BatchSource) -> None:
+    def _stages(self, model: nn.Module, source: BatchSource, origin: Mapping[str, Any]) -> None:
         """Runs what is left of the stages; the model ends with the weights of the last."""
         names, work = self.recipe.stages(), self.work
         pending = [name for name in names if not work.is_done(name)]
@@ -148,10 +151,13 @@ class RecoveryRun:
         if pending:
             quality = Quality(model, source)
             if not work.is_done("start"):
-                figures = {"softmax": quality.original, "converted": quality.measure(model)}
-                work.finish(
-                    "start", {"figures": figures, "data": source.describe(), "fingerprint": source.fingerprint}
-                )
+                start = {
+                    "figures": {"softmax": quality.original, "converted": quality.measure(model)},
+                    "data": {**source.describe(), **origin},
+                    "fingerprint": source.fingerprint,
+                    "machine": machine_facts(self.device),
+                }
+                work.finish("start", start)
             elif work.read("start").get("fingerprint") != source.fingerprint:
                 raise ValueError(
                     f"data: what {work.output} was begun with has changed since; give the same data, or another output"
@@ -193,7 +199,7 @@ class RecoveryRun:
 
     def _report(self) -> RecoveryReport:
         """The report, from the records of the finished stages."""
-        report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict())
+        report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.seed)
         conversion = self.work.read(CONVERTED)
         report.seconds[CONVERTED] = conversion.pop("seconds")
         if conversion:
@@ -201,7 +207,7 @@ class RecoveryRun:
         if not self.work.is_done("start"):
             return report
         start = self.work.read("start")
-        report.data = start["data"]
+        report.data, report.machine = start["data"], start.get("machine", {})
         # Files are sorted by name.
         report.figures = {name: start["figures"][name] for name in ("softmax", CONVERTED)}
         for name in self.recipe.stages():
@@ -209,6 +215,14 @@ class RecoveryRun:
             report.figures[name], report.seconds[name] = record["figures"], record["seconds"]
             report.stages[name] = record["details"]
         return report
+
+
+def _origin(data: Any) -> dict[str, str]:
+    """What may be published of where data come from: paths are the user's own business."""
+    if not isinstance(data, str) or Path(data).expanduser().exists():
+        return {}
+    known = data in (GENERATED, DIGITS) or is_hub_id(data.partition(":")[0])
+    return {"origin": data} if known else {}
 
 
 @contextmanager

@@ -280,7 +280,7 @@ class Latents(BatchSource):
         return self.objective.inputs_of(self.model, batch, cast(Any, self.model).dtype)
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "shape": list(self.samples[0]["latents"].shape)}
+        return {**super().describe(), "shape": list(self.samples[0]["latents"].shape), "draws": self.draws}
 
 
 class RecordedCalls(BatchSource):

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown of model cards: texts of others escaped, numbers, and tables without empty rows and columns."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..utils.messages import shorten_text
+
+
+_LONGEST = 120
+# Characters that begin markup, and the slashes and dots that make bare addresses links.
+_SPECIAL = re.compile(r"[\\`*\[\]#!]|(?<![^\W_])_|_(?![^\W_])")
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "$": "&#36;", "~": "&#126;", "@": "&#64;"}
+
+
+def one_line(text: object, length: int = _LONGEST) -> str:
+    """Text of others on one line, of printable characters."""
+    return shorten_text("".join(letter if letter.isprintable() else " " for letter in str(text)), length)
+
+
+def plain(text: object) -> str:
+    """Text of others that Markdown shows as it is."""
+    text = "".join(_ENTITIES.get(letter, letter) for letter in one_line(text))
+    text = _SPECIAL.sub(lambda found: f"\\{found[0]}", text)
+    return text.replace("://", "&#58;//").replace("www.", "www&#46;")
+
+
+def code(text: object) -> str:
+    """A code span, in tables too."""
+    text = one_line(text).replace("`", "'").replace("|", "¦").strip()
+    return f"`{text}`" if text else ""
+
+
+def literal(text: object) -> str:
+    """A Python string, on one line."""
+    return json.dumps(one_line(text, 1000), ensure_ascii=False)
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a finite number, else `None`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def count(value: Any) -> int | None:
+    """The value if it is a whole number of at least 0 that a person can read, else `None`."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**15 else None
+
+
+def counted(value: int, noun: str) -> str:
+    """A number with its noun, in the plural but for 1."""
+    return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}s"
+
+
+def show(value: Any, form: str) -> str | None:
+    """A number in a format of `str.format`; `None` for anything but a finite number."""
+    value = number(value)
+    return None if value is None else form.format(value)
+
+
+def rate(value: Any) -> str | None:
+    """A learning rate, such as `2e-4`."""
+    value = number(value)
+    if value is None or value <= 0:
+        return None
+    return re.sub(r"e([+-])0*", lambda found: f"e{found[1].replace('+', '')}", f"{value:g}")
+
+
+def size(value: Any) -> str | None:
+    """Bytes in decimal units."""
+    value = number(value)
+    if value is None or value < 0:
+        return None
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}" if value < 1000 * factor else f"{value / factor:,.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration(seconds: Any) -> str | None:
+    """Seconds in a unit that is easy to read."""
+    seconds = number(seconds)
+    if seconds is None or seconds < 0:
+        return None
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 600:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def sizes(values: Any) -> str | None:
+    """Lengths along axes, such as `5×4×4`; `None` for anything but positive whole numbers."""
+    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= 8:
+        return None
+    return "×".join(map(str, values)) if all(count(value) for value in values) else None
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """Whole numbers as they are listed: `0–4, 6 and 8`."""
+    parts: list[list[int]] = []
+    for index in sorted(set(indices)):
+        if parts and index == parts[-1][-1] + 1:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    words = []
+    for part in parts:
+        words += [f"{part[0]}–{part[-1]}"] if len(part) > 2 else map(str, part)
+    return joined(words)
+
+
+def joined(words: Iterable[str]) -> str:
+    """Words as they are listed in a sentence: `a, b and c`."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def table(rows: Iterable[Mapping[str, str | None]], right: Iterable[str] = (), always: int = 1) -> str:
+    """A table, without the rows and columns that have nothing to say; empty if that is all of them.
+
+    Args:
+        rows: Cells by the heading of their column, the same headings in every row.
+        right: Headings of columns of figures.
+        always: Number of first columns that only name a row.
+    """
+    rows = list(rows)
+    headings = list(rows[0]) if rows else []
+    rows = [row for row in rows if any(row[name] for name in headings[always:])]
+    shown = [name for name in headings if any(row[name] for row in rows)]
+    if not rows or not shown[always:]:
+        return ""
+    rulers = ["---:" if name in set(right) else "---" for name in shown]
+    lines = [shown, rulers, *([row[name] or "" for name in shown] for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
