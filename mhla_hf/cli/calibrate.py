@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .card import write_first_card
 from .help import DIRECTORY, FILE
 from .options import (
     OPTIONS,
@@ -65,6 +66,7 @@ def calibrate_command(
             progress=progress,
             **given(options, {**PROBE, **SIZES}),
         )
+    write_first_card(output or directory)
     write_report(json_file, report.to_dict())
     if not quiet:
         show_calibration(report, output or directory)

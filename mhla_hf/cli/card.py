@@ -2,7 +2,7 @@
 """`mhla-hf card`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,7 +21,8 @@ def card_command(
     prompt: Annotated[str | None, typer.Option(help="Prompt of the example.")] = None,
     repo_id: Annotated[str | None, typer.Option("--repo-id", help="Repository in the examples, user/name.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write, or - to print; DIRECTORY/README.md if left out.")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write, - to print; DIRECTORY/README.md if left out."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a README.md that was not generated, or was edited since.")
@@ -34,7 +35,12 @@ def card_command(
     from ..hub.card import CardText, model_card, write_card
     from ..utils.files import atomic_file
 
-    options = {"benchmarks": benchmarks or (), "text": CardText(name=name, prompt=prompt), "repo_id": repo_id}
+    text = CardText(name=name, prompt=prompt)
+    options: dict[str, Any] = {
+        "benchmarks": benchmarks or (),
+        "text": text,
+        "repo_id": repo_id,
+    }
     if output is None:
         written = write_card(directory, overwrite=overwrite, **options)
         if written is None:
@@ -53,3 +59,13 @@ def card_command(
     with atomic_file(output) as temporary:
         card.save(temporary)
     typer.echo(f"Wrote {output}.")
+
+
+def write_first_card(directory: Path) -> None:
+    """Writes the card of a directory that a command has made; without one the command has still succeeded."""
+    from ..hub.card import write_card
+
+    try:
+        write_card(directory)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        typer.echo(f"No model card was written: {error}", err=True)

@@ -10,6 +10,7 @@ import typer
 
 from ..config import CHOICES
 from .calibrate import batch_progress, show_calibration
+from .card import write_first_card
 from .help import DIRECTORY
 from .options import (
     DTYPES,
@@ -155,6 +156,7 @@ def convert_command(
     figures = report.to_dict()
     if calibrate:
         figures["calibration"] = _calibrate(destination, data, quiet)
+    write_first_card(destination)
     write_report(json_file, figures)
 
 
@@ -252,6 +254,7 @@ def import_official_command(
         progress=not quiet,
         **given(options, HUB),
     )
+    write_first_card(destination)
     write_report(json_file, report.to_dict())
     if not quiet:
         _show(report)

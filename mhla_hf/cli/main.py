@@ -7,6 +7,7 @@ from .. import __version__
 from . import (
     bench,
     calibrate,
+    card,
     check_lora,
     convert,
     demo,
@@ -91,6 +92,11 @@ app.command(
 )(app_command)
 app.command("demo", rich_help_panel=LOOK)(demo.run_command)
 
+app.command(
+    "card",
+    rich_help_panel=SHARE,
+    epilog=examples("mhla-hf card wan-mhla", "mhla-hf card wan-mhla --benchmark decode.json --output -"),
+)(card.card_command)
 app.command(
     "check-lora",
     rich_help_panel=SHARE,

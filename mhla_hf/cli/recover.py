@@ -10,6 +10,7 @@ import typer
 from ..config import CHOICES
 from ..recovery.recipe_files import recipe_names
 from ..recovery.recipes import STAGES, DataOptions
+from .card import write_first_card
 from .help import FILE
 from .options import (
     HUB,
@@ -159,6 +160,7 @@ def recover_command(
         digit_videos=_digit_videos,
         **given(options, HUB),
     )
+    write_first_card(report.output)
     write_report(json_file, report.to_dict())
     if not quiet:
         _show(report)

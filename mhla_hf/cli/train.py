@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..training.config import CacheConfig, TrainingConfig
+from ..training.config import UNCONVERTED, CacheConfig, TrainingConfig
 from ..training.families import FAMILIES, check_options, option_families
 from ..utils.json_files import read_json
+from .card import write_first_card
 from .help import DIRECTORY, FILE
 from .options import OPTIONS, completion, field_help, mhla_fields, option_parameters
 from .output import JsonFile, write_report
@@ -171,6 +172,8 @@ def _train(
         resumed_from = None if result.resumed_from is None else str(result.resumed_from)
         figures = {"losses": result.losses, "seconds_per_step": result.seconds_per_step}
         write_report(json_file, {**figures, "pipeline": str(result.pipeline), "resumed_from": resumed_from})
+        if config.mhla != UNCONVERTED and result.pipeline is not None:
+            write_first_card(result.pipeline)
     accelerator.end_training()
 
 

@@ -222,18 +222,20 @@ def _status(records: Records) -> str | None:
     conversion = records.conversion
     if conversion.get("command") == "import-official":
         location = code(entry(conversion, "source", "location", kind=str))
-        return f"The weights were imported from a checkpoint of the paper's code{f' ({location})' if location else ''}."
+        return (
+            f"The weights were imported from a checkpoint of the paper's code{f' ({location})' if location else ''}."
+        )
     if records.is_trained or not conversion or not any(part.new_parameters for part in records.parts):
         return None
     if all(_starts_as_original(records, index) for index in range(len(records.parts))):
         return "**Not trained yet.** Its new parameters leave the output of the original as it was."
     if records.is_calibrated:
         return (
-            "**Calibrated in closed form and not trained.** Recover it with `mhla-hf recover`, or train it, before use."
+            "**Calibrated in closed form, and not trained.** Train it, or recover the original with `mhla-hf recover`."
         )
     return (
-        "**The parameters that MHLA adds are not trained yet**, and the output is of no use: recover the original with "
-        "`mhla-hf recover`, or train this model, before use."
+        "**The parameters that MHLA adds are not trained yet**, and the output is of no use. Train the model, or "
+        "recover the original with `mhla-hf recover`."
     )
 
 

@@ -41,7 +41,10 @@ _FIGURES = {
     "bits_per_byte": Figure("bits per byte", "{:.4f}", "bits_per_byte", "bits per byte of text; lower is better"),
     "above_softmax_percent": Figure("above the original", "{:+.2f} %", None, ""),
     "cosine": Figure(
-        "cosine to the original", "{:.4f}", "cosine_similarity", "cosine similarity to the original's output; 1 is best"
+        "cosine to the original",
+        "{:.4f}",
+        "cosine_similarity",
+        "cosine similarity to the original's output; 1 is best",
     ),
     "agreement": Figure("same class as the original", "{:.1%}", "agreement", ""),
 }
@@ -132,8 +135,8 @@ def _check_same_data(report: dict[str, Any], other: dict[str, Any], title: str) 
         same = same and (first is None or (second is not None and math.isclose(first, second, rel_tol=_SAME)))
     if not same:
         raise ValueError(
-            f"{one_line(title)} was measured on other data than this model and cannot stand beside it: give the report "
-            "of a recovery of the same original, with the same data."
+            f"{one_line(title)} was measured on other data than this model and cannot stand beside it: give the "
+            "report of a recovery of the same original, with the same data."
         )
 
 
@@ -221,7 +224,9 @@ def _rows(report: dict[str, Any]) -> list[dict[str, Any]]:
 def _of_family(rows: list[dict[str, Any]], field: str, part: ModelPart) -> list[dict[str, Any]]:
     """Rows of sizes named after the family of a model; all of them where there are none."""
     name = "causal" if part.towers[0].options.causal else _SIZES_OF.get(part.family, part.family)
-    return [row for row in rows if entry(row, field, kind=str).startswith(f"{name}-") or row.get(field) == name] or rows
+    return [
+        row for row in rows if entry(row, field, kind=str).startswith(f"{name}-") or row.get(field) == name
+    ] or rows
 
 
 def _decoding(report: dict[str, Any], _: ModelPart) -> tuple[str, str, str]:
@@ -290,7 +295,9 @@ def _operator(report: dict[str, Any], part: ModelPart) -> tuple[str, str, str]:
             "tokens": show(tokens[shape], "{:,}"),
             "direction": plain(direction),
             **{title: duration(times.get(family)) for family, title in families.items()},
-            "softmax / MHLA": f"{times['softmax'] / times['mhla']:.2f}×" if {"softmax", "mhla"} <= set(times) else None,
+            "softmax / MHLA": f"{times['softmax'] / times['mhla']:.2f}×"
+            if {"softmax", "mhla"} <= set(times)
+            else None,
         }
         for (shape, direction), times in best.items()
         if "mhla" in times

@@ -270,14 +270,14 @@ def _size_limit(records: Records, part: ModelPart, tower: Tower) -> str | None:
     if options.is_sequence:
         length = counted(options.grid[0], "token")
         return (
-            f"The mixing weights are for {length}. Longer texts run too, with weights that go by distance; quality there "
-            "has not been measured."
+            f"The mixing weights are for {length}. Longer texts run too, with weights that go by distance; quality "
+            "there has not been measured."
         )
     pixels = sample_size(records, part, tower)
     made = "" if pixels is None else f" ({pixels})"
     return (
-        f"The blocks were chosen for a grid of {sizes(options.grid)} tokens{made}; quality at other sizes has not been "
-        "measured."
+        f"The blocks were chosen for a grid of {sizes(options.grid)} tokens{made}; quality at other sizes has not "
+        "been measured."
     )
 
 

@@ -13,9 +13,9 @@ from ..utils.messages import shorten_text
 
 
 _LONGEST = 120
-# Characters that begin markup, and the slashes and dots that make bare addresses links.
-_SPECIAL = re.compile(r"[\\`*\[\]#!]|(?<![^\W_])_|_(?![^\W_])")
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "$": "&#36;", "~": "&#126;", "@": "&#64;"}
+# Characters that begin markup. Of the others, Markdown has no backslash.
+_SPECIAL = re.compile(r"[\\`*\[\]#!]|(?<![^\W_])_|_(?![^\W_])|[&<>|$~@]|(?<=:)//|(?<=www)\.", re.IGNORECASE)
+_BACKSLASHED = set("\\`*[]#!_")
 
 
 def one_line(text: object, length: int = _LONGEST) -> str:
@@ -24,10 +24,13 @@ def one_line(text: object, length: int = _LONGEST) -> str:
 
 
 def plain(text: object) -> str:
-    """Text of others that Markdown shows as it is."""
-    text = "".join(_ENTITIES.get(letter, letter) for letter in one_line(text))
-    text = _SPECIAL.sub(lambda found: f"\\{found[0]}", text)
-    return text.replace("://", "&#58;//").replace("www.", "www&#46;")
+    """Text of others that Markdown shows as it is, addresses included."""
+
+    def escape(found: re.Match[str]) -> str:
+        first, rest = found[0][0], found[0][1:]
+        return (f"\\{first}" if first in _BACKSLASHED else f"&#{ord(first)};") + rest
+
+    return _SPECIAL.sub(escape, one_line(text))
 
 
 def code(text: object) -> str:
@@ -113,7 +116,7 @@ def ranges(indices: Sequence[int]) -> str:
             parts[-1].append(index)
         else:
             parts.append([index])
-    words = []
+    words: list[str] = []
     for part in parts:
         words += [f"{part[0]}–{part[-1]}"] if len(part) > 2 else map(str, part)
     return joined(words)

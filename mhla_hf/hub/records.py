@@ -145,7 +145,9 @@ def _read_part(component: Component, record: dict[str, Any]) -> ModelPart:
     if component.is_transformers:
         family = str(component.config["model_type"])
         known = TRANSFORMERS_FAMILIES.get(family)
-        kind = "model" if known is None else {name: f"{name} model" for name in _ADJECTIVES}.get(known.kind, known.kind)
+        kind = (
+            "model" if known is None else {name: f"{name} model" for name in _ADJECTIVES}.get(known.kind, known.kind)
+        )
     else:
         own = MHLA_CLASSES[component.class_name]
         family, kind = own.name, f"{own.kind} model"

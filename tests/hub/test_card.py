@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model cards: nothing that was not measured, nothing of others' texts but text, and no user's card overwritten."""
+
+import itertools
+import json
+import re
+import shutil
+
+import pytest
+from huggingface_hub import ModelCard, metadata_load
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from typer.testing import CliRunner
+
+from mhla_hf import MHLAConfig, convert_pretrained
+from mhla_hf.cli.main import app
+from mhla_hf.hub.card import CardText, model_card, write_card
+from mhla_hf.hub.card_figures import is_benchmark, speed_sections
+from mhla_hf.hub.markdown import code, duration, number, plain, ranges, rate, size, table
+from mhla_hf.hub.records import read_records
+from mhla_hf.utils.model_cards import is_generated
+from tests import ROOT, tiny, tiny_images
+
+
+WAN_OPTIONS = {
+    "blocks": [5, 4, 4],
+    "grid": [5, 8, 8],
+    "layers": [1, 2, 4],
+    "feature_map": "hedgehog",
+    "lepe_kernel": 3,
+}
+RECOVERY = {
+    "family": "wan",
+    "data": {"kind": "latents", "samples": 160, "held_out": 48, "draws": 2, "shape": [8, 5, 16, 16]},
+    "figures": {
+        "softmax": {"loss": 0.1757},
+        "converted": {"loss": 0.5812, "above_softmax_percent": 230.75},
+        "match": {"loss": 0.1941, "above_softmax_percent": 10.44},
+        "distill": {"loss": 0.1889, "above_softmax_percent": 7.51},
+    },
+    "recipe": {
+        "match": {"steps": 1000, "batch_size": 1, "learning_rate": 0.004, "mhla_learning_rate": 0.02},
+        "distill": {"steps": 200, "batch_size": 4, "learning_rate": 0.0002, "mhla_learning_rate": None},
+        "mhla": {"blocks": [5, 4, 4]},
+    },
+    "seconds": {"match": {"seconds": 37.34, "cpu_seconds": 73.42}, "distill": {"seconds": 43.98, "cpu_seconds": 86.6}},
+    "stages": {},
+    "seed": 3,
+    "machine": {"device": "Some CPU", "threads": 2, "date": "2026-01-31", "torch": "2.13.0"},
+}
+CONVERSION = {
+    "schema_version": 2,
+    "command": "convert",
+    "source": {"location": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "commit": "0" * 40},
+    "source_card": {"license": "apache-2.0", "language": ["en", "zh"]},
+    "components": {
+        "transformer": {
+            "num_layers": 5,
+            "mhla_layers": [1, 2, 4],
+            "mhla": {},
+            "initialised": {"blocks.1.attn1.mhla.mixing": {"shape": [80, 80], "values": "linear"}},
+            "weight_sets": [{"copied_parameters": 1_000_000}],
+        }
+    },
+}
+TRAINING = {
+    "config": {
+        "transfer_steps": 500, "distill_steps": 0, "max_steps": 2000, "learning_rate": 2e-5, "batch_size": 4,
+        "gradient_accumulation_steps": 2, "seed": 7, "train": "full", "mixed_precision": "bf16",
+    },
+    "world_size": 8,
+    "dataset_size": 1234,
+    "final_losses": {"transfer": 0.0123, "finetune": 0.4567},
+}  # fmt: skip
+MACHINE = {"device": "Some GPU", "date": "2026-02-01", "threads": 8, "cuda": "13.0", "torch": "2.13.0"}
+BENCHMARKS = {
+    "decode": {
+        "benchmark": "decode",
+        "machine": MACHINE,
+        "options": {"model": "you/model", "cache": "static"},
+        "results": [
+            {
+                "dtype": "bfloat16",
+                "context": 8192,
+                "mhla": {"cache_bytes": 50_831_648, "seconds_per_token": 0.0194},
+                "softmax": {"cache_bytes": 67_108_864, "seconds_per_token": 0.026},
+            }
+        ],
+    },
+    "model": {
+        "benchmark": "model",
+        "machine": MACHINE,
+        "options": {"dtype": "bfloat16"},
+        "results": [
+            {"model": "wan", "contestant": "ordinary", "attention": "softmax", "tokens": 31500, "milliseconds": 812.5,
+             "peak_memory_bytes": 3e9, "speedup_over_ordinary": 1.0, "reason": None},
+            {"model": "wan", "contestant": "mhla-triton", "attention": "mhla", "tokens": 31500, "milliseconds": 401.0,
+             "peak_memory_bytes": 2e9, "speedup_over_ordinary": 2.026, "reason": None},
+            {"model": "dit-512", "contestant": "ordinary", "attention": "softmax", "tokens": 1024,
+             "milliseconds": 1.0, "reason": None},
+            {"model": "wan", "contestant": "mhla-torch", "attention": "mhla", "tokens": 31500, "reason": "no memory"},
+        ],
+    },
+}  # fmt: skip
+INVENTED = re.compile(r"None|\bnan\b|\binf\b|n/a|unknown|Ellipsis|\{\{|\{%", re.IGNORECASE)
+CITATION = re.compile(r"## Citation.*", re.DOTALL)
+
+
+def write_json(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A Wan pipeline with a configuration and nothing else."""
+    folder = tmp_path / "wan-mhla"
+    class_name = "MHLAWanTransformer3DModel"
+    write_json(folder / "model_index.json", {"_class_name": "WanPipeline", "transformer": ["diffusers", class_name]})
+    config = {"_class_name": class_name, "num_layers": 5, "patch_size": [1, 2, 2], "mhla": WAN_OPTIONS}
+    write_json(folder / "transformer/config.json", config)
+    return folder
+
+
+@pytest.fixture
+def complete(directory):
+    """The same with all records."""
+    write_json(directory / "conversion.json", CONVERSION)
+    write_json(directory / "report.json", RECOVERY)
+    write_json(directory / "training.json", TRAINING)
+    return directory
+
+
+def written(directory, **options):
+    """The card as a reader of the file finds it."""
+    card = model_card(directory, **options)
+    assert is_generated(str(card))
+    assert ModelCard(str(card)).data.to_dict() == card.data.to_dict()
+    return card
+
+
+def section(card, title):
+    found = re.search(rf"^## {title}\n(.*?)(?=^## )", card.text, re.DOTALL | re.MULTILINE)
+    return None if found is None else found[1]
+
+
+# What it says
+
+
+def test_everything_known_is_said(complete):
+    card = written(complete, benchmarks=list(BENCHMARKS.values()), repo_id="you/wan-mhla")
+    data = card.data.to_dict()
+    assert data["base_model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" and data["license"] == "apache-2.0"
+    assert data["language"] == ["en", "zh"] and data["pipeline_tag"] == "text-to-video"
+    text = card.text
+    assert "# Wan2.1-T2V-1.3B-Diffusers with MHLA\n" in text
+    assert "(https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B-Diffusers)" in text
+    assert "softmax attention in 3 of its 5 layers" in text
+    attention = section(card, "Attention")
+    assert "1,006,400 parameters, 6,400 of them added by MHLA" in attention
+    assert "| MHLA layers | 1, 2 and 4 of 5 (counted from 0); the others keep softmax attention |" in attention
+    assert "| blocks | 5×4×4 (frames × rows × columns), 80 in all, on a grid of 5×8×8 tokens |" in attention
+    assert "`hedgehog`" in attention and "| rotary embedding | after φ |" in attention and "kernel 3 |" in attention
+    assert "window" not in attention and "gate" not in attention
+    training = section(card, "Training")
+    assert "on 160 samples (latents of 8×5×16×16)" in training and "first weights" in training
+    assert re.search(r"matching: .*\| 1,000 \| 1 \| 0.004 \| 0.02 \| 37.3 s \| 73.4 s \|", training)
+    assert "On Some CPU, 2 CPU threads, torch 2.13.0, 2026-01-31." in training
+    assert re.search(r"\| fine-tuning: .* \| 2,000 \| 2e-5 \| 0.4567 \|", training)
+    assert "on 1,234 samples" in training and "64 samples a step; mixed precision `bf16`; seed 7." in training
+    evaluation = section(card, "Evaluation")
+    assert "Flow-matching loss, on 48 held-out samples with 2 noise draws each, the same for all models; lower" in (
+        evaluation
+    )
+    assert "One run, seed 3." in evaluation
+    assert "| original, softmax attention | 0.1757 |  |" in evaluation
+    assert "| **this model**, distilled | 0.1889 | +7.51 % |" in evaluation
+    speed = section(card, "Speed and memory")
+    assert "**Decoding**, on Some GPU, torch 2.13.0, 2026-02-01. Measured with `you/model`." in speed
+    assert "| `bfloat16` | 8,192 | 50.8 MB | 67.1 MB | 19.4 ms | 26 ms |" in speed
+    assert "| `wan` | MHLA, triton | 31,500 | 401 ms | 2 GB | 2.03× |" in speed
+    assert "no memory" not in speed and "dit-512" not in speed
+    use = section(card, "Use")
+    assert use.count('"you/wan-mhla"') == 3 and "trust_remote_code=True" in use and "load_pipeline(" in use
+    assert "17 frames" not in text
+
+
+def test_results_are_those_of_the_hub(complete, tmp_path):
+    write_card(complete)
+    metadata = metadata_load(complete / "README.md")
+    name, results = model_index_to_eval_results(metadata["model-index"])
+    assert name == "Wan2.1-T2V-1.3B-Diffusers with MHLA"
+    (result,) = results
+    assert (result.task_type, result.dataset_name) == ("text-to-video", "Held-out latents")
+    assert (result.metric_type, result.metric_name, result.metric_value) == ("loss", "Flow-matching loss", 0.1889)
+
+
+def test_comparisons_stand_beside_the_model(complete, tmp_path):
+    linear = json.loads(json.dumps(RECOVERY))
+    linear["figures"]["distill"] = {"loss": 0.1949, "above_softmax_percent": 10.91}
+    linear["recipe"]["mhla"]["blocks"] = [1, 1, 1]
+    window = {**linear, "recipe": {**linear["recipe"], "mhla": {"window": "cross"}, "distill": {"steps": 5}}}
+    write_json(tmp_path / "linear.json", linear)
+    evaluation = section(written(complete, benchmarks=[tmp_path / "linear.json", window]), "Evaluation")
+    assert "| linear attention (one block), recovered alike | 0.1949 | +10.91 % |" in evaluation
+    assert "| MHLA and a softmax window (cross), recovered with other settings | 0.1949 | +10.91 % |" in evaluation
+    assert section(written(complete, comparisons={"One | *block*": linear}), "Evaluation").count("One &#124; \\*") == 1
+    linear["figures"]["softmax"]["loss"] = 0.2
+    with pytest.raises(ValueError, match=r"^linear attention .* was measured on other data than this model"):
+        model_card(complete, benchmarks=[linear])
+
+
+@pytest.mark.parametrize("content", [{"benchmark": "quality_dit", "results": []}, {"figures": {}}, {}])
+def test_other_files_are_no_benchmarks(complete, tmp_path, content):
+    write_json(tmp_path / "other.json", content)
+    with pytest.raises(ValueError, match=r"other.json is no report of mhla-hf bench op, model, train or decode"):
+        model_card(complete, benchmarks=[tmp_path / "other.json"])
+
+
+def test_stored_benchmarks_are_understood(complete):
+    results = ROOT / "benchmarks" / "results"
+    files = [*results.glob("decode-*-dynamic.json"), *results.glob("op-*.json")]
+    speed = section(written(complete, benchmarks=files), "Speed and memory")
+    assert "a Llama of 4 layers and width 256 with random weights, not with this model" in speed
+    assert "| `wan-small` | 3,600 | forward | 17.1 ms | 178 ms |" in speed and "dit-" not in speed
+    assert "itself have not been measured" in section(written(complete, benchmarks=files), "Limits")
+
+
+# What it does not say
+
+
+@pytest.mark.parametrize(
+    "present",
+    [names for count in range(4) for names in itertools.combinations(("conversion", "report", "training"), count)],
+)
+def test_what_is_missing_is_left_out(complete, present):
+    for name in {"conversion", "report", "training"} - set(present):
+        (complete / f"{name}.json").unlink()
+    card = written(complete)
+    assert (section(card, "Evaluation") is not None) == ("report" in present)
+    assert (section(card, "Training") is not None) == bool({"report", "training"} & set(present))
+    assert section(card, "Speed and memory") is None
+    assert (card.data.base_model is not None) == ("conversion" in present)
+    assert (card.data.eval_results is not None) == ("report" in present)
+    assert ("added by MHLA" in card.text) == ("conversion" in present)
+    assert "not trained yet" not in card.text or present == ("conversion",)
+    assert_nothing_invented(card)
+
+
+def assert_nothing_invented(card):
+    assert not INVENTED.search(CITATION.sub("", card.text)), card.text
+
+
+def paths(content, prefix=()):
+    yield prefix
+    if isinstance(content, dict):
+        for name in content:
+            yield from paths(content[name], (*prefix, name))
+
+
+def replaced(content, path, value):
+    """A copy with another value at a path; `...` removes it."""
+    content = json.loads(json.dumps(content))
+    inner = content
+    for name in path[:-1]:
+        inner = inner[name]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return content
+
+
+STRANGE = [..., None, float("nan"), "text", [], True, -1, {}, 10**400, float("inf")]
+
+
+@pytest.mark.parametrize("shift", [0, 3, 7])
+def test_any_field_may_be_missing_or_strange(complete, shift):
+    values = itertools.cycle(STRANGE[shift:] + STRANGE[:shift])
+    for name, content in {"conversion": CONVERSION, "report": RECOVERY, "training": TRAINING}.items():
+        for path in paths(content):
+            # The reader of records itself refuses what is none.
+            if not path or path in (("source",), ("source_card",)):
+                continue
+            write_json(complete / f"{name}.json", replaced(content, path, next(values)))
+            assert_nothing_invented(model_card(complete))
+        write_json(complete / f"{name}.json", content)
+    part = read_records(complete).parts[0]
+    for content in BENCHMARKS.values():
+        reports = [
+            replaced(content, path, next(values)) for path in paths(content) if path and path[-1] != "benchmark"
+        ]
+        row = content["results"][0]
+        rows = [replaced(row, path, next(values)) for path in paths(row) if path]
+        for report in filter(is_benchmark, [*reports, {**content, "results": [*rows, None, 7]}]):
+            for shown in speed_sections([report], part):
+                assert not INVENTED.search(" ".join(map(str, shown.values())))
+
+
+def test_rows_and_columns_without_figures_disappear(complete):
+    figures = {"softmax": {}, "distill": {"loss": float("inf"), "above_softmax_percent": 7.0}}
+    write_json(complete / "report.json", {**RECOVERY, "figures": figures})
+    evaluation = section(written(complete), "Evaluation")
+    assert "| model | above the original |" in evaluation and "loss |" not in evaluation
+    assert "original, softmax" not in evaluation
+    write_json(complete / "report.json", {**RECOVERY, "figures": {"distill": {"loss": float("nan")}}})
+    assert section(written(complete), "Evaluation") is None
+
+
+def test_older_records(directory):
+    write_json(
+        directory / "conversion.json",
+        {"schema_version": 1, "source": {"location": "digits"}, "components": {"transformer": {"num_layers": 5}}},
+    )
+    card = written(directory)
+    assert "converted from `digits`" in card.text and "3 of its 5 layers" in card.text
+    assert "parameters that MHLA adds" not in card.text
+
+
+# Texts of others
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "x\n---\nlicense: evil\n---\n# Owned",
+    "`code` | cell | [link](javascript:alert(1)) ![image](https://example.org/x.png)",
+    "{{ 7 * 7 }} {% raw %}",
+    "\n\n## Evaluation\n\n| model | loss |\n|---|---|\n| mine | 0 |",
+    "\u202e\x1b[31m\x00 https://example.org/ www.example.org <!-- ",
+    "```\n```python\nimport os\n```",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_texts_of_others_stay_texts(complete, text):
+    usual = written(complete, benchmarks=list(BENCHMARKS.values()))
+    write_json(complete / "conversion.json", replaced(CONVERSION, ("source", "location"), text))
+    report = {**RECOVERY, "data": {**RECOVERY["data"], "origin": text}, "machine": {"device": text, "date": text}}
+    write_json(complete / "report.json", report)
+    config = {**TRAINING["config"], "mixed_precision": text, "train": text}
+    write_json(complete / "training.json", {**TRAINING, "config": config})
+    decode = {**BENCHMARKS["decode"], "machine": {"device": text}, "options": {"model": text, "cache": text}}
+    model = json.loads(json.dumps(BENCHMARKS["model"]))
+    for row in model["results"]:
+        row.update(model=text, contestant=text, attention=text)
+    prompt = CardText(name=text, prompt=text, dataset=text)
+    card = written(complete, benchmarks=[decode, model], comparisons={text: report}, text=prompt, repo_id=text)
+    assert card.data.license == usual.data.license and set(card.data.to_dict()) <= {*usual.data.to_dict(), "widget"}
+    assert re.findall("^#.*", card.text.partition("\n## ")[2], re.MULTILINE) == re.findall(
+        "^#.*", usual.text.partition("\n## ")[2], re.MULTILINE
+    )
+    # Outside of code, which shows everything as it is.
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", CITATION.sub("", card.text), flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"<|(?<!\\)\]\(javascript|https?://example|\x1b|\x00|49", prose), prose
+    assert not re.search(r"(?<!\\)\]\(http", re.sub(r"\]\(https://(arxiv\.org|huggingface\.co)/", "", prose))
+    for block in re.findall(r"^```python\n(.*?)^```$", card.text, re.DOTALL | re.MULTILINE):
+        compile(block, "card", "exec")
+
+
+def test_markdown():
+    assert plain("a_b __c__ 1*2 <b> [x](y) & #") == r"a_b \_\_c\_\_ 1\*2 &#60;b&#62; \[x\](y) &#38; \#"
+    assert plain("$z$ ~s~ a|b @you") == "&#36;z&#36; &#126;s&#126; a&#124;b &#64;you"
+    assert plain("https://e.org www.e.org") == "https:&#47;/e.org www&#46;e.org"
+    assert code("a`b|c\n") == "`a'b¦c`" and code(" ") == ""
+    assert number(True) is None and number("1") is None and number(10**400) is None and number(3) == 3
+    assert [duration(value) for value in (0.0194, 2.5, 599.0, 3600, 86400, -1, None)] == [
+        "19.4 ms", "2.5 s", "599 s", "60 min", "24.0 h", None, None
+    ]  # fmt: skip
+    assert [size(value) for value in (12, 12_345, 5e7, 1.5e12)] == ["12 B", "12.3 kB", "50 MB", "1,500 GB"]
+    assert [rate(value) for value in (2e-5, 0.004, 0, "1")] == ["2e-5", "0.004", None, None]
+    assert ranges([5, 0, 1, 2, 7, 8]) == "0–2, 5, 7 and 8"
+    assert table([{"a": "x", "b": None, "c": "1"}, {"a": "y", "b": None, "c": None}], ["c"]) == (
+        "| a | c |\n| --- | ---: |\n| x | 1 |"
+    )
+    assert table([{"a": "x", "b": None}]) == "" == table([])
+
+
+# Kinds of models
+
+
+def test_two_experts(directory):
+    class_name = "MHLAWanTransformer3DModel"
+    index = {name: ["diffusers", class_name] for name in ("transformer", "transformer_2")}
+    write_json(directory / "model_index.json", {"_class_name": "WanPipeline", **index})
+    write_json(directory / "transformer_2/config.json", {"_class_name": class_name, "mhla": {"blocks": [1, 2, 2]}})
+    card = written(directory)
+    assert "in place of softmax attention in `transformer` and `transformer_2`." in card.text
+    attention = section(card, "Attention")
+    assert "80 in all" in attention and "4 in all" in attention
+    assert "- `transformer`: The blocks were chosen for a grid of 5×8×8 tokens" in section(card, "Limits")
+
+
+@pytest.mark.parametrize(
+    "make, options, expected",
+    [
+        (tiny_images.sana_pipeline, {}, ["an image model of the SANA family", "in place of linear attention",
+         "**Not trained yet.**", "512×512 pixels", "image = pipe(", "is a `MHLASanaTransformer2DModel`"]),
+        (tiny_images.dit_pipeline, {}, ["of the DiT family", "pipe(class_labels=[0]).images[0]", "(16×16 pixels)"]),
+    ],
+    ids=["sana", "dit"],
+)  # fmt: skip
+def test_image_pipelines(tmp_path, make, options, expected):
+    make().save_pretrained(tmp_path / "softmax")
+    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", options, progress=False)
+    text = written(tmp_path / "mhla").text
+    for words in expected:
+        assert words in text
+    assert "not of this model" not in text and "rotary" not in text
+
+
+def test_a_model_alone(tmp_path):
+    tiny.wan_transformer().save_pretrained(tmp_path / "softmax")
+    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", {"blocks": [1, 2, 2]}, progress=False)
+    card = written(tmp_path / "mhla")
+    assert card.data.pipeline_tag is None and "load_pipeline" not in card.text
+    assert "mhla_hf.MHLAWanTransformer3DModel.from_pretrained(" in card.text
+    assert "**The parameters that MHLA adds are not trained yet**" in card.text
+
+
+def write_model(folder, class_name, model_type, **config):
+    options = MHLAConfig(block_size=(64,), grid=(512,), causal="Causal" in class_name, resize="extend").to_dict()
+    write_json(
+        folder / "config.json", {"architectures": [class_name], "model_type": model_type, "mhla": options, **config}
+    )
+
+
+def test_a_language_model(tmp_path):
+    write_model(tmp_path, "LlamaForCausalLM", "llama", num_hidden_layers=4, rope_parameters={"rope_type": "default"})
+    report = {"family": "causal", "figures": {"softmax": {"bits_per_byte": 1.5}, "match": {"bits_per_byte": 1.51}}}
+    data = {"kind": "text in packed rows", "samples": 100, "held_out": 20, "length": 512, "origin": "you/data:small"}
+    write_json(tmp_path / "report.json", {**report, "data": data})
+    card = written(tmp_path)
+    assert card.data.datasets == ["you/data"]
+    assert "on 100 samples of `you/data:small` (rows of text of 512 tokens)" in card.text
+    assert "Bits per byte of text, on 20 held-out samples; lower is better." in card.text
+    assert "64 tokens each; mixing weights for 512 tokens" in card.text and "| attention | causal |" in card.text
+    assert "AutoModelForCausalLM" in card.text and "rotary embedding" in card.text
+    assert "load_pipeline" not in card.text
+
+
+def test_an_encoder_of_sentence_transformers(tmp_path):
+    write_model(tmp_path, "BertModel", "bert")
+    (tmp_path / "modules.json").write_text("[]")
+    report = {"family": "encoder", "figures": {"converted": {"cosine": 0.45}, "match": {"cosine": 0.977}}}
+    write_json(tmp_path / "report.json", {**report, "data": {"held_out": 192}})
+    card = written(tmp_path)
+    assert 'SentenceTransformer("path/or/repository", trust_remote_code=True)' in card.text
+    assert "mean-pooled last hidden states to the original's, on 192 held-out samples; 1 is best." in card.text
+    assert "an encoder of the bert family" in card.text
+    assert card.data.eval_results[0].metric_value == 0.977
+
+
+def test_towers(tmp_path):
+    options = {"block_size": [64], "grid": [512], "causal": True}
+    write_json(
+        tmp_path / "config.json",
+        {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "model_type": "qwen2_5_vl",
+            "text_config": {"num_hidden_layers": 4, "mhla": {**options, "layers": [0, 1]}},
+            "vision_config": {"depth": 2, "mhla": {"blocks": [4, 4]}},
+        },
+    )
+    text = written(tmp_path).text
+    assert "`text_config`:" in text and "`vision_config`:" in text and "| MHLA layers | 0 and 1 of 4" in text
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"_class_name": "WanTransformer3DModel"}, "has no MHLA model; convert it first"),
+        ({"_class_name": "MHLAWanTransformer3DModel", "mhla": {"colour": 1}}, "config.json: mhla: .*colour"),
+    ],
+)
+def test_other_directories_are_refused(tmp_path, config, message):
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(ValueError, match=message):
+        model_card(tmp_path)
+
+
+def test_damaged_records_are_named(complete):
+    (complete / "report.json").write_text("{")
+    with pytest.raises(ValueError, match=r"report .*report.json is not valid JSON"):
+        model_card(complete)
+
+
+# Files
+
+
+def test_a_users_card_is_left_alone(complete):
+    readme = complete / "README.md"
+    assert write_card(complete) == readme
+    first = readme.read_text()
+    (complete / "report.json").unlink()
+    assert write_card(complete) == readme and readme.read_text() != first
+    readme.write_text(readme.read_text().replace("## Use", "## How to use it"))
+    mine = readme.read_text()
+    assert write_card(complete) is None and readme.read_text() == mine
+    assert write_card(complete, overwrite=True) == readme and readme.read_text() != mine
+    assert sorted(path.name for path in complete.iterdir() if path.name.startswith(".")) == []
+
+
+def test_the_licence_stays_when_a_card_is_replaced(complete):
+    write_card(complete)
+    (complete / "conversion.json").unlink()
+    write_card(complete)
+    data = metadata_load(complete / "README.md")
+    assert data["license"] == "apache-2.0" and data["language"] == ["en", "zh"]
+
+
+def test_command(complete, tmp_path):
+    def run(*arguments):
+        return CliRunner().invoke(app, ["card", str(complete), *map(str, arguments)], env={"COLUMNS": "300"})
+
+    write_json(tmp_path / "decode.json", BENCHMARKS["decode"])
+    printed = run("--output", "-", "--benchmark", tmp_path / "decode.json", "--name", "Mine", "--repo-id", "you/mine")
+    assert printed.exit_code == 0 and "# Mine\n" in printed.stdout and "**Decoding**" in printed.stdout
+    assert not (complete / "README.md").exists() and is_generated(printed.stdout)
+    assert run().exit_code == 0 and is_generated((complete / "README.md").read_text())
+    (complete / "README.md").write_text("# Mine\n")
+    refused = run()
+    assert refused.exit_code == 1 and "was written or edited by someone and is left as it is" in refused.output
+    assert run("--output", tmp_path / "card.md").exit_code == 0
+    assert run("--output", tmp_path / "card.md").exit_code == 1
+    assert run("--overwrite").exit_code == 0 and is_generated((complete / "README.md").read_text())
+
+
+def test_convert_writes_a_card(tmp_path):
+    tiny.wan_pipeline().save_pretrained(tmp_path / "softmax")
+    (tmp_path / "softmax" / "README.md").write_text("---\nlicense: mit\n---\n# The original\n")
+    command = ["convert", str(tmp_path / "softmax"), str(tmp_path / "mhla"), "--blocks", "1,2,2", "--quiet"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    card = ModelCard.load(tmp_path / "mhla" / "README.md")
+    assert card.data.license == "mit" and "not trained yet" in card.text and "The original" not in card.text
+    shutil.rmtree(tmp_path / "mhla")
+
+
+def test_without_jinja2(complete, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.repocard.is_jinja_available", lambda: False)
+    with pytest.raises(ModuleNotFoundError, match=r"model cards need jinja2: pip install 'mhla-hf\[report\]'"):
+        write_card(complete)
+    assert not (complete / "README.md").exists()
