@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -42,7 +43,7 @@ class HubClient:
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         environment |= {**hub.environment(self.home), **timeouts}
         command = [sys.executable, "-m", "tests.hub_client"]
-        pipe = subprocess.PIPE
+        pipe, self.running = subprocess.PIPE, 0
         self.process = subprocess.Popen(command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def start(self, program: str, **variables: str) -> int:
@@ -55,11 +56,13 @@ class HubClient:
         task = {"program": textwrap.dedent(program), "folder": str(self.folder), "variables": variables}
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()
-        return self._read()
+        self.running = self._read()
+        return self.running
 
     def wait(self) -> Result:
         """Waits for the end of the program that was started last."""
         code = self._read()
+        self.running = 0
         return Result(code, (self.folder / "output").read_text(), (self.folder / "errors").read_text())
 
     def run(self, program: str, **variables: str) -> Result:
@@ -76,6 +79,12 @@ class HubClient:
         """Runs `mhla-hf` with these arguments."""
         words = [str(argument) for argument in arguments]
         return self.run(f"from mhla_hf.cli.main import app; app({words!r})", **variables)
+
+    def stop(self) -> None:
+        """Ends a program that a test has left running."""
+        if self.running:
+            os.kill(self.running, signal.SIGKILL)
+            self.wait()
 
     def clear_cache(self) -> None:
         shutil.rmtree(self.home / "hub", ignore_errors=True)

@@ -21,6 +21,7 @@ def hub(hub_and_client):
     hub, client = hub_and_client
     yield hub
     hub.heal()
+    client.stop()
     client.clear_cache()
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong on the way to the Hub and back: one clear line or success, nothing half-visible, and a way on."""
 
+import os
 import re
+import signal
 
 import pytest
 
@@ -114,3 +116,98 @@ def test_lasting_faults_of_downloads(methods, path, effect, options, message, hu
     assert re.search(f"user/softmax.*{message}", error), error
     hub.heal()
     assert convert(client, tmp_path / "converted") == "", "the second attempt fails"
+
+
+@pytest.fixture
+def closed(hub, pushed):
+    """Makes `user/mhla` private or gated."""
+    repository = hub.repositories["user/mhla"]
+    yield lambda name: setattr(repository, name, True)
+    repository.private = repository.gated = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "message"),
+    [
+        ("private", "", NOT_THERE),
+        ("private", "reader", NOT_THERE),
+        ("private", "wrong", f"the Hub does not accept the access token: {LOG_IN} again, or correct HF_TOKEN"),
+        ("private", "loopback", None),
+        ("gated", "", GATED),
+        ("gated", "reader", GATED),
+        ("gated", "loopback", None),
+    ],
+)
+def test_repositories_that_not_everybody_may_read(kind, token, message, closed, client, pushed, tmp_path):
+    closed(kind)
+    answer = load(client, pushed, HF_TOKEN=token)
+    if message is None:
+        assert answer.startswith("loaded")
+        return
+    assert re.match(f"HubError .*{message}", answer), answer
+    error = convert(client, tmp_path / "converted", source="user/mhla", HF_TOKEN=token)
+    assert re.search(message, error), error
+
+
+def test_mistakes_in_names(client, pushed, tmp_path):
+    error = convert(client, tmp_path / "converted", "--revision", "v9")
+    assert "user/softmax has no such revision: check the name of the branch, tag or commit" in error
+    error = convert(client, tmp_path / "converted", source="user/sofmtax")
+    assert re.search(r"user/sofmtax is not on the Hub, or is private: check the name", error), error
+    for command in (["recover", "user/nothing", tmp_path / "recovered"],):
+        result = client.command(*command)
+        assert result.code == 1 and re.fullmatch(r"error: .*user/nothing is not on the Hub.*\n", result.errors)
+    program = """
+        import mhla_hf
+        try:
+            mhla_hf.load_pipeline("user/language")
+        except OSError as error:
+            print(error)
+    """
+    assert client.check(program).strip() == "user/language has no file model_index.json."
+
+
+def test_hub_that_is_out_of_reach(hub, client, pushed, tmp_path):
+    """Neither the network nor HF_HUB_OFFLINE stops what was downloaded earlier."""
+    offline = "from huggingface_hub import constants; constants.HF_HUB_OFFLINE = True"
+    program = f"{offline}; from mhla_hf.cli.main import app; app(['convert', 'user/softmax', '{tmp_path}/none', '-q'])"
+    result = client.run(program)
+    assert re.fullmatch(r"error: .*user/softmax is not in the cache, and HF_HUB_OFFLINE forbids.*\n", result.errors)
+    with hub.unreachable():
+        assert "the connection to the Hub failed for user/mhla" in load(client, pushed)
+        assert "the connection to the Hub failed for user/softmax" in convert(client, tmp_path / "converted")
+    assert load(client, pushed) == "loaded []"
+    assert convert(client, tmp_path / "converted") == ""
+    with hub.unreachable():
+        assert load(client, pushed) == "loaded []"
+        assert convert(client, tmp_path / "again") == ""
+    hub.inject("GET HEAD", ANY, 503, times=None)
+    assert load(client, pushed).startswith("loaded")
+    assert convert(client, tmp_path / "once-more") == ""
+
+
+def test_download_goes_on_where_the_connection_broke(hub, client, pushed):
+    """Within one call; what it had of a file when it was killed is downloaded again, and whole files are not."""
+    hub.inject("GET", WEIGHTS, "drop", times=3)
+    client.check("""
+        from huggingface_hub import constants, snapshot_download
+        constants.DOWNLOAD_CHUNK_SIZE = 1000
+        snapshot_download("user/softmax", max_workers=1)
+    """)
+    ranges = [request.headers.get("range") for request in hub.requests if re.search(WEIGHTS, request.path)]
+    assert [value for value in ranges if value and value != "bytes=0-"]
+    client.clear_cache()
+    hub.requests.clear()
+    stopped = hub.inject("GET", WEIGHTS, "hang", skip=1)
+    process = client.start(
+        "from huggingface_hub import snapshot_download; snapshot_download('user/mhla', max_workers=1)"
+    )
+    assert stopped.reached.wait(60)
+    os.kill(process, signal.SIGKILL)
+    assert client.wait().code == -signal.SIGKILL
+    hub.heal()
+    first, second = [request.path for request in hub.requests if re.search(WEIGHTS, request.path)]
+    hub.requests.clear()
+    assert load(client, pushed) == "loaded []"
+    again = [request.path for request in hub.requests if re.search(WEIGHTS, request.path)]
+    assert second in again and first not in again
