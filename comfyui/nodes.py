@@ -25,6 +25,7 @@ from .messages import CATEGORY, one_line
 PIPELINE = "MHLA_PIPELINE"
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline", "SanaPipeline", "SanaSprintPipeline", "SanaVideoPipeline")
 TYPED = "(path below)"
+INDEX = "model_index.json"
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_SIZE = 8192
 MAX_FRAMES = 4097
@@ -34,7 +35,7 @@ def pipeline_directories() -> dict[str, Path]:
     """Pipelines in ComfyUI's folders `models/diffusers`, by their names there: `name` or `owner/name`."""
     found: dict[str, Path] = {}
     for folder in map(Path, folder_paths.get_folder_paths("diffusers")):
-        for index in sorted([*folder.glob("*/model_index.json"), *folder.glob("*/*/model_index.json")]):
+        for index in sorted([*folder.glob(f"*/{INDEX}"), *folder.glob(f"*/*/{INDEX}")]):
             found.setdefault(index.parent.relative_to(folder).as_posix(), index.parent)
     return found
 
@@ -61,8 +62,8 @@ class LoadPipeline:
                 ),
                 "device": (["auto", "cpu"], {"tooltip": "auto: the device that ComfyUI uses."}),
                 "offload": (
-                    ["none", "model", "sequential"],
-                    {"tooltip": "Parts on the GPU: all, one at a time, or a layer at a time (least memory, slow)."},
+                    ["none", "model"],
+                    {"tooltip": "none: all parts on the GPU. model: each only while it runs, which is slower."},
                 ),
             }
         }
@@ -70,8 +71,8 @@ class LoadPipeline:
     @classmethod
     def IS_CHANGED(cls, model: str, path: str, **_: Any) -> str:
         """Names, sizes and times of the files: the pipeline is loaded again only when they have changed."""
-        directory = pipeline_directories().get(model, Path(path).expanduser())
-        return repr(sorted(file_states(directory))) if directory.is_dir() else ""
+        directory = pipeline_directories().get(model, Path(path.strip()).expanduser())
+        return repr(sorted(file_states(directory))) if (directory / INDEX).is_file() else ""
 
     @one_line
     def load(self, model: str, path: str, dtype: str, device: str, offload: str) -> tuple[Any]:
@@ -79,17 +80,15 @@ class LoadPipeline:
         from mhla_hf.hub.checks import check_directory
 
         place = torch.device("cpu") if device == "cpu" else comfy.model_management.get_torch_device()
-        if offload != "none" and place.type == "cpu":
-            raise ValueError(f"offload={offload} moves parts between CPU and GPU; on a CPU set it to none.")
         directory = find_directory(model, path)
         errors = [problem for problem in check_directory(directory, values=False) if problem.level == "error"]
         if errors:
-            more = f" ({len(errors) - 1} more)" if errors[1:] else ""
             raise ValueError(
-                f"{directory.name} is damaged: {errors[0].file} {errors[0].message}{more} "
-                f"`mhla-hf doctor {directory}` lists all problems."
+                f"{directory.name} cannot be loaded: {errors[0]} (`mhla-hf doctor {directory}` lists all problems.)"
             )
-        index = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
+        if not (directory / INDEX).is_file():
+            raise ValueError(f"{directory.name} has no {INDEX}: it is not the directory of a pipeline.")
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
         if index["_class_name"] not in PIPELINES:
             raise ValueError(f"{directory.name} is a {index['_class_name']}; these nodes run {', '.join(PIPELINES)}.")
         types: dict[str, torch.dtype] = {"default": DTYPES[dtype] or automatic_dtype(place)}
@@ -99,8 +98,6 @@ class LoadPipeline:
         pipeline = load_pipeline(directory, attn_implementation=None, torch_dtype=types)
         if offload == "model":
             pipeline.enable_model_cpu_offload(device=place)
-        elif offload == "sequential":
-            pipeline.enable_sequential_cpu_offload(device=place)
         else:
             pipeline.to(place)
         return (pipeline,)
@@ -257,7 +254,7 @@ def optional_inputs(
 
 def check_positions(pipeline: Any, options: dict[str, Any]) -> None:
     """Refuses sizes beyond the table of positions of the transformer, where it has one."""
-    config = pipeline.transformer.config
+    config = getattr(pipeline.transformer, "config", None)
     limit, patch = getattr(config, "rope_max_seq_len", None), getattr(config, "patch_size", None)
     if limit is None or not isinstance(patch, (list, tuple)):
         return
