@@ -17,11 +17,13 @@ from ..recovery.report import PLOT
 from ..utils.files import atomic_file
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
-from ..utils.model_cards import CARD, carried_metadata, is_own_card, mark_generated
-from .card_figures import comparison_title, eval_results, is_benchmark, quality_section, speed_sections
-from .card_sections import describe_part, layers_sentence, limits, training_section
+from ..utils.model_cards import CARD, carried_metadata, is_generated, is_own_card, mark_generated, read_card
+from .card_attention import describe_part, layers_sentence, limits
+from .card_quality import comparison_title, eval_results, quality_section
+from .card_speed import is_benchmark, speed_sections
+from .card_training import training_section
 from .card_usage import usage
-from .markdown import code, joined, one_line, plain
+from .markdown import code, joined, literal, one_line, plain
 from .metadata import card_data
 from .records import Records, entry, is_recovery, read_records
 
@@ -161,6 +163,19 @@ def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any
     with atomic_file(directory / CARD) as temporary:
         card.save(temporary)
     return directory / CARD
+
+
+def card_for_repository(directory: Path, repo_id: str, benchmarks: Sequence[str | Path] = ()) -> str:
+    """Returns the card for a repository that a directory is pushed to, where the user has not written one.
+
+    A card that is there is taken with the name of the repository in its examples: it may have been made with texts and
+    reports that are not in the directory. With new reports it is made again.
+    """
+    written = read_card(directory)
+    if written is None or benchmarks or not is_generated(written):
+        return str(model_card(directory, benchmarks=benchmarks, repo_id=repo_id))
+    text = written[: written.rindex("<!--")].replace(literal(_PLACEHOLDER), literal(repo_id))
+    return str(ModelCard(mark_generated(text)))
 
 
 def _render(data: Any, **facts: Any) -> ModelCard:

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from .card_sections import call_size
+from .card_attention import call_size
 from .markdown import literal
 from .records import Records
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from mhla_hf import MHLAConfig, convert_pretrained
 from mhla_hf.cli.main import app
-from mhla_hf.hub.card import CardText, model_card, write_card
-from mhla_hf.hub.card_figures import is_benchmark, speed_sections
+from mhla_hf.hub.card import CardText, card_for_repository, model_card, write_card
+from mhla_hf.hub.card_speed import is_benchmark, speed_sections
 from mhla_hf.hub.markdown import code, duration, number, plain, ranges, rate, size, table
 from mhla_hf.hub.records import read_records
 from mhla_hf.utils.model_cards import is_generated
@@ -539,3 +539,14 @@ def test_without_jinja2(complete, monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r"model cards need jinja2: pip install 'mhla-hf\[report\]'"):
         write_card(complete)
     assert not (complete / "README.md").exists()
+
+
+def test_a_pushed_card_keeps_what_is_not_in_the_directory(complete):
+    text = CardText(name="Mine", summary="What only I know.", license="mit")
+    write_card(complete, text=text, benchmarks=[BENCHMARKS["decode"]])
+    kept = card_for_repository(complete, "you/mine")
+    assert is_generated(kept) and "What only I know." in kept and "**Decoding**" in kept
+    assert kept.count('"you/mine"') == 3 and "path/or/repository" not in kept
+    assert '"you/mine"' in card_for_repository(complete, "you/mine", benchmarks=[])
+    (complete / "README.md").unlink()
+    assert "# Wan2.1-T2V-1.3B-Diffusers with MHLA" in card_for_repository(complete, "you/mine")
