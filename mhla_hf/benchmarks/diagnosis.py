@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,11 @@ TYPES = {
 # Widths of heads for the first type, and for the others. 72 is that of DiT-XL/2, which is no multiple of 16.
 _WIDTHS, _OTHER_WIDTHS = (64, 72, 128), (64,)
 _INTERPRETED_WIDTHS = (8,)
+_PACKAGES = (
+    "mhla-hf", "torch", "transformers", "diffusers", "accelerate", "peft", "triton", "safetensors", "huggingface_hub",
+    "tokenizers", "numpy", "kernels", "gradio",
+)  # fmt: skip
+_PREFIX = "MHLA_HF_"
 _VARIABLES = (ENVIRONMENT_VARIABLE, CHECK_VARIABLE, "TRITON_INTERPRET")
 
 
@@ -59,6 +65,40 @@ def describe_installation(device: torch.device) -> dict[str, Any]:
             "failed": {name: text for name, text in verdicts.read().items() if text},
         },
     }
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """What a report of a bug needs, ready for JSON.
+
+    Args:
+        device: The device that models would run on.
+
+    Returns:
+        As [`describe_installation`], with `platform`, `packages` (versions by name, None if not installed), every
+        variable of this package in `environment`, and accelerate's configuration in `accelerate` (None if there is
+        none).
+    """
+    report = describe_installation(device)
+    ours = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIX)}
+    return {
+        **report,
+        "platform": platform.platform(),
+        "packages": installed_versions(*_PACKAGES),
+        "environment": {**report["environment"], **ours},
+        "accelerate": _accelerate_configuration(),
+    }
+
+
+def _accelerate_configuration() -> dict[str, Any] | str | None:
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    if not os.path.isfile(default_config_file):
+        return None
+    try:
+        return {name: str(value) for name, value in load_config_from_file(default_config_file).to_dict().items()}
+    # Whatever is wrong with the file is no reason to say nothing of the rest.
+    except Exception as error:
+        return f"cannot be read: {first_line(error)}"
 
 
 def _obstacle(name: str, device: torch.device) -> str | None:

@@ -1,26 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf doctor`: why the kernels run or do not, and whether they compute what they should."""
+"""`mhla-hf doctor`: what is wrong with a model's directory, or whether the kernels run as they should."""
 
-from typing import Annotated, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Device
+from .options import HUB, Device, given, with_options
 from .output import JsonFile, write_report
 
 
+if TYPE_CHECKING:
+    from ..hub.checks import Problem
+    from ..hub.description import DirectoryDescription
+
+
+@with_options(HUB, last=True)
 def doctor_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory or Hub id of a pipeline or model to check. Default: none.")
+    ] = None,
+    *,
+    no_values: Annotated[
+        bool, typer.Option("--no-values", help="Do not look for NaN and infinite values in MODEL's weights.")
+    ] = False,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Run all kernels on small inputs and compare them with plain torch.")
     ] = False,
     device: Device = None,
     json_file: JsonFile = None,
+    **options: Any,
 ) -> None:
-    """Show whether the kernels run on this machine, and test them.
+    """Check a model's directory, or whether the kernels run on this machine.
 
-    Versions, the device and the reason why kernels do not run are shown. With --kernels all of them are tested; the
-    exit code is 1 if one fails.
+    With MODEL, its files, index, configuration and weights are checked: what is missing, damaged or contradictory,
+    and what to do. Without, versions, the device and the reason why kernels do not run are shown; with --kernels all
+    of them are tested. The exit code is 1 if something is wrong.
     """
+    hub = given(options, HUB)
+    if model is not None:
+        if kernels or device is not None:
+            name = "kernels" if kernels else "device"
+            raise ValueError(f"--{name} has no effect with MODEL; leave one of them out.")
+        _check_model(model, not no_values, json_file, hub)
+        return
+    if hub or no_values:
+        name = min(hub).replace("_", "-") if hub else "no-values"
+        raise ValueError(f"--{name} has no effect without MODEL.")
+    _check_installation(kernels, device, json_file)
+
+
+def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, Any]) -> None:
+    from dataclasses import asdict
+
+    from ..conversion.writing import byte_progress
+    from ..hub.checks import check_directory
+    from ..hub.description import describe_directory
+    from ..utils.locations import find_directory
+
+    directory, origin = find_directory(model, **hub)
+    total = sum(path.stat().st_size for path in directory.rglob("*.safetensors") if path.is_file())
+    with byte_progress(total, values and total > 0) as (describe, advance):
+        describe("reading weights")
+        problems = check_directory(directory, values=values, on_bytes=advance)
+    description = describe_directory(directory)
+    errors = sum(problem.level == "error" for problem in problems)
+    report = {"source": origin, **description.to_dict(), "problems": [asdict(problem) for problem in problems]}
+    write_report(json_file, {**report, "errors": errors, "warnings": len(problems) - errors})
+    _show_description(description)
+    _show_problems(problems)
+    if errors:
+        raise typer.Exit(1)
+
+
+def _show_description(description: "DirectoryDescription") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    from ..conversion.options import format_bytes
+
+    console = Console(soft_wrap=True)
+    if description.class_name:
+        console.print(f"[bold]{escape(description.class_name)}[/]", highlight=False)
+    for model in description.models:
+        facts = [model.class_name]
+        if model.mhla_layers:
+            softmax = "" if model.num_layers is None else f", {max(0, model.num_layers - model.mhla_layers)} softmax"
+            facts.append(f"{model.mhla_layers} MHLA{softmax} layers")
+            facts.append(f"blocks {model.blocks}")
+        facts += [f"{model.parameters:,} parameters", " and ".join(model.dtypes), format_bytes(model.nbytes)]
+        line = "; ".join(filter(None, facts))
+        console.print(f"  {escape(model.name)}: {escape(line)}", highlight=False)
+
+
+def _show_problems(problems: "list[Problem]") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(soft_wrap=True)
+    for problem in problems:
+        colour = "red" if problem.level == "error" else "yellow"
+        text = f"[{colour}]{problem.level}[/] [bold]{escape(problem.file)}[/]: {escape(problem.message)}"
+        console.print(text, highlight=False)
+    numbers = Counter(problem.level for problem in problems)
+    counts = [f"{number} {level}{'s' * (number > 1)}" for level, number in sorted(numbers.items())]
+    console.print(f"{' and '.join(counts)}." if counts else "[green]No problems.[/]", highlight=False)
+
+
+def _check_installation(kernels: bool, device: str | None, json_file: JsonFile) -> None:
     from ..benchmarks.diagnosis import check_kernels, describe_installation, forget_failures, markdown_table
     from ..utils.machine import choose_device
 

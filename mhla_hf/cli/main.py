@@ -12,6 +12,7 @@ from . import (
     convert,
     demo,
     doctor,
+    env,
     models,
     recover,
     serve,
@@ -110,7 +111,14 @@ app.command(
     epilog=examples("mhla-hf serve qwen3-mhla", "mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16"),
 )(serve.serve_command)
 
-app.command("doctor", rich_help_panel=CHECK)(doctor.doctor_command)
+app.command(
+    "doctor",
+    rich_help_panel=CHECK,
+    epilog=examples(
+        "mhla-hf doctor wan-mhla", "mhla-hf doctor user/wan-mhla --json report.json", "mhla-hf doctor --kernels"
+    ),
+)(doctor.doctor_command)
+app.command("env", rich_help_panel=CHECK)(env.env_command)
 
 
 if __name__ == "__main__":

@@ -167,11 +167,13 @@ def check_values(paths: Iterable[Path], findings: Findings, on_bytes: Callable[[
     Args:
         paths: Undamaged safetensors files.
         findings: Where problems are noted.
-        on_bytes: Told the number of bytes after each tensor.
+        on_bytes: Told the number of bytes after each tensor, that of headers included.
     """
     for path in paths:
+        rest = path.stat().st_size
         with findings.noting(path):
             for counts in count_values(path):
+                rest -= counts.nbytes
                 found = [f"{counts.nans} NaN"] * bool(counts.nans)
                 found += [f"{counts.infinities} infinite"] * bool(counts.infinities)
                 if found:
@@ -181,3 +183,5 @@ def check_values(paths: Iterable[Path], findings: Findings, on_bytes: Callable[[
                     )
                 if on_bytes is not None:
                     on_bytes(counts.nbytes)
+        if on_bytes is not None:
+            on_bytes(rest)

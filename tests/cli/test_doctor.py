@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf doctor`: what it says about the installation, its tables of kernels, and its exit code."""
+"""`mhla-hf doctor` and `mhla-hf env`: what they say of models and of the installation, and their exit codes."""
 
 from __future__ import annotations
 
 import json
+import platform
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from mhla_hf.benchmarks import diagnosis
 from mhla_hf.cli.main import app
+from mhla_hf.conversion import convert_pretrained
 from mhla_hf.ops.kernel_cases import FAMILIES
 from mhla_hf.ops.kernel_check import VerdictFile
+from tests import tiny
 
 
 pytest.importorskip("triton")
@@ -102,3 +109,124 @@ def test_the_setting_of_tf32_is_put_back():
     with pytest.raises(KeyError), diagnosis._tf32(True):
         raise KeyError
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("doctor")
+    tiny.wan_pipeline(num_layers=2).save_pretrained(folder / "softmax")
+    options = {"blocks": (1, 2, 2), "layers": [1], "grid": (1, 4, 4)}
+    convert_pretrained(folder / "softmax", folder / "pipeline", options, progress=False)
+    return folder / "pipeline"
+
+
+class TestModel:
+    def test_a_good_one(self, pipeline, tmp_path):
+        output = run(str(pipeline), "--json", str(tmp_path / "report.json"))
+        assert "WanPipeline\n" in output and output.rstrip().endswith("No problems.")
+        transformer = next(line for line in output.splitlines() if "transformer:" in line)
+        assert "MHLAWanTransformer3DModel; 1 MHLA, 1 softmax layers; blocks 1×2×2 on 1×4×4 tokens; " in transformer
+        assert "text_encoder: UMT5EncoderModel; " in output and "vae: AutoencoderKLWan; " in output
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert report["problems"] == [] and report["errors"] == report["warnings"] == 0
+        part = next(part for part in report["models"] if part["name"] == "transformer")
+        assert part["mhla_layers"] == 1 and part["num_layers"] == 2 and part["options"]["blocks"] == [1, 2, 2]
+        weights = load_file(pipeline / "transformer/diffusion_pytorch_model.safetensors").values()
+        assert part["parameters"] == sum(tensor.numel() for tensor in weights)
+        assert part["nbytes"] == sum(tensor.nbytes for tensor in weights) and f"{part['parameters']:,} para" in output
+        assert part["dtypes"] == {"float32": len(weights)}
+
+    def test_a_bad_one(self, pipeline, tmp_path):
+        folder = Path(shutil.copytree(pipeline, tmp_path / "copy"))
+        (folder / "scheduler/scheduler_config.json").unlink()
+        torch.save({}, folder / "optimizer.pt")
+        path = folder / "vae/diffusion_pytorch_model.safetensors"
+        tensors = load_file(path)
+        tensors["quant_conv.bias"][0] = torch.nan
+        save_file(tensors, path)
+        output = run(str(folder), "--json", str(tmp_path / "report.json"), code=1)
+        *_, scheduler, values, pickles, last = output.splitlines()
+        assert scheduler == "error scheduler: has no scheduler_config.json; download or save it again."
+        weights = "vae/diffusion_pytorch_model.safetensors"
+        assert values.startswith(f"error {weights}: quant_conv.bias has 1 NaN of 32 values; ")
+        assert pickles.startswith("warning optimizer.pt: is a pickle") and last == "2 errors and 1 warning."
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert report["errors"] == 2 and report["warnings"] == 1
+        assert [problem["file"] for problem in report["problems"]] == ["scheduler", weights, "optimizer.pt"]
+        assert "1 error and 1 warning." in run(str(folder), "--no-values", code=1)
+
+    def test_a_language_model(self, tmp_path):
+        sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 32}
+        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3)).save_pretrained(tmp_path / "softmax")
+        options = {"block_size": [8], "layers": [0, 2]}
+        convert_pretrained(tmp_path / "softmax", tmp_path / "model", options, progress=False)
+        output = run(str(tmp_path / "model"))
+        assert "model: LlamaForCausalLM; 2 MHLA, 1 softmax layers; blocks of 8 tokens; " in output
+        assert "1 warning." in output
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda folder: (folder / "model_index.json").write_text("[]"),
+            lambda folder: (folder / "model_index.json").write_text('{"vae": ["diffusers", []], "_class_name": 3}'),
+            lambda folder: (folder / "model_index.json").write_text('{"vae": [1, 2], "../x": ["a", "b"]}'),
+            lambda folder: (folder / "transformer/config.json").write_text('{"_class_name": 3, "mhla": 3}'),
+            lambda folder: (folder / "transformer/config.json").write_text('{"mhla": {"blocks": {}}}'),
+            lambda folder: shutil.rmtree(folder / "transformer"),
+            lambda folder: (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b""),
+        ],
+        ids=range(7),
+    )
+    def test_the_description_takes_anything(self, damage, pipeline, tmp_path):
+        folder = Path(shutil.copytree(pipeline, tmp_path / "copy"))
+        damage(folder)
+        assert "Traceback" not in run(str(folder), code=1)
+
+    def test_arguments_that_contradict(self, pipeline):
+        assert "--kernels has no effect with MODEL" in run(str(pipeline), "--kernels", code=1)
+        assert "--device has no effect with MODEL" in run(str(pipeline), "--device", "cpu", code=1)
+        assert "--no-values has no effect without MODEL" in run("--no-values", code=1)
+        assert "--cache-dir has no effect without MODEL" in run("--cache-dir", "x", code=1)
+        assert "neither a directory nor a Hub id" in run("/nowhere", code=1)
+
+
+class TestEnvironment:
+    def test_it_is_markdown_to_paste(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("MHLA_HF_DEBUG", "0")
+        monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "none"))
+        result = CliRunner().invoke(app, ["env", "--json", str(tmp_path / "report.json")])
+        assert result.exit_code == 0, result.output
+        lines = result.output.splitlines()
+        assert all(line.startswith("- ") for line in lines)
+        assert f"- torch: {torch.__version__}" in lines and "- MHLA_HF_DEBUG: `0`" in lines
+        assert lines[-1] == "- accelerate config: none"
+        report = json.loads((tmp_path / "report.json").read_text())
+        packages = (
+            "mhla-hf",
+            "transformers",
+            "diffusers",
+            "peft",
+            "safetensors",
+            "huggingface_hub",
+            "kernels",
+            "gradio",
+        )
+        assert set(packages) < set(report["packages"]) and report["platform"] == platform.platform()
+        assert report["machine"]["torch"] == torch.__version__ and report["kernels"]["float32"]
+
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            (
+                "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n",
+                "    - mixed_precision: no",
+            ),
+            ("a: [", "- accelerate config: cannot be read: "),
+        ],
+    )
+    def test_the_configuration_of_accelerate(self, content, expected, monkeypatch, tmp_path):
+        path = tmp_path / "default_config.yaml"
+        path.write_text(content)
+        monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
+        result = CliRunner().invoke(app, ["env"])
+        assert result.exit_code == 0 and any(line.startswith(expected) for line in result.output.splitlines())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import torch
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from mhla_hf import MHLAWanTransformer3DModel, load_pipeline
+from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.hub.checks import check_directory
 from tests import tiny
@@ -193,6 +196,20 @@ def test_loading_a_softmax_language_model_as_mhla(attack, attacked):
     message = "could run code when read" if attack == "pickled-code" else ATTACKS[attack][1]
     folder = attacked("softmax-model", attack)
     refused(lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="mhla"), message)
+
+
+@pytest.mark.parametrize("attack", ["index-above", "pickle", "tensor-of-10-GB", "unknown-option"])
+def test_commands(attack, attacked, tmp_path):
+    name = "pipeline" if attack == "unknown-option" else "softmax-pipeline"
+    folder = attacked(name, attack)
+    commands = [["doctor", str(folder)]]
+    if attack != "unknown-option":
+        commands.append(["convert", str(folder), str(tmp_path / "out"), "--blocks", "1,2,2"])
+    for command in commands:
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "1000"})
+        assert result.exit_code == 1 and "Traceback" not in result.output, result.output
+        errors = [line for line in result.output.splitlines() if line.startswith("error")]
+        assert len(errors) == 1 and re.search(ATTACKS[attack][1], errors[0]), result.output
 
 
 def test_pickles_of_tensors_are_read_when_that_is_asked_for(made, tmp_path):
