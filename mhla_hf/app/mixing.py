@@ -88,10 +88,12 @@ class MixingBrowser:
 
         with torch.no_grad():
             matrix = self._mhla(layer).mixing_matrix()
-        if head != ALL_HEADS:
-            matrix = matrix[int(head)]
         number = re.search(r"\d+", layer)
-        figure = mixing_figure({int(number[0]) if number else 0: matrix}, self._layout(layer), block=block)
+        # The figure calls a row by its key.
+        key: Any = number[0] if number else layer
+        if head != ALL_HEADS:
+            key, matrix = f"{key}, head {head}", matrix[int(head)]
+        figure = mixing_figure({key: matrix}, self._layout(layer), block=block)
         with BytesIO() as file:
             figure.savefig(file, dpi=_DPI, format="png", facecolor="white")
             return Image.open(file).convert("RGB")
