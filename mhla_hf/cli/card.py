@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf card`."""
+"""`mhla-hf card`, and the card that other commands write into what they make."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .help import FILE
 
 
 def card_command(
@@ -13,34 +15,42 @@ def card_command(
         list[Path] | None,
         typer.Option(
             "--benchmark",
-            help="JSON file of mhla-hf bench, or report.json of another recovery with the same data; repeat it for "
-            "several.",
+            metavar=FILE,
+            help="JSON file of mhla-hf bench, or report.json of another recovery of the same model with the same "
+            "data; may be repeated.",
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model; that of the base model if left out.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Prompt of the example.")] = None,
-    repo_id: Annotated[str | None, typer.Option("--repo-id", help="Repository in the examples, user/name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model. Default: that of the base model.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt of the example.")] = None,
+    license_name: Annotated[
+        str | None,
+        typer.Option("--license", metavar="NAME", help="Licence, such as apache-2.0, where the original states none."),
+    ] = None,
+    repo_id: Annotated[
+        str | None, typer.Option("--repo-id", metavar="OWNER/NAME", help="Repository in the examples.")
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write, - to print; DIRECTORY/README.md if left out."),
+        typer.Option(
+            "--output", "-o", metavar=FILE, help="File to write; '-' is standard output. Default: DIRECTORY/README.md."
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a README.md that was not generated, or was edited since.")
+        bool, typer.Option("--overwrite", help="Replace a card that was not generated, or was edited since.")
     ] = False,
 ) -> None:
     """Write the model card of a directory, from what was recorded and measured.
 
-    Quality comes from the recovery's report, speed and memory from the files given. What was not measured is left out.
+    Quality comes from the recovery's report, speed and memory from the files of --benchmark. What was not measured is
+    left out. A README.md that somebody wrote or edited is not overwritten.
     """
     from ..hub.card import CardText, model_card, write_card
     from ..utils.files import atomic_file
 
-    text = CardText(name=name, prompt=prompt)
-    options: dict[str, Any] = {
-        "benchmarks": benchmarks or (),
-        "text": text,
-        "repo_id": repo_id,
-    }
+    text = CardText(name=name, prompt=prompt, license=license_name)
+    options: dict[str, Any] = {"benchmarks": benchmarks or (), "text": text, "repo_id": repo_id}
     if output is None:
         written = write_card(directory, overwrite=overwrite, **options)
         if written is None:
@@ -50,12 +60,12 @@ def card_command(
             )
         typer.echo(f"Wrote {written}.")
         return
+    if output != Path("-") and output.exists() and not overwrite:
+        raise ValueError(f"output={str(output)!r} exists; choose another file, or --overwrite.")
     card = model_card(directory, **options)
-    if str(output) == "-":
+    if output == Path("-"):
         typer.echo(str(card), nl=False)
         return
-    if output.exists() and not overwrite:
-        raise ValueError(f"output={str(output)!r} exists; choose another file, or --overwrite.")
     with atomic_file(output) as temporary:
         card.save(temporary)
     typer.echo(f"Wrote {output}.")

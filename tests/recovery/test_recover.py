@@ -110,6 +110,11 @@ def test_recover(kind, sources, tmp_path):
     assert any(name.endswith("mhla.mixing") for name, _ in model.named_parameters())
     stored = json.loads((out / "report.json").read_text())
     assert stored["figures"] == report.figures and stored["recipe"]["match"]["steps"] == 6
+    # What a model card names, and no path of the data.
+    assert stored["seed"] == 0 and stored["machine"]["torch"] == torch.__version__
+    assert stored["data"].get("origin") in (None, "digits", "generated") and str(tmp_path.parent) not in str(
+        stored["data"]
+    )
     conversion = json.loads((out / "conversion.json").read_text())
     assert conversion["recovery"]["figures"] == report.figures and conversion["calibration"]["layers"]
     assert conversion["source"]["location"] == kind
