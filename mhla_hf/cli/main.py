@@ -14,6 +14,7 @@ from . import (
     doctor,
     env,
     models,
+    push,
     recover,
     serve,
     train,
@@ -98,6 +99,14 @@ app.command(
     rich_help_panel=SHARE,
     epilog=examples("mhla-hf card wan-mhla", "mhla-hf card wan-mhla --benchmark decode.json --output -"),
 )(card.card_command)
+app.command(
+    "push",
+    rich_help_panel=SHARE,
+    epilog=examples(
+        "mhla-hf push wan-mhla you/wan-mhla --private",
+        "mhla-hf push qwen3-mhla you/qwen3-mhla --benchmark decode.json --create-pr",
+    ),
+)(push.push_command)
 app.command(
     "check-lora",
     rich_help_panel=SHARE,

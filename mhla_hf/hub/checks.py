@@ -27,7 +27,11 @@ _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_pr
 
 
 def check_directory(
-    path: str | Path, *, values: bool = True, on_bytes: Callable[[int], None] | None = None
+    path: str | Path,
+    *,
+    values: bool = True,
+    skip: Callable[[str], bool] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> list[Problem]:
     """Checks a pipeline of diffusers, or a model of diffusers or transformers, MHLA or not.
 
@@ -38,6 +42,7 @@ def check_directory(
     Args:
         path: The directory.
         values: Look for NaN and infinite values too, which reads every weight file once.
+        skip: Tells of a file, by its path with `/` relative to the directory, whether to leave it out.
         on_bytes: Told how many bytes of weights were read since the last call.
 
     Returns:
@@ -49,7 +54,7 @@ def check_directory(
         findings.error(root, "is not a directory.")
         return findings.sorted()
     with findings.noting(root):
-        files = [root / file for file in list_files(root)]
+        files = [root / file for file in list_files(root) if skip is None or not skip(file.as_posix())]
         checker = _Checker(root, files, findings)
         checker.run()
         if values:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.locations import PIPELINE_INDEX
+from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD
+from ..utils.tensor_files import count_values
 from .source import Source, read_source
 
 
@@ -94,12 +96,19 @@ def add_stub(directory: Path) -> None:
 
     Args:
         directory: A directory; others than those of MHLA models are left alone.
+
+    Raises:
+        ValueError: If weights have NaN values.
     """
     try:
         source = read_source(directory)
     except (ValueError, OSError):
         return
     files = stub_files(source)
+    for path in directory.rglob("*.safetensors") if files else ():
+        for counts in count_values(path):
+            if counts.nans:
+                raise ValueError(f"{shorten_text(counts.name)} of {path.name} has NaN values; nothing is pushed.")
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
     if files and (directory / CARD).is_file():
@@ -114,8 +123,10 @@ def _tag(path: Path) -> None:
         card = ModelCard.load(path)
     except (ValueError, yaml.YAMLError):
         return
-    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *TAGS]))
-    card.save(path)
+    tags = card.data.tags or []
+    if not set(TAGS) <= set(tags):
+        card.data.tags = list(dict.fromkeys([*tags, *TAGS]))
+        card.save(path)
 
 
 def forget_stub(config: Any) -> None:

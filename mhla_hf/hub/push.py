@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`push_directory`: a converted model in one commit on the Hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+from ..conversion.writing import byte_progress
+from ..utils.hub import explained_hub_errors
+from ..utils.locations import is_hub_id
+from ..utils.messages import shorten_list
+from .card import model_card
+from .checks import Problem, check_directory
+from .contents import Contents, collect_contents, is_working_file
+from .metadata import card_data
+
+
+logger = logging.getLogger(__name__)
+
+# Files from this size on are sent one after the other, each with a progress bar, before the commit.
+_LARGE = 8 * 2**20
+
+
+def push_directory(
+    directory: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | bool | None = None,
+    commit_message: str | None = None,
+    max_shard_size: int | str | None = None,
+    benchmarks: Sequence[str | Path] = (),
+    progress: bool = False,
+) -> CommitInfo:
+    """Pushes the directory of a pipeline or model with MHLA to the Hub.
+
+    The directory is checked first, see [`check_directory`][mhla_hf.hub.checks.check_directory], and stays as it is.
+    The repository gets a model card, unless the directory has one of its user's own, and a small file by which
+    `trust_remote_code=True` loads the model with the installed package. Everything becomes visible in one commit.
+    After an interruption, the same call goes on: large files that the Hub has are not sent again.
+
+    Args:
+        directory: The directory.
+        repo_id: The repository, `owner/name`; created if it is not there.
+        private: Make a new repository private; the Hub's default if `None`.
+        revision: The branch, created if it is not there; by default the main one.
+        create_pr: Open a pull request instead of committing to the branch.
+        token: Access token; by default the stored one.
+        commit_message: First line of the commit's message.
+        max_shard_size: Largest weight file, in bytes or as `"5GB"`; by default that of the model's library. Weights in
+            larger files are uploaded as several.
+        benchmarks: Reports for the card, see [`model_card`][mhla_hf.hub.card.model_card].
+        progress: Show progress bars on standard error.
+
+    Returns:
+        The commit, with `commit_url`, `pr_url` and `repo_url`.
+
+    Raises:
+        ValueError: If something is wrong with the directory or an argument, or `private` is asked of a public
+            repository. Nothing is uploaded then.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    root = Path(directory).expanduser()
+    check_repository(repo_id)
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError("HF_HUB_OFFLINE is set, which keeps everything from the Hub; unset it to push.")
+    api = HfApi(token=token)
+    with explained_hub_errors(repo_id):
+        # A token that is not accepted shows now, and not after all weights have been read.
+        api.whoami()
+    contents, warnings = prepare_push(
+        root, repo_id, max_shard_size=max_shard_size, benchmarks=benchmarks, progress=progress
+    )
+    for warning in warnings:
+        logger.warning("%s", warning)
+    total = sum(size for part in contents.shardings for size in part.sizes.values())
+    with ExitStack() as stack:
+        with byte_progress(total, progress and total > 0) as (describe, advance):
+            describe("sharding")
+            stack.enter_context(contents.written(advance))
+        stack.enter_context(explained_hub_errors(repo_id))
+        stack.enter_context(_progress_bars(progress))
+        _create(api, repo_id, private=private, revision=revision, create_pr=create_pr)
+        message = commit_message or f"Upload {root.resolve().name} with mhla-hf"
+        return _commit(api, repo_id, contents, message, revision=revision, create_pr=create_pr)
+
+
+def prepare_push(
+    directory: Path,
+    repo_id: str,
+    *,
+    max_shard_size: int | str | None = None,
+    benchmarks: Sequence[str | Path] = (),
+    progress: bool = False,
+) -> tuple[Contents, list[str]]:
+    """Checks a directory and collects what would be uploaded, without the network.
+
+    Args:
+        directory: The directory.
+        repo_id: See [`push_directory`].
+        max_shard_size: See [`push_directory`].
+        benchmarks: See [`push_directory`].
+        progress: See [`push_directory`].
+
+    Returns:
+        The files, and warnings.
+
+    Raises:
+        ValueError: If something is wrong with the directory or an argument.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory; give one that holds a pipeline or model.")
+    problems = _check(directory, progress)
+    errors = [str(problem) for problem in problems if problem.level == "error"]
+    if errors:
+        raise ValueError(
+            f"{directory} is not pushed: {shorten_list(errors)} (mhla-hf doctor {directory} lists everything)"
+        )
+
+    def make_card() -> str:
+        return str(model_card(directory, benchmarks=benchmarks, repo_id=repo_id))
+
+    contents = collect_contents(directory, max_shard_size=max_shard_size, card=make_card)
+    warnings = [str(problem) for problem in problems]
+    if card_data(directory).license is None:
+        warnings.append(
+            "README.md: the licence of the original is not known; add `license:` to the metadata at the card's top."
+        )
+    return contents, warnings
+
+
+def check_repository(repo_id: str) -> None:
+    """Raises `ValueError` unless a repository is named as `owner/name`."""
+    if not is_hub_id(repo_id):
+        raise ValueError(f"repo_id={repo_id!r:.100} is no repository; name it as owner/name.")
+
+
+def _check(directory: Path, progress: bool) -> list[Problem]:
+    weights = sum(
+        path.stat().st_size
+        for path in directory.rglob("*.safetensors")
+        if path.is_file() and not is_working_file(path.relative_to(directory).as_posix())
+    )
+    with byte_progress(weights, progress) as (describe, advance):
+        describe("checking")
+        return check_directory(directory, skip=is_working_file, on_bytes=advance)
+
+
+def _create(api: HfApi, repo_id: str, *, private: bool | None, revision: str | None, create_pr: bool) -> None:
+    """Makes repository and branch where they are not there."""
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    if private and not api.model_info(repo_id).private:
+        raise ValueError(
+            f"{repo_id} is there and public: make it private in its settings, push to another one, or leave out "
+            "--private (private=None)."
+        )
+    if revision is not None and not revision.startswith("refs/") and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+
+
+def _commit(
+    api: HfApi, repo_id: str, contents: Contents, message: str, *, revision: str | None, create_pr: bool
+) -> CommitInfo:
+    present = api.list_repo_files(repo_id, revision=revision)
+    sizes = contents.sizes
+    additions = []
+    for name, content in sorted(contents.files.items(), key=lambda entry: sizes[entry[0]]):
+        addition = CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
+        additions.append(addition)
+        if sizes[name] >= _LARGE:
+            # One by one: what has arrived is kept when the next is interrupted.
+            api.preupload_lfs_files(repo_id, [addition], revision=revision, create_pr=create_pr)
+    deletions = [CommitOperationDelete(name) for name in present if contents.replaces(name)]
+    return api.create_commit(
+        repo_id, [*deletions, *additions], commit_message=message, revision=revision, create_pr=create_pr
+    )
+
+
+@contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """Hides the progress bars of huggingface_hub unless they are wanted."""
+    hide = not shown and not are_progress_bars_disabled()
+    if hide:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hide:
+            enable_progress_bars()

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf push` against a Hub on the loopback interface, and the ways to load what was pushed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mhla_hf import convert_pretrained
+from mhla_hf.hub.contents import collect_contents, is_working_file
+from tests import ROOT, hub_models, tiny
+
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+CARD = "---\nlicense: apache-2.0\n---\n# Digits\n"
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """A Wan pipeline and a language model, trained and saved, with the output of each."""
+    folder = tmp_path_factory.mktemp("directories")
+    for kind in ("wan", "language"):
+        model = hub_models.make(kind)
+        model.save_pretrained(folder / kind)
+        np.save(folder / f"{kind}.npy", hub_models.output(kind, model))
+    tiny.character_tokenizer().save_pretrained(folder / "language")
+    return folder
+
+
+@pytest.fixture
+def pipeline(directories, tmp_path):
+    """A copy of the Wan pipeline, with a record that names its original."""
+    shutil.copytree(directories / "wan", tmp_path / "wan")
+    return tmp_path / "wan"
+
+
+def push(client, *arguments, **variables):
+    return client.command("push", *arguments, **variables)
+
+
+def uploads(hub):
+    """Hashes of the objects that arrived at the storage, in order."""
+    return [r.path.split("/")[2] for r in hub.requests if r.method == "PUT" and r.status == 200]
+
+
+def commits(hub, name):
+    return len(hub.repositories[name].commits)
+
+
+def test_contents(pipeline):
+    (pipeline / "conversion.json").write_text(
+        json.dumps(
+            {"source": {"location": "Wan-AI/Wan"}, "data": {"folder": "/home/me/private/videos", "prompt": "a: b"}}
+        )
+    )
+    config = pipeline / "vae/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": "/home/me/vae"}))
+    for name in ("work/run.json", ".lock", "checkpoint-20/optimizer.pt", "x.tmp", "training_args.bin", ".cache/a"):
+        (pipeline / name).parent.mkdir(exist_ok=True)
+        (pipeline / name).write_text("{}")
+    before = {path: path.read_bytes() for path in pipeline.rglob("*") if path.is_file()}
+    contents = collect_contents(pipeline, card=lambda: "# Card\n")
+    assert {path: path.read_bytes() for path in pipeline.rglob("*") if path.is_file()} == before
+    names = set(contents.files)
+    assert names == {
+        "README.md", "conversion.json", "model_index.json", "scheduler/scheduler_config.json",
+        "text_encoder/config.json", "text_encoder/model.safetensors", "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json", "transformer/config.json", WEIGHTS, "transformer/mhla_hf.py",
+        "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
+    }  # fmt: skip
+    assert sorted(contents.left_out) == [
+        ".lock", "checkpoint-20/optimizer.pt", "training_args.bin", "work/run.json", "x.tmp"
+    ]  # fmt: skip
+    assert contents.files["README.md"] == b"# Card\n"
+    assert json.loads(contents.files["conversion.json"])["data"] == {"folder": "videos", "prompt": "a: b"}
+    assert json.loads(contents.files["vae/config.json"])["_name_or_path"] == "vae"
+    (pipeline / "README.md").write_text("# Mine\n")
+    assert collect_contents(pipeline, card=lambda: "# Card\n").files["README.md"] == pipeline / "README.md"
+
+
+@pytest.mark.parametrize(
+    "name, working",
+    [
+        ("transformer/optimizer.bin", False), ("optimizer.bin", True), ("optimizer_1.pt", True),
+        ("scheduler.pt", True), ("scheduler/scheduler_config.json", False), ("rng_state_0.pth", True),
+        ("a/.git/config", True),
+        ("work.json", False), ("sample.gif", False), ("transformer/model.lock", True),
+    ],
+)  # fmt: skip
+def test_working_files(name, working):
+    assert is_working_file(name) is working
+
+
+@pytest.mark.parametrize(
+    "kind, folder, stem", [("wan", "transformer/", "diffusion_pytorch_model"), ("language", "", "model")]
+)
+def test_large_weights_are_sharded(directories, kind, folder, stem):
+    single = load_file(directories / kind / f"{folder}{stem}.safetensors")
+    contents = collect_contents(directories / kind, max_shard_size="20kB")
+    with contents.written():
+        index = json.loads(contents.files[f"{folder}{stem}.safetensors.index.json"].read_text())
+        files = sorted(set(index["weight_map"].values()))
+        assert len(files) > 1 and files[0] == f"{stem}-00001-of-{len(files):05d}.safetensors"
+        loaded = {name: load_file(contents.files[f"{folder}{name}"]) for name in files}
+        for name, file in index["weight_map"].items():
+            assert torch.equal(loaded[file][name], single[name])
+        assert sum(map(len, loaded.values())) == len(single)
+        assert f"{folder}{stem}.safetensors" not in contents.files
+        assert contents.replaces(f"{folder}{stem}.safetensors") and contents.replaces(f"{folder}pytorch_model.bin")
+        assert not contents.replaces(f"{folder}{files[0]}") and not contents.replaces("sample.gif")
+        temporary = contents.files[f"{folder}{files[0]}"]
+    assert not temporary.exists() and sorted(path.name for path in directories.iterdir()) == [
+        "language", "language.npy", "wan", "wan.npy"
+    ]  # fmt: skip
+
+
+def test_push_and_the_three_ways_to_load(client, hub, directories, tmp_path):
+    for kind in ("wan", "language"):
+        result = push(
+            client, directories / kind, f"user/{kind}-pushed", "--private", "--max-shard-size", "20kB", "--quiet"
+        )
+        assert result.code == 0, result.errors
+        repository = hub.repositories[f"user/{kind}-pushed"]
+        assert repository.private and commits(hub, f"user/{kind}-pushed") == 2
+        assert "mhla" in repository.files["README.md"].decode()
+    trusting = f"""
+        import sys
+        import numpy, transformers
+        from diffusers import AutoModel, DiffusionPipeline
+
+        def refused(load, *words):
+            try:
+                load()
+            except (ValueError, OSError) as error:
+                assert all(word in str(error) for word in words), error
+            else:
+                raise AssertionError("loaded without trust")
+            assert "mhla_hf" not in sys.modules
+
+        load_text = transformers.AutoModelForCausalLM.from_pretrained
+        refused(lambda: DiffusionPipeline.from_pretrained("user/wan-pushed"), "mhla_hf.py", "trust_remote_code=True")
+        refused(lambda: load_text("user/language-pushed"), 'attn_implementation="mhla"')
+        text = load_text("user/language-pushed", trust_remote_code=True)
+        assert type(text) is transformers.Qwen3ForCausalLM and text.config._attn_implementation == "mhla"
+        pipeline = DiffusionPipeline.from_pretrained("user/wan-pushed", trust_remote_code=True)
+        # Afterwards everything works as with the package imported, with and without trust.
+        text_pipeline = transformers.pipeline("text-generation", "user/language-pushed", trust_remote_code=True)
+        assert text_pipeline.model.config._attn_implementation == "mhla"
+        plain, plain_text = DiffusionPipeline.from_pretrained("user/wan-pushed"), load_text("user/language-pushed")
+        own = AutoModel.from_pretrained("user/wan-pushed", subfolder="transformer")
+        import mhla_hf
+        from tests import hub_models
+        loaded = mhla_hf.load_pipeline("user/wan-pushed")
+        assert type(own) is type(pipeline.transformer) is mhla_hf.MHLAWanTransformer3DModel
+        for kind, models in dict(wan=[pipeline, plain, loaded], language=[text, plain_text]).items():
+            expected = numpy.load(f"{directories}/{{kind}}.npy")
+            for model in models:
+                if kind == "wan":
+                    model.set_progress_bar_config(disable=True)
+                numpy.testing.assert_array_equal(hub_models.output(kind, model), expected)
+        text.save_pretrained("{tmp_path}/saved")
+        pipeline.save_pretrained("{tmp_path}/saved-pipeline")
+    """
+    absent = """
+        import sys
+        # As on a machine without the package: importing it fails.
+        sys.modules["mhla_hf"] = None
+        import transformers
+        from diffusers import DiffusionPipeline
+        for load in (
+            lambda: DiffusionPipeline.from_pretrained("user/wan-pushed", trust_remote_code=True),
+            lambda: transformers.AutoModelForCausalLM.from_pretrained("user/language-pushed", trust_remote_code=True),
+        ):
+            try:
+                load()
+            except ImportError as error:
+                assert str(error).endswith("pip install mhla-hf"), error
+            else:
+                raise AssertionError("loaded without the package")
+    """
+    processes = {}
+    for name, program in {"trusting": trusting, "absent": absent}.items():
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **hub.environment(tmp_path / name)}
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        processes[name] = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    for process in processes.values():
+        errors = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, errors
+    assert hub.unknown == []
+    assert "auto_map" not in json.loads((tmp_path / "saved/config.json").read_text())
+    index = json.loads((tmp_path / "saved-pipeline/model_index.json").read_text())
+    assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
+
+
+def test_an_interrupted_push_goes_on_and_shows_nothing_before(client, hub, pipeline):
+    arguments = (pipeline, "user/interrupted", "--max-shard-size", "20kB", "--quiet")
+    hub.inject("POST", "/commit/", 503, times=None)
+    result = push(client, *arguments)
+    assert result.code == 1 and "run this again later" in result.errors and "Traceback" not in result.errors
+    arrived = uploads(hub)
+    assert arrived and commits(hub, "user/interrupted") == 1 and hub.repositories["user/interrupted"].files == {}
+    hub.heal()
+    result = push(client, *arguments)
+    assert result.code == 0, result.errors
+    assert uploads(hub) == arrived
+    assert commits(hub, "user/interrupted") == 2
+    assert hub.unknown == []
+
+
+def test_pushing_again_replaces_weights_of_other_names(client, hub, pipeline):
+    assert push(client, pipeline, "user/again", "--max-shard-size", "20kB", "--quiet").code == 0
+    assert f"{WEIGHTS}.index.json" in hub.repositories["user/again"].files
+    hub.repositories["user/again"].files["transformer/notes.txt"] = b"kept"
+    result = push(client, pipeline, "user/again", "--json", pipeline.parent / "report.json")
+    assert result.code == 0, result.errors
+    files = hub.repositories["user/again"].files
+    assert sorted(name for name in files if name.startswith("transformer/")) == [
+        "transformer/config.json", WEIGHTS, "transformer/mhla_hf.py"
+    ]  # fmt: skip
+    report = json.loads((pipeline.parent / "report.json").read_text())
+    assert report["url"] == f"{hub.url}/user/again" and report["pull_request"] is None
+    assert report["url"] in result.output
+
+
+def test_revisions_and_pull_requests(client, hub, pipeline):
+    assert push(client, pipeline, "user/branches", "--revision", "v1", "--message", "First", "--quiet").code == 0
+    repository = hub.repositories["user/branches"]
+    assert repository.files == {} and WEIGHTS in repository.files_at("v1")
+    assert repository.titles[repository.references["refs/heads/v1"]] == "First"
+    result = push(client, pipeline, "user/branches", "--create-pr")
+    assert result.code == 0, result.errors
+    assert result.output.strip().endswith(f"{hub.url}/user/branches/discussions/1")
+    assert repository.files == {} and WEIGHTS in repository.files_at("refs/pr/1")
+
+
+def break_nan(directory):
+    tensors = load_file(directory / WEIGHTS)
+    name = min(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    return "NaN"
+
+
+def break_missing(directory):
+    (directory / "vae/diffusion_pytorch_model.safetensors").unlink()
+    return "vae"
+
+
+def break_pickle(directory):
+    (directory / "extra.ckpt").write_bytes(b"\x80\x04.")
+    return "extra.ckpt is a pickle"
+
+
+def break_softmax(directory):
+    shutil.rmtree(directory)
+    tiny.wan_pipeline().save_pretrained(directory)
+    return "has no MHLA model"
+
+
+def break_everything(directory):
+    shutil.rmtree(directory)
+    return "is no directory"
+
+
+@pytest.mark.parametrize("damage", [break_nan, break_missing, break_pickle, break_softmax, break_everything])
+def test_nothing_is_pushed_when_something_is_wrong(client, hub, pipeline, damage):
+    expected = damage(pipeline)
+    seen = len(hub.requests)
+    result = push(client, pipeline, "user/broken", "--quiet")
+    assert result.code == 1 and expected in result.errors
+    (line,) = result.errors.strip().splitlines()
+    assert line.startswith("error: ") and len(line) < 900
+    assert "user/broken" not in hub.repositories
+    assert [r.path for r in hub.requests[seen:]] == ["/api/whoami-v2"]
+
+
+@pytest.mark.parametrize(
+    "arguments, variables, expected",
+    [
+        (["user/refused"], {"HF_TOKEN": "wrong"}, "does not accept the access token"),
+        (["user/refused"], {"HF_TOKEN": "reader"}, "may not write to user/refused"),
+        (["other/refused"], {}, "may not write to other/refused"),
+        (["refused"], {}, "repo_id='refused' is no repository"),
+        (["user/public", "--private"], {}, "user/public is there and public"),
+        (["user/refused"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the connection to the Hub failed"),
+    ],
+)
+def test_refusals_are_one_line(client, hub, directories, arguments, variables, expected):
+    if "--private" in arguments and "user/public" not in hub.repositories:
+        client.check("import huggingface_hub; huggingface_hub.create_repo('user/public')")
+    result = push(client, directories / "wan", *arguments, "--quiet", **variables)
+    assert result.code == 1 and expected in result.errors
+    assert len(result.errors.strip().splitlines()) == 1
+
+
+def test_dry_run_needs_no_network(client, hub, pipeline):
+    seen = len(hub.requests)
+    result = push(client, pipeline, "user/dry", "--dry-run", "--max-shard-size", "20kB", "--json", "-", "--quiet")
+    assert result.code == 0, result.errors
+    report = json.loads(result.output)
+    assert f"{WEIGHTS.removesuffix('.safetensors')}-00001-of-" in " ".join(report["files"])
+    assert any("licence" in warning for warning in report["warnings"])
+    shown = push(client, pipeline, "user/dry", "--dry-run").output
+    assert "transformer/mhla_hf.py" in shown and "warning:" in shown
+    assert len(hub.requests) == seen and "user/dry" not in hub.repositories
+
+
+def test_the_licence_and_the_base_reach_the_card(client, hub, tmp_path):
+    tiny.wan_pipeline().save_pretrained(tmp_path / "softmax")
+    (tmp_path / "softmax/README.md").write_text(CARD)
+    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", {"blocks": [2, 1, 2]}, progress=False)
+    result = push(client, tmp_path / "mhla", "user/licensed", "--quiet")
+    assert result.code == 0 and "licence" not in result.errors, result.errors
+    card = hub.repositories["user/licensed"].files["README.md"].decode()
+    assert "license: apache-2.0" in card and "pipeline_tag: text-to-video" in card and "user/licensed" in card
+    (tmp_path / "mhla/README.md").write_text("# My own\n")
+    assert push(client, tmp_path / "mhla", "user/licensed", "--quiet").code == 0
+    assert hub.repositories["user/licensed"].files["README.md"] == b"# My own\n"
+
+
+def test_push_to_hub_of_the_libraries_refuses_nan(client, hub):
+    result = client.run("""
+        import torch
+        from tests import hub_models
+        model = hub_models.make("language")
+        next(model.parameters()).data[0, 0] = float("nan")
+        model.push_to_hub("user/nan")
+    """)
+    assert result.code == 1 and "has NaN values; nothing is pushed" in result.errors
+    assert hub.repositories["user/nan"].files == {}
