@@ -15,7 +15,6 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from ..conversion.writing import byte_progress
 from ..utils.hub import explained_hub_errors
 from ..utils.locations import is_hub_id
-from ..utils.messages import shorten_list
 from .card import model_card
 from .checks import Problem, check_directory
 from .contents import Contents, collect_contents, is_working_file
@@ -122,9 +121,8 @@ def prepare_push(
     problems = _check(directory, progress)
     errors = [str(problem) for problem in problems if problem.level == "error"]
     if errors:
-        raise ValueError(
-            f"{directory} is not pushed: {shorten_list(errors)} (mhla-hf doctor {directory} lists everything)"
-        )
+        more = f" And {len(errors) - 1} more: mhla-hf doctor lists them." if len(errors) > 1 else ""
+        raise ValueError(f"{directory} is not pushed. {errors[0]}{more}")
 
     def make_card() -> str:
         return str(model_card(directory, benchmarks=benchmarks, repo_id=repo_id))
