@@ -7,6 +7,8 @@ from ..utils.lazy import lazy_names
 
 
 if TYPE_CHECKING:
+    from .card import model_card as model_card
+    from .card import write_card as write_card
     from .checks import check_directory as check_directory
     from .metadata import card_data as card_data
     from .problems import Problem as Problem
@@ -16,7 +18,9 @@ _PUBLIC_NAMES = {
     "Problem": "problems",
     "card_data": "metadata",
     "check_directory": "checks",
+    "model_card": "card",
     "push_directory": "push",
+    "write_card": "card",
 }
 
 __all__ = sorted(_PUBLIC_NAMES)

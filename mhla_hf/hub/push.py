@@ -15,7 +15,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from ..conversion.writing import byte_progress
 from ..utils.hub import explained_hub_errors
 from ..utils.locations import is_hub_id
-from .card import model_card
+from .card import card_for_repository
 from .checks import Problem, check_directory
 from .contents import Contents, collect_contents, is_working_file
 from .metadata import card_data
@@ -125,7 +125,7 @@ def prepare_push(
         raise ValueError(f"{directory} is not pushed. {errors[0]}{more}")
 
     def make_card() -> str:
-        return str(model_card(directory, benchmarks=benchmarks, repo_id=repo_id))
+        return card_for_repository(directory, repo_id, benchmarks)
 
     contents = collect_contents(directory, max_shard_size=max_shard_size, card=make_card)
     warnings = [str(problem) for problem in problems]
