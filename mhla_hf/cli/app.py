@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from ..app.limits import Limits
+from .help import DIRECTORY
+from .options import DTYPES, Device, Overwrite, completion, listed
 
 
 _LIMITS = "Limits of one visitor"
@@ -23,42 +25,52 @@ def app_command(
         ),
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="The original of it; by default the one that its conversion.json names.")
+        str | None,
+        typer.Option(help="Its softmax original: directory or Hub id. Default: what conversion.json names."),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port; the first free one from 7860 if left out.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port. Default: the first free one from 7860.")] = None,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on, such as 0.0.0.0; this machine alone if left out.")
+        str | None,
+        typer.Option(help="Address to listen on, such as 0.0.0.0. Default: this machine alone.", metavar="ADDRESS"),
     ] = None,
     share: Annotated[bool, typer.Option("--share", help="Make a public link through gradio's servers.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    device: Device = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Type of the weights; bfloat16 on a GPU and float32 on a CPU if left out.")
+        str | None,
+        typer.Option(
+            help=f"Type of the weights: {listed(DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.",
+            metavar="NAME",
+            autocompletion=completion(DTYPES),
+        ),
     ] = None,
     text_length: Annotated[
-        int | None, typer.Option(help="Tokens that prompts are padded to, if not the pipeline's own number.")
+        int | None, typer.Option(help="Tokens that prompts are padded to. Default: the pipeline's own number.")
     ] = None,
     max_steps: Annotated[int, typer.Option(help="Denoising steps.", rich_help_panel=_LIMITS)] = _USUAL.steps,
     max_pixels: Annotated[
-        int | None, typer.Option(help="Height × width; by default the model's own.", rich_help_panel=_LIMITS)
+        int | None, typer.Option(help="Height × width in pixels. Default: the model's own.", rich_help_panel=_LIMITS)
     ] = None,
     max_frames: Annotated[
-        int | None, typer.Option(help="Frames of a video; by default the model's own.", rich_help_panel=_LIMITS)
+        int | None, typer.Option(help="Frames of a video. Default: the model's own.", rich_help_panel=_LIMITS)
     ] = None,
     max_prompt: Annotated[int, typer.Option(help="Characters of a prompt.", rich_help_panel=_LIMITS)] = _USUAL.prompt,
     max_new_tokens: Annotated[
         int, typer.Option(help="Tokens of a language model.", rich_help_panel=_LIMITS)
     ] = _USUAL.new_tokens,
     max_seconds: Annotated[
-        float, typer.Option(help="Time of each of the two models.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds that each of the two models may take.", rich_help_panel=_LIMITS)
     ] = _USUAL.seconds,
     max_queue: Annotated[int, typer.Option(help="Requests that wait.", rich_help_panel=_LIMITS)] = _USUAL.queue,
     space: Annotated[
         Path | None,
-        typer.Option("--export-space", help="Write a folder for a Space of the Hub instead.", rich_help_panel=_SPACE),
+        typer.Option(
+            "--export-space",
+            help="Write a folder for a Space of the Hub instead.",
+            metavar=DIRECTORY,
+            rich_help_panel=_SPACE,
+        ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the folder if it is there.", rich_help_panel=_SPACE)
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Serve a web page that compares an MHLA model with its original.
 

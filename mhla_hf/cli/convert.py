@@ -153,11 +153,10 @@ def convert_command(
     )
     if not quiet:
         _show(report)
-    figures = report.to_dict()
     if calibrate:
-        figures["calibration"] = _calibrate(destination, data, quiet)
+        _calibrate(destination, data, quiet)
     write_first_card(destination)
-    write_report(json_file, figures)
+    _write_record(json_file, destination)
 
 
 def _select(
@@ -186,14 +185,22 @@ def _select(
     return report.option
 
 
-def _calibrate(directory: Path, data: str | None, quiet: bool) -> dict[str, Any]:
+def _write_record(json_file: Path | None, directory: Path) -> None:
+    """Writes what the directory records of its conversion."""
+    from ..models.source import CONVERSION_RECORD
+    from ..utils.json_files import read_json
+
+    if json_file is not None:
+        write_report(json_file, read_json(directory / CONVERSION_RECORD, CONVERSION_RECORD))
+
+
+def _calibrate(directory: Path, data: str | None, quiet: bool) -> None:
     from ..recovery.directories import calibrate_directory
 
     with batch_progress("calibrating", not quiet) as progress:
         calibration = calibrate_directory(directory, data=data, progress=progress)
     if not quiet:
         show_calibration(calibration, directory)
-    return calibration.to_dict()
 
 
 @with_options(HUB)
@@ -255,9 +262,9 @@ def import_official_command(
         **given(options, HUB),
     )
     write_first_card(destination)
-    write_report(json_file, report.to_dict())
     if not quiet:
         _show(report)
+    _write_record(json_file, destination)
 
 
 def _show(report: "ConversionReport") -> None:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import typer
+from rich.markup import escape
 
 
 FILE, DIRECTORY = "FILE", "DIRECTORY"
@@ -24,17 +25,24 @@ def examples(*lines: str) -> str:
     return "\n".join(["Examples:" if len(lines) > 1 else "Example:", *lines])
 
 
+class _Tidy(str):
+    """A text that is ready for typer."""
+
+
 def tidy_help(command: Any) -> None:
     """Makes the help of a command, and of all commands below it, read alike.
 
-    Paragraphs are wrapped by the terminal and not where the source wraps them, arguments have the capital names that
-    texts call them by, and flags no type.
+    Paragraphs are wrapped by the terminal and not where the source wraps them, brackets are brackets, arguments have
+    the capital names that texts call them by, and flags no type.
 
     Args:
         command: A command or group of typer; it is changed in place.
     """
-    if command.help:
-        command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help))
+    for described in (command, *command.params):
+        # Typer takes words in brackets, such as those of `pip install "mhla-hf[app]"`, for styles.
+        if described.help and not isinstance(described.help, _Tidy):
+            text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(described.help))
+            described.help = _Tidy(escape(text))
     for parameter in (*command.params, command.get_help_option(typer.Context(command))):
         if parameter.metavar is not None:
             continue

@@ -72,6 +72,11 @@ def test_everything_is_explained(words):
     assert len(summary) <= 75 and summary.endswith("."), summary
 
 
+def test_brackets_are_shown():
+    assert 'pip install "mhla-hf[app]"' in invoke("app", "--help").output
+    assert "softmax([Wx, -Wx])" in invoke("convert", "--help", columns=200).output
+
+
 def test_commands_are_in_panels():
     order = [panels.CONVERT, panels.RECOVER, panels.LOOK, panels.SHARE, panels.CHECK]
     assert {command.rich_help_panel for command in COMMANDS[()].commands.values()} <= set(order)
@@ -88,6 +93,7 @@ SHARED = (
 DIFFERENT = {
     ("models", "--json"): "a flag since its first version",
     ("recover", "--device"): "auto or cpu",
+    ("card", "--overwrite"): "a README.md that was edited",
     ("convert", "--component"): "names a file's model too",
     ("import-official", "--normalizer"): "of the weights",
     ("bench decode", "--block-size"): "one number",
@@ -124,6 +130,8 @@ def test_unknown_options_are_wrong_usage(words):
         (("check-lora", "{missing}", "{missing}"), "missing"),
         (("bench", "decode", "{missing}", "--quiet"), "missing"),
         (("demo", "{out}", "--base", "{missing}"), "missing"),
+        (("doctor", "{missing}"), "missing"),
+        (("card", "{missing}"), "missing"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
