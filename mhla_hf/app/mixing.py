@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..analysis import mixing_figure
+from ..analysis.grids import middle_block
 from ..layouts.blocks import BlockLayout
 from ..training.matching.layers import mhla_layers
 from ..utils.messages import check_choice
@@ -54,6 +55,10 @@ class MixingBrowser:
         """First and last block of a layer on the token grid."""
         layout = self._layout(layer)
         return layout.num_prefix_blocks, layout.num_blocks - 1
+
+    def middle(self, layer: str) -> int:
+        """The block in the middle of a layer's token grid."""
+        return middle_block(self._layout(layer))
 
     def picture(self, layer: Any, head: Any, block: Any) -> Any:
         """Draws the mixing matrix of a layer's head, and one block's weights laid out on the token grid.

@@ -19,17 +19,23 @@ from .limits import Limits
 _CLEANING = (600, 3600)
 _PRIMARY = ("prompt", "class_label")
 
+_SYNCHRONIZE = """
+() => { for (const video of document.querySelectorAll(".answer video")) { video.currentTime = 0; video.play(); } }
+"""
+
 CSS = """
 .gradio-container main { width: 100%; max-width: 1040px; }
 .status { display: flex; gap: 12px; align-items: center; }
 .status progress { flex: 0 1 320px; height: 10px; accent-color: #2563eb; }
-#status, #speed-status { min-height: 32px; }
+#status, #speed-status { align-self: center; }
 .facts thead { display: none; }
 .prose td, .prose th { padding: 6px 10px; word-break: normal; overflow-wrap: anywhere; }
 .prose td:first-child, .prose th { white-space: nowrap; overflow-wrap: normal; }
 @media (max-width: 640px) {
   .wide .image-container > button { display: block; overflow-x: auto; }
-  .wide img { min-width: 760px; }
+  .wide .image-frame { width: 760px; max-width: none; }
+  .prose td, .prose th { padding: 6px; font-size: 13px; }
+  #status, #speed-status { min-width: 100% !important; }
 }
 """
 
@@ -74,8 +80,7 @@ def _generate_tab(handlers: Handlers) -> None:
         for field in fields:
             if field.name not in _PRIMARY:
                 inputs[field.name] = _input(field, min_width=220)
-    run, cancel = _buttons("Generate")
-    status = gr.HTML("", elem_id="status")
+    run, cancel, status = _buttons("Generate", "status")
     with gr.Row():
         answers = [
             _output(comparison.kind, label, name)
@@ -96,6 +101,8 @@ def _generate_tab(handlers: Handlers) -> None:
         show_progress_on=status,
         trigger_mode="once",
     )
+    # The videos arrive one after the other; from now on they show the same moment.
+    running.success(None, js=_SYNCHRONIZE)
     cancel.click(lambda: CANCELLED, None, status, cancels=[running], queue=False, api_visibility="private")
 
 
@@ -110,7 +117,7 @@ def _mixing_tab(page: Any, handlers: Handlers) -> None:
     with gr.Row():
         layer = gr.Dropdown(list(browser.layers), value=first, label="Layer", elem_id="layer", min_width=180)
         head = gr.Dropdown(browser.heads(first), label="Head", elem_id="head", min_width=180)
-        block = gr.Slider(least, most, value=(least + most + 1) // 2, step=1, label="Query block", min_width=220)
+        block = gr.Slider(least, most, value=browser.middle(first), step=1, label="Query block", min_width=220)
     picture = _plot("Mixing weights", "mixing", elem_classes="wide")
 
     def choices(chosen: str) -> tuple[Any, Any]:
@@ -133,8 +140,7 @@ def _speed_tab(handlers: Handlers) -> None:
         "Time of the attention of one layer of this model on this machine, by the number of tokens. It is measured "
         "when somebody first asks for it, and takes some seconds."
     )
-    run, cancel = _buttons("Measure")
-    status = gr.HTML("", elem_id="speed-status")
+    run, cancel, status = _buttons("Measure", "speed-status")
     plot = _plot("Time against length", "speed")
     table = gr.Markdown("", elem_id="speed-table")
     measuring = run.click(
@@ -169,12 +175,13 @@ def _output(kind: str, label: str, name: str) -> Any:
     return gr.Textbox(lines=12, max_lines=24, buttons=["copy"], **options)
 
 
-def _buttons(action: str) -> tuple[Any, Any]:
-    """A button that starts work, and one that cancels it."""
+def _buttons(action: str, status: str) -> tuple[Any, Any, Any]:
+    """A button that starts work, one that cancels it, and a place for its progress."""
     with gr.Row():
         return (
             gr.Button(action, variant="primary", scale=0, min_width=150),
             gr.Button("Cancel", scale=0, min_width=110),
+            gr.HTML("", elem_id=status, min_height=40),
         )
 
 

@@ -96,7 +96,7 @@ def running(saved: Saved, limits: Any = None, **options: Any):
 
     comparison = open_comparison(saved.model, device="cpu")
     generator = (TextGenerator if comparison.kind == "text" else DiffusionGenerator)(comparison, limits)
-    meter = SpeedMeter(comparison, most_tokens=512, seconds=0.3)
+    meter = SpeedMeter(comparison, most_tokens=512, seconds=0.1)
     handlers = Handlers(comparison, generator, MixingBrowser(comparison), meter)
     page = build_page(handlers, limits)
     socket.socket.connect = watched
