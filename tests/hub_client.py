@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
@@ -121,6 +122,18 @@ def run_program(task: dict) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
+
+
+def warm_up() -> None:
+    """Imports what programs need, and does once what libraries remember for the rest of a process."""
+    import mhla_hf.cli.main
+    import mhla_hf.conversion
+    from tests import hub_models, tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.wan_pipeline().save_pretrained(f"{folder}/softmax")
+        mhla_hf.conversion.convert_pretrained(f"{folder}/softmax", f"{folder}/mhla", mhla=hub_models.OPTIONS["wan"])
+        mhla_hf.load_pipeline(f"{folder}/mhla")
 
 
 def serve() -> None:
