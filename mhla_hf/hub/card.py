@@ -139,7 +139,7 @@ def model_card(
         speed=speed,
         limits=limits(records, quality is not None, any(section["is_own"] for section in speed)),
     )
-    return ModelCard(mark_generated(re.sub(r"\n{3,}", "\n\n", str(card))))
+    return ModelCard(mark_generated(re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", str(card)))))
 
 
 def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any) -> Path | None:

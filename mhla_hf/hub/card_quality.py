@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from ..recovery.report import TITLES
+from ..utils.locations import is_hub_id
 from .markdown import count, counted, number, one_line, plain, show, sizes, table
 from .records import Records, entry
 
@@ -94,8 +95,9 @@ def eval_results(records: Records, task: str | None, dataset: str | None = None)
     if task is None or not states or list(states)[-1] in ("softmax", "converted"):
         return []
     origin, kind = entry(data, "origin", kind=str), entry(data, "kind", kind=str)
-    name = dataset or f"Held-out {one_line(origin or kind or 'samples')}"
-    identifier = one_line(origin) if origin else "held-out"
+    identifier = origin.partition(":")[0] if is_hub_id(origin.partition(":")[0]) else "held-out"
+    held_out = f"Held-out {one_line(kind or 'samples')}"
+    name = dataset or (held_out if identifier == "held-out" else one_line(origin))
     return [
         EvalResult(
             task_type=task,

@@ -48,14 +48,14 @@ def _recovery(report: dict[str, Any]) -> dict[str, Any] | None:
                 "steps": f"{steps:,}" if steps else None,
                 "samples per step": show(count(options.get("batch_size")) if steps else None, "{:,}"),
                 "learning rate": learning_rate,
-                "learning rate of MHLA's": added if added != learning_rate else None,
+                "learning rate, MHLA": added if added != learning_rate else None,
                 "time": duration(seconds.get("seconds")),
                 "CPU time": duration(seconds.get("cpu_seconds")),
             }
         )
     if not rows:
         return None
-    right = ("steps", "samples per step", "learning rate", "learning rate of MHLA's", "time", "CPU time")
+    right = ("steps", "samples per step", "learning rate", "learning rate, MHLA", "time", "CPU time")
     stages = table(rows, right) or "\n".join(f"- {row['stage']}" for row in rows)
     return {"stages": stages, "data": _data(report), "where": machine_sentence(entry(report, "machine"))}
 
@@ -105,9 +105,11 @@ def _training(record: dict[str, Any]) -> dict[str, Any] | None:
     added = rate(config.get("mhla_learning_rate"))
     precision = entry(config, "mixed_precision", kind=str)
     trained = entry(config, "train", kind=str)
+    distilled = count(config.get("transfer_steps")) or count(config.get("distill_steps"))
     facts = [
         f"{counted(batch, 'sample')} a step" if batch else None,
         f"learning rate {added} for MHLA's parameters" if added and added != base_rate else None,
+        "teacher: the model before its conversion" if distilled and config.get("teacher") is None else None,
         f"{_TRAINED[trained]} trained" if trained in _TRAINED else None,
         f"mixed precision {code(precision)}" if precision not in ("", "no") else None,
         f"seed {count(config.get('seed'))}" if count(config.get("seed")) is not None else None,

@@ -166,7 +166,10 @@ def test_everything_known_is_said(complete):
     assert re.search(r"matching: .*\| 1,000 \| 1 \| 0.004 \| 0.02 \| 37.3 s \| 73.4 s \|", training)
     assert "On Some CPU, 2 CPU threads, torch 2.13.0, 2026-01-31." in training
     assert re.search(r"\| fine-tuning: .* \| 2,000 \| 2e-5 \| 0.4567 \|", training)
-    assert "on 1,234 samples" in training and "64 samples a step; mixed precision `bf16`; seed 7." in training
+    assert (
+        "on 1,234 samples" in training
+        and "64 samples a step; teacher: the model before its conversion; mixed precision `bf16`; seed 7." in training
+    )
     evaluation = section(card, "Evaluation")
     assert "Flow-matching loss, on 48 held-out samples with 2 noise draws each, the same for all models; lower" in (
         evaluation

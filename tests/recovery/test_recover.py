@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from diffusers import DiTPipeline, WanPipeline
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -251,6 +252,9 @@ def test_command(sources, tmp_path, caplog):
     assert done.exit_code == 0, done.output
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures == json.loads((tmp_path / "out" / "report.json").read_text())
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert f"| **this model**, matched | {figures['figures']['match']['cosine']:.4f} |" in card.text
+    assert "(passages of text of at most " in card.text and "One run, seed 0." in card.text
     for text in ("softmax (original)", "converted", "calibrated", "matched", "cosine to the original", "CPU seconds"):
         assert text in done.output
     wrong = CliRunner().invoke(app, [*command, "--match-steps", "0"])
