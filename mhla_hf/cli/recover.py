@@ -10,6 +10,7 @@ import typer
 from ..config import CHOICES
 from ..recovery.recipe_files import recipe_names
 from ..recovery.recipes import STAGES, DataOptions
+from ..utils.model_cards import CARD
 from .card import write_first_card
 from .help import FILE
 from .options import (
@@ -160,7 +161,9 @@ def recover_command(
         digit_videos=_digit_videos,
         **given(options, HUB),
     )
-    write_first_card(report.output)
+    if not (report.output / CARD).exists():
+        # A finished run that is resumed keeps the card that it has.
+        write_first_card(report.output)
     write_report(json_file, report.to_dict())
     if not quiet:
         _show(report)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from ..analysis import plot_mixing
-from ..hub.card import CardText, write_card
+from ..hub import CardText, write_card
 from ..training.data.digits import MovingDigitsConfig
 from ..training.data.videos import write_video
 from ..training.loading import PipelineSource

@@ -7,6 +7,7 @@ from ..utils.lazy import lazy_names
 
 
 if TYPE_CHECKING:
+    from .card import CardText as CardText
     from .card import model_card as model_card
     from .card import write_card as write_card
     from .checks import check_directory as check_directory
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .push import push_directory as push_directory
 
 _PUBLIC_NAMES = {
+    "CardText": "card",
     "Problem": "problems",
     "card_data": "metadata",
     "check_directory": "checks",

@@ -92,7 +92,7 @@ def model_card(
     Examples:
         >>> from mhla_hf import convert_pretrained
         >>> from mhla_hf.demo import base_pipeline_directory
-        >>> from mhla_hf.hub.card import model_card
+        >>> from mhla_hf.hub import model_card
         >>> report = convert_pretrained(
         ...     base_pipeline_directory(), "digits-mhla-card", {"blocks": [5, 4, 4]}, progress=False
         ... )

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from mhla_hf import MHLAConfig, convert_pretrained
 from mhla_hf.cli.main import app
-from mhla_hf.hub.card import CardText, card_for_repository, model_card, write_card
+from mhla_hf.hub import CardText, model_card, write_card
+from mhla_hf.hub.card import card_for_repository
 from mhla_hf.hub.card_speed import is_benchmark, speed_sections
 from mhla_hf.hub.markdown import code, duration, number, plain, ranges, rate, size, table
 from mhla_hf.hub.records import read_records
