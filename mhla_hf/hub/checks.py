@@ -174,7 +174,10 @@ class _Checker:
             self.findings.error(folder, "has no config.json; download or save it again.")
             return
         with self.findings.noting(path):
-            config = read_json(path, "the configuration", optional={"_class_name": str, "model_type": str})
+            types = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
+            config = read_json(path, "the configuration", optional=types)
+            if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
+                raise ValueError("'architectures' must be a list of class names.")
             component = Component(folder.name, folder, config)
             if component.is_transformers and "model_type" not in config:
                 raise ValueError(

@@ -66,11 +66,14 @@ class Findings:
 
     @contextmanager
     def noting(self, path: Path) -> Iterator[None]:
-        """Notes a `ValueError` or `OSError` as an error in a file, and goes on after it."""
+        """Notes an exception as an error in a file, and goes on after it."""
         try:
             yield
         except (ValueError, OSError) as error:
             self.error(path, str(error) or type(error).__name__)
+        # Libraries meet contents of another kind than they expect with any exception.
+        except Exception as error:
+            self.error(path, f"cannot be checked ({type(error).__name__}: {shorten_text(str(error), 300)}).")
 
     def sorted(self) -> list[Problem]:
         """The problems, errors first, by file."""

@@ -159,7 +159,8 @@ def count_values(path: Path) -> Iterator[ValueCounts]:
                     if file.readinto(content) != len(content):
                         raise ValueError(f"{path} is truncated: {shorten_text(name)} reaches past its end.")
                     values = torch.frombuffer(content, dtype=FLOAT_TYPES[entry["dtype"]])
-                    if not values.isfinite().all():
+                    # Both are NaN if one value is, and this is many times as fast as looking at each.
+                    if not all(bound.isfinite() for bound in torch.aminmax(values)):
                         nans += int(values.isnan().sum())
                         infinities += int(values.isinf().sum())
             yield ValueCounts(name, math.prod(entry["shape"]), nans, infinities, end - start)

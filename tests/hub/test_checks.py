@@ -17,6 +17,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, V
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.hub.checks import check_directory
+from mhla_hf.utils.tensor_files import count_values
 from tests import tiny
 
 
@@ -228,6 +229,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda root: edit_json(root / "config.json", hidden_size=10**12),
         "config.json: hidden_size=1000000000000 is more than",
     ),
+    "count-of-a-part": (
+        "pipeline",
+        lambda root: edit_json(root / "vae/config.json", num_res_blocks=10**9),
+        "vae/config.json: num_res_blocks=1000000000 is more than 1000",
+    ),
+    "not-a-name": (
+        "bert",
+        lambda root: edit_json(root / "config.json", architectures=[1]),
+        "config.json: 'architectures' must be a list of class names",
+    ),
     "no-kind": (
         "bert",
         lambda root: edit_json(root / "config.json", model_type="REMOVED"),
@@ -417,3 +428,16 @@ def test_several_problems_at_once(copied):
         "text_encoder/model.safetensors",
         "transformer/config.json",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_values_of_every_type(dtype, tmp_path):
+    rows = torch.randn(4, 9).to(dtype)
+    rows[1, 3] = torch.nan
+    rows[2, :2] = torch.tensor([torch.inf, -torch.inf])
+    rows[3, 6:] = torch.tensor([-torch.inf, torch.nan, torch.nan])
+    tensors = {str(index): row for index, row in enumerate(rows)}
+    others = {"empty": torch.zeros(0, 2, dtype=dtype), "integers": torch.ones(2).int()}
+    save_file({**tensors, **others}, tmp_path / "model.safetensors")
+    counts = {entry.name: (entry.nans, entry.infinities) for entry in count_values(tmp_path / "model.safetensors")}
+    assert counts == {"0": (0, 0), "1": (1, 0), "2": (0, 2), "3": (2, 1), "empty": (0, 0), "integers": (0, 0)}

@@ -24,7 +24,7 @@ _SIZE_FIELDS = (
     "num_channels",
 )  # fmt: skip
 # Names of the number of modules that towers and heads make one by one.
-_MODULE_COUNT = re.compile(r"(?:.*_)?(?:layers|blocks|depths?)")
+_MODULE_COUNT = re.compile(r"(?:.*_)?(?:layers|blocks|depths?)(?:_per_block)?")
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
 
 
