@@ -12,7 +12,7 @@ from typing import Any
 from ..models.registry import current_class
 from ..models.source import Component
 from ..models.stub import LIBRARY as STUB_LIBRARY
-from ..utils.json_files import read_json, read_json_value
+from ..utils.json_files import Types, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_text
 from ..utils.source_files import list_files, named_file
@@ -174,7 +174,7 @@ class _Checker:
             self.findings.error(folder, "has no config.json; download or save it again.")
             return
         with self.findings.noting(path):
-            types = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
+            types: dict[str, Types] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
             config = read_json(path, "the configuration", optional=types)
             if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
                 raise ValueError("'architectures' must be a list of class names.")
