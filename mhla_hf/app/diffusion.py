@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import torch
 
 from ..demo.config import DEFAULT_PROMPTS
 from ..demo.data import TEXT_LENGTH
+from ..models.registry import family_for
 from ..recovery.probes import PROMPTS, sample_size
 from ..utils.machine import synchronize
 from .generation import TITLES, Answer, Field, Generator, number_field, prompt_field, seed_field, whole_field
@@ -22,6 +24,8 @@ from .models import Comparison
 from .work import Control, Progress
 
 
+# What heights and widths must be multiples of for the pipelines, whatever the model; 8 for others.
+_MULTIPLES = {"wan": 16, "sana": 32, "sana-video": 32}
 # Pixels of the longer side; smaller pictures are enlarged by a whole number.
 _SHOWN_PIXELS = 320
 
@@ -102,17 +106,20 @@ class DiffusionGenerator(Generator):
         return [whole_field("class_label", "Class", 0, 0, classes - 1), *fields]
 
     def _sides(self, height: int | None, width: int | None) -> list[Field]:
-        """Height and width: multiples of a patch's pixels; each alone may be as long as the area allows."""
+        """Height and width: multiples of a patch's pixels, each at most four times the side of the largest square."""
         pipeline = self.comparison.mhla
         model: Any = next(iter(self.comparison.mhla_models().values()))
         patch = model.config.patch_size
         factor: int = getattr(pipeline, "vae_scale_factor_spatial", 0) or getattr(pipeline, "vae_scale_factor", 8)
-        unit = int(factor * (patch if isinstance(patch, int) else patch[-1]))
+        family = family_for(type(model).__name__).name
+        unit = math.lcm(int(factor * (patch if isinstance(patch, int) else patch[-1])), _MULTIPLES.get(family, 8))
         self._pixels = self.limits.pixels_for(height, width)
-        longest = max(unit, self._pixels // unit // unit * unit)
         square = max(unit, int(self._pixels**0.5) // unit * unit)
+        longest = max(unit, min(4 * square, self._pixels // unit // unit * unit))
+        if not height or not width or height * width > self._pixels:
+            height = width = square
         return [
-            whole_field(name, name.capitalize(), min(own or square, longest), unit, longest, unit)
+            whole_field(name, name.capitalize(), min(own, longest), unit, longest, unit)
             for name, own in (("height", height), ("width", width))
         ]
 

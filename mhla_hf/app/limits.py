@@ -77,7 +77,8 @@ def check_whole(name: str, value: Any, least: int, most: int, *, step: int = 1) 
     if not _is_number(value) or not least <= value <= most or value % 1:
         raise ValueError(f"{name} must be a whole number from {least} to {most}, not {shorten_value(value, 40)}.")
     if (int(value) - least) % step:
-        raise ValueError(f"{name} must be {least} plus a multiple of {step}, not {int(value)}.")
+        first = "" if least % step == 0 else f"{least} plus "
+        raise ValueError(f"{name} must be {first}a multiple of {step}, not {int(value)}.")
     return int(value)
 
 

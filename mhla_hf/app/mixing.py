@@ -21,7 +21,7 @@ from .models import Comparison
 
 ALL_HEADS = "mean of all heads"
 
-_PICTURES = 128
+_PICTURES = 64
 _DPI = 110
 
 

@@ -106,7 +106,7 @@ def test_both_models_answer_from_the_same_noise(server, client):
         ({"steps": "2"}, "Steps must be a whole number from 1 to 50, not '2'"),
         ({"seed": -1}, "Seed must be a whole number from 0"),
         ({"guidance_scale": 1e9}, "Guidance must be a number from 0 to 30"),
-        ({"height": 17}, "Height must be 16 plus a multiple of 16"),
+        ({"height": 17}, "Height must be a multiple of 16, not 17"),
         ({"height": 512, "width": 512}, "Height × Width is 262,144 pixels; at most 65,536 are allowed here"),
         ({"num_frames": 401}, "Frames must be a whole number from 1 to 33, not 401"),
         ({"num_frames": 8}, "Frames must be 1 plus a multiple of 4"),
