@@ -212,8 +212,9 @@ def _read_benchmarks(
 def _title(records: Records, base_model: Any) -> str:
     if isinstance(base_model, str) and is_hub_id(base_model):
         return f"{base_model.partition('/')[2]} with MHLA"
-    name = records.source.root.resolve().name
-    # A snapshot in the Hub's cache is named by its commit.
+    root = records.source.root.resolve()
+    # Trainings write into a folder of their output, and a snapshot in the Hub's cache is named by its commit.
+    name = root.parent.name if records.training and root.name in ("pipeline", "model") else root.name
     return "A model with MHLA" if re.fullmatch(r"[0-9a-f]{40}|", name) else name
 
 
@@ -224,7 +225,9 @@ def _base(records: Records, base_model: Any) -> str:
     part = records.parts[0]
     article = "an" if part.kind[0] in "aeiou" else "a"
     text = f"{article} {part.kind} of the {_FAMILY_NAMES.get(part.family, plain(part.family))} family"
-    location = entry(records.conversion, "source", "location", kind=str)
+    location = entry(records.conversion or records.training, "source", "location", kind=str)
+    # Of a path the last part alone: the rest is private.
+    location = re.split(r"[/\\]", location.rstrip("/\\"))[-1]
     return f"{text}, converted from {code(location)}," if location else text
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -24,6 +25,11 @@ _AUTO_CLASSES = {
     "ForImageClassification": "AutoModelForImageClassification",
     "image-text-to-text": "AutoModelForImageTextToText",
     "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
+}
+_PROCESSOR_FILES = {
+    "AutoTokenizer": ("tokenizer_config.json", "tokenizer.json"),
+    "AutoImageProcessor": ("preprocessor_config.json", "processor_config.json"),
+    "AutoProcessor": ("processor_config.json", "preprocessor_config.json"),
 }
 _TRUSTED = "Without importing the package: a small file of the repository does it, if its code is trusted"
 
@@ -47,7 +53,7 @@ def usage(
         return _pipelines(records, data, where, prompt, arguments)
     component = records.parts[0].component
     if component.is_transformers:
-        return _transformers(component.class_name, data, where, prompt)
+        return _transformers(records.source.root, component.class_name, data, where, prompt)
     name = component.class_name
     return _ways(
         f"import mhla_hf\n\nmodel = mhla_hf.{name}.from_pretrained({where})",
@@ -104,17 +110,21 @@ def _pipelines(
     return ways
 
 
-def _transformers(class_name: str, data: ModelCardData, where: str, prompt: str | None) -> list[dict[str, str]]:
+def _transformers(
+    root: Path, class_name: str, data: ModelCardData, where: str, prompt: str | None
+) -> list[dict[str, str]]:
     task = str(data.pipeline_tag)
     named = next((auto for end, auto in _AUTO_CLASSES.items() if class_name.endswith(end) or task == end), "AutoModel")
     processor = "AutoTokenizer"
     if "image" in task:
         processor = "AutoProcessor" if "text" in task else "AutoImageProcessor"
+    has_processor = any((root / name).is_file() for name in _PROCESSOR_FILES[processor])
     variable = {"AutoTokenizer": "tokenizer"}.get(processor, "processor")
     load = f"from transformers import {{}}\n\nmodel = {named}.from_pretrained({{}})"
-    imported = load.format(", ".join(sorted([named, processor])), where)
-    imported += f"\n{variable} = {processor}.from_pretrained({where})"
-    if task == "text-generation":
+    imported = load.format(", ".join(sorted([named, *([processor] if has_processor else [])])), where)
+    if has_processor:
+        imported += f"\n{variable} = {processor}.from_pretrained({where})"
+    if has_processor and task == "text-generation":
         imported += (
             f'\ninputs = tokenizer({literal(prompt or "Once upon a time")}, return_tensors="pt")'
             "\nprint(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"

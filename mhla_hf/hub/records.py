@@ -6,6 +6,7 @@ Records may be of earlier versions or of others: fields that are missing, or of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,18 +158,25 @@ def _read_part(component: Component, record: dict[str, Any]) -> ModelPart:
         (entry(item, "copied_parameters", kind=int) for item in entry(record, "weight_sets", kind=list)),
         0,
     )
-    total = copied + new if copied and new is not None else None
+    total = copied + new if copied and new is not None else _stored_parameters(component)
     return ModelPart(component, family, kind, _read_towers(component, record, family), total, new)
+
+
+def _stored_parameters(component: Component) -> int | None:
+    """Number of parameters in the first set of weights; `None` where there is none that can be read."""
+    try:
+        readers = component.weight_sets()[0].open(floats_only=False)
+        return sum(math.prod(shape) for reader in readers for shape in reader.shapes.values()) or None
+    # The card is not the place to say what is wrong with weights.
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _volume(tensor: Any) -> int | None:
     shape = entry(tensor, "shape", kind=list)
     if not all(isinstance(length, int) and 0 <= length < 2**32 for length in shape) or len(shape) > 8:
         return None
-    volume = 1
-    for length in shape:
-        volume *= length
-    return volume
+    return math.prod(shape)
 
 
 def _read_towers(component: Component, record: dict[str, Any], family: str) -> list[Tower]:

@@ -320,6 +320,14 @@ def test_older_records(directory):
     assert "parameters that MHLA adds" not in card.text
 
 
+def test_the_output_of_a_training(directory, tmp_path):
+    output = directory.rename(tmp_path / "pipeline")
+    write_json(output / "training.json", {**TRAINING, "source": {"location": "/home/me/secret/digits"}})
+    card = written(output)
+    assert f"# {tmp_path.name}\n" in card.text.replace("\\_", "_") and "converted from `digits`" in card.text
+    assert "secret" not in card.text and "| fine-tuning: " in card.text
+
+
 # Texts of others
 
 
@@ -438,6 +446,9 @@ def test_a_language_model(tmp_path):
     assert "Bits per byte of text, on 20 held-out samples; lower is better." in card.text
     assert "64 tokens each; mixing weights for 512 tokens" in card.text and "| attention | causal |" in card.text
     assert "AutoModelForCausalLM" in card.text and "rotary embedding" in card.text
+    assert "AutoTokenizer" not in card.text
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert "AutoTokenizer.from_pretrained(" in written(tmp_path).text
     assert "load_pipeline" not in card.text
 
 
