@@ -128,12 +128,14 @@ def warm_up() -> None:
     """Imports what programs need, and does once what libraries remember for the rest of a process."""
     import mhla_hf.cli.main
     import mhla_hf.conversion
+    from mhla_hf.hub.push import prepare_push
     from tests import hub_models, tiny
 
     with tempfile.TemporaryDirectory() as folder:
         tiny.wan_pipeline().save_pretrained(f"{folder}/softmax")
         mhla_hf.conversion.convert_pretrained(f"{folder}/softmax", f"{folder}/mhla", mhla=hub_models.OPTIONS["wan"])
         mhla_hf.load_pipeline(f"{folder}/mhla")
+        prepare_push(Path(folder, "mhla"), "user/mhla")
 
 
 def serve() -> None:

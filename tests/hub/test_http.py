@@ -19,18 +19,23 @@ MODEL_FILES = {
 
 @pytest.fixture(scope="module")
 def pushed(hub_and_client, tmp_path_factory):
-    """The folder with the output of each model, which the libraries' own methods pushed to `user/KIND`."""
+    """The folder with the output of each model, which the libraries' own methods pushed to `user/KIND`.
+
+    `push_directory` pushed them to `user/directory-KIND`.
+    """
     hub, client = hub_and_client
     folder = tmp_path_factory.mktemp("pushed")
     # Weights go up in several parts, and listings come down in several pages.
     hub.part_size, hub.page_size = 40_000, 4
     client.check(f"""
-        import numpy
+        import mhla_hf.hub, numpy
         from tests import hub_models
         for kind in {KINDS}:
             model = hub_models.make(kind)
             numpy.save(f"{folder}/{{kind}}.npy", hub_models.output(kind, model))
             model.push_to_hub(f"user/{{kind}}")
+            model.save_pretrained(f"{folder}/directory-{{kind}}")
+            mhla_hf.hub.push_directory(f"{folder}/directory-{{kind}}", f"user/directory-{{kind}}")
             if kind == "wan":
                 model.save_pretrained("{folder}/wan", push_to_hub=True, repo_id="user/saved")
                 model.transformer.push_to_hub("user/transformer-only")
@@ -76,7 +81,7 @@ def test_loads_with_the_same_outputs(kind, client, hub, pushed):
         import mhla_hf, numpy
         from tests import hub_models
         expected = numpy.load("{pushed}/{kind}.npy")
-        models = [hub_models.load("{kind}", "user/{kind}")]
+        models = [hub_models.load("{kind}", name) for name in ("user/{kind}", "user/directory-{kind}")]
         if "{kind}" != "language":
             models.append(mhla_hf.load_pipeline("user/{kind}"))
             models.append(mhla_hf.load_pipeline("user/{kind}", None, revision="main", token="loopback"))
