@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -23,8 +24,8 @@ from .metadata import card_data
 
 logger = logging.getLogger(__name__)
 
-# Files from this size on are sent one after the other, each with a progress bar, before the commit.
-_LARGE = 8 * 2**20
+LARGE_FILE = 64 * 2**20
+"""Bytes from which on files are sent one after the other. Smaller ones go together, five at a time."""
 
 
 def push_directory(
@@ -90,7 +91,7 @@ def push_directory(
         stack.enter_context(_progress_bars(progress))
         _create(api, repo_id, private=private, revision=revision, create_pr=create_pr)
         message = commit_message or f"Upload {root.resolve().name} with mhla-hf"
-        return _commit(api, repo_id, contents, message, revision=revision, create_pr=create_pr)
+        return _commit(api, repo_id, contents, message, revision=revision, create_pr=create_pr, progress=progress)
 
 
 def prepare_push(
@@ -166,21 +167,30 @@ def _create(api: HfApi, repo_id: str, *, private: bool | None, revision: str | N
 
 
 def _commit(
-    api: HfApi, repo_id: str, contents: Contents, message: str, *, revision: str | None, create_pr: bool
+    api: HfApi,
+    repo_id: str,
+    contents: Contents,
+    message: str,
+    *,
+    revision: str | None,
+    create_pr: bool,
+    progress: bool,
 ) -> CommitInfo:
+    """Uploads everything and commits it; large files go first, one by one, so that an interruption loses one at most."""
+    where: dict[str, Any] = {"revision": revision, "create_pr": create_pr}
     present = api.list_repo_files(repo_id, revision=revision)
     sizes = contents.sizes
     additions = []
-    for name, content in sorted(contents.files.items(), key=lambda entry: sizes[entry[0]]):
-        addition = CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
-        additions.append(addition)
-        if sizes[name] >= _LARGE:
-            # One by one: what has arrived is kept when the next is interrupted.
-            api.preupload_lfs_files(repo_id, [addition], revision=revision, create_pr=create_pr)
+    with byte_progress(sum(sizes.values()), progress) as (describe, advance):
+        describe("hashing")
+        for name, content in contents.files.items():
+            additions.append(CommitOperationAdd(name, str(content) if isinstance(content, Path) else content))
+            advance(sizes[name])
+    for addition in additions:
+        if sizes[addition.path_in_repo] >= LARGE_FILE:
+            api.preupload_lfs_files(repo_id, [addition], **where)
     deletions = [CommitOperationDelete(name) for name in present if contents.replaces(name)]
-    return api.create_commit(
-        repo_id, [*deletions, *additions], commit_message=message, revision=revision, create_pr=create_pr
-    )
+    return api.create_commit(repo_id, [*deletions, *additions], commit_message=message, **where)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_hf import convert_pretrained
+from mhla_hf.hub import check_directory
 from mhla_hf.hub.contents import collect_contents, is_working_file
 from tests import ROOT, hub_models, tiny
 
@@ -218,6 +219,39 @@ def test_an_interrupted_push_goes_on_and_shows_nothing_before(client, hub, pipel
     assert uploads(hub) == arrived
     assert commits(hub, "user/interrupted") == 2
     assert hub.unknown == []
+
+
+def test_large_files_that_arrived_are_not_sent_again(client, hub, pipeline):
+    program = f"""
+        import time
+        time.sleep = lambda seconds: None
+        from mhla_hf.hub import push
+        push.LARGE_FILE = 10_000
+        push.push_directory("{pipeline}", "user/broken-off", max_shard_size="20kB")
+    """
+    # Two files arrive, the third breaks off half-way.
+    fault = hub.inject("PUT", "/storage/", "drop", skip=2, times=None)
+    result = client.run(program)
+    assert result.code == 1 and "files that were transferred completely are kept" in result.errors
+    arrived = uploads(hub)[-2:]
+    assert fault.reached.is_set() and set(arrived) <= set(hub.objects)
+    assert hub.repositories["user/broken-off"].files == {}
+    hub.heal()
+    client.check(program)
+    assert all(uploads(hub).count(oid) == 1 for oid in arrived)
+    assert f"{WEIGHTS}.index.json" in hub.repositories["user/broken-off"].files
+
+
+def test_a_repository_is_a_directory_again(client, hub, pipeline, tmp_path):
+    assert push(client, pipeline, "user/first", "--quiet").code == 0
+    files = hub.repositories["user/first"].files
+    for name, content in files.items():
+        (tmp_path / "pulled" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pulled" / name).write_bytes(content)
+    assert [problem for problem in check_directory(tmp_path / "pulled") if problem.level == "error"] == []
+    assert push(client, tmp_path / "pulled", "user/second", "--quiet").code == 0
+    second = hub.repositories["user/second"].files
+    assert {name for name in files if files[name] != second[name]} <= {"README.md"}
 
 
 def test_pushing_again_replaces_weights_of_other_names(client, hub, pipeline):
