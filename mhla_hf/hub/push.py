@@ -176,7 +176,7 @@ def _commit(
     create_pr: bool,
     progress: bool,
 ) -> CommitInfo:
-    """Uploads everything and commits it; large files go first, one by one, so that an interruption loses one at most."""
+    """Uploads everything and commits it; large files go first, so that an interruption costs one of them at most."""
     where: dict[str, Any] = {"revision": revision, "create_pr": create_pr}
     present = api.list_repo_files(repo_id, revision=revision)
     sizes = contents.sizes
