@@ -72,10 +72,10 @@ def app_command(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Serve a web page that compares an MHLA model with its original.
+    """Compare an MHLA model with its original in a browser.
 
-    It generates with both from the same seed, and shows their times, the mixing weights, and the speed of attention by
-    length on this machine. It needs gradio: pip install "mhla-hf[app]".
+    The page generates with both from the same seed, and shows their times, the mixing weights, and the speed of
+    attention by length on this machine. It needs gradio: pip install "mhla-hf[app]".
     """
     from ..app import create_app, export_space, serve
 

@@ -83,7 +83,7 @@ def operator_command(
     plot_file: PlotFile = None,
     quiet: Quiet = False,
 ) -> None:
-    """Measure the operator alone against other attention and a memory copy.
+    """Measure the operator alone against other attention.
 
     Sizes are those of models. Contestants take turns and inputs change from run to run; times are medians. The floor
     is the time of a copy of queries, keys, values and outputs, and of their gradients with a backward pass.
@@ -250,7 +250,7 @@ def quality_command(
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train small DiTs, alike but for their attention, and compare their quality.
+    """Train small DiTs that differ in attention alone, and compare.
 
     MHLA, softmax and linear attention learn handwritten digits from the same weights, data and noise. Reported are the
     noise-prediction loss on held-out digits, the Fréchet distance of samples on features of a small classifier, and

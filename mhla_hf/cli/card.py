@@ -41,7 +41,7 @@ def card_command(
         bool, typer.Option("--overwrite", help="Replace a card that was not generated, or was edited since.")
     ] = False,
 ) -> None:
-    """Write the model card of a directory, from what was recorded and measured.
+    """Write the model card of a directory.
 
     Quality comes from the recovery's report, speed and memory from the files of --benchmark. What was not measured is
     left out. A README.md that somebody wrote or edited is not overwritten.

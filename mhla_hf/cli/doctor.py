@@ -31,7 +31,7 @@ def doctor_command(
     json_file: JsonFile = None,
     **options: Any,
 ) -> None:
-    """Check a model's directory, or whether the kernels run on this machine.
+    """Check a model's directory, or the kernels on this machine.
 
     With MODEL, its files, index, configuration and weights are checked: what is missing, damaged or contradictory,
     and what to do. Without, versions, the device and the reason why kernels do not run are shown; with --kernels all

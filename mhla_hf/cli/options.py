@@ -214,7 +214,7 @@ OPTIONS: dict[str, Option] = {
 
 HUB: dict[str, Option] = {
     "revision": Option(str, "Branch, tag or commit.", "Hub", metavar="NAME"),
-    "token": Option(str, "Access token. Default: that of hf auth login.", "Hub"),
+    "token": Option(str, "Access token. Default: that of hf auth login.", "Hub", metavar="TEXT"),
     "cache_dir": Option(Path, "Cache folder for downloads.", "Hub", metavar=DIRECTORY),
 }
 """Options of sources on the Hub."""
