@@ -100,6 +100,8 @@ def model_card(
         ['mhla', 'linear-attention', 'wan']
     """
     directory = Path(directory).expanduser()
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory; give one that holds a pipeline or model.")
     text = text or CardText()
     records = read_records(directory)
     measured, others = _read_benchmarks(benchmarks, records.recovery)
@@ -159,10 +161,16 @@ def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any
     directory = Path(directory).expanduser()
     if not overwrite and is_own_card(directory):
         return None
+    path = directory / CARD
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(
+            f"{path} is a link or no file, as in the Hub's cache; copy the directory, or write to another file "
+            "(--output)."
+        )
     card = model_card(directory, **options)
-    with atomic_file(directory / CARD) as temporary:
+    with atomic_file(path) as temporary:
         card.save(temporary)
-    return directory / CARD
+    return path
 
 
 def card_for_repository(directory: Path, repo_id: str, benchmarks: Sequence[str | Path] = ()) -> str:
