@@ -36,11 +36,13 @@ _PUBLIC_NAMES = {
     "rank_bound": "statistics",
     "reference_layout": "mixing",
     "relative_distance": "mixing",
+    "render_html": "html",
     "row_entropy": "statistics",
     "singular_values": "statistics",
     "softmax_matrix": "matrices",
     "top_share": "statistics",
     "window_mask": "matrices",
+    "write_html": "html",
 }
 
 __all__ = [
@@ -68,15 +70,18 @@ __all__ = [
     "rank_bound",
     "reference_layout",
     "relative_distance",
+    "render_html",
     "row_entropy",
     "singular_values",
     "softmax_matrix",
     "top_share",
     "window_mask",
+    "write_html",
 ]
 
 if TYPE_CHECKING:
     from .directories import InspectionReport, inspect_directory
+    from .html import render_html, write_html
     from .inspection import AttentionSummary, LayerInspection, ModelInspection, attention_modules, inspect_model
     from .matrices import linear_matrix, mhla_matrix, softmax_matrix, window_mask
     from .mixing import (

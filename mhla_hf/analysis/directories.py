@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from torch import nn
 
 from ..models.source import Component, Source, find_original, open_source, softmax_version
 from ..models.weight_files import check_weights, damage_named
-from ..recovery.probes import DEFAULT_STEPS, pipeline_batches
+from ..recovery.probes import pipeline_batches
 from ..training.matching.layers import Batch
 from ..utils.locations import download_repository
 from ..utils.machine import choose_device, machine_facts
 from ..utils.messages import shorten_list, shorten_text
+from .grids import check_block
 from .inspection import DEFAULT_TOKENS, ModelInspection, inspect_model
-from .probes import DEFAULT_SAMPLES, random_latents, transformers_batches
+from .probes import DEFAULT_SAMPLES, counted, random_latents, transformers_batches
 from .statistics import TOLERANCE
 
 
@@ -51,16 +52,12 @@ class InspectionReport:
     seed: int = 0
     machine: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self, *, matrices: bool = True) -> dict[str, Any]:
-        """Returns plain JSON types.
-
-        Args:
-            matrices: Include the mixing weights themselves.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON types, without the mixing weights themselves."""
         own = ("location", "origin", "probe", "prompts", "base", "tokens", "tolerance", "seed", "machine")
         return {
             **{name: getattr(self, name) for name in own},
-            "models": [model.to_dict(matrices=matrices) for model in self.models],
+            "models": [model.to_dict() for model in self.models],
         }
 
 
@@ -76,14 +73,17 @@ def inspect_directory(
     prompts: Sequence[str] = (),
     images: Sequence[Path] = (),
     samples: int = DEFAULT_SAMPLES,
-    steps: int = DEFAULT_STEPS,
-    layers: Collection[int] | None = None,
+    layers: str | Iterable[int] | None = None,
+    block: int | None = None,
     tokens: int = DEFAULT_TOKENS,
     tolerance: float = TOLERANCE,
     seed: int = 0,
     device: str | None = None,
     progress: Progress | None = None,
-    **hub: Any,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    **call_options: Any,
 ) -> InspectionReport:
     """Inspects the MHLA models of a directory or Hub repository, in fp32.
 
@@ -98,12 +98,16 @@ def inspect_directory(
         prompts: Prompts of a pipeline, or texts.
         images: Image files for a vision model.
         samples: Samples of the probe; 0 looks at weights alone. Pipelines make four at least.
-        steps: Denoising steps of a pipeline's samples.
         layers: See [`inspect_model`][mhla_hf.analysis.inspect_model], like `tokens` and `tolerance`.
+        block: Number of the block that a page will point out, checked before any sample is made.
         seed: Seed of the probe.
         device: Device, by default a GPU if there is one.
         progress: See `Progress`.
-        **hub: `revision`, `token` and `cache_dir`.
+        revision: Branch, tag or commit of a Hub repository.
+        token: Access token for the Hub.
+        cache_dir: Cache folder for downloads.
+        **call_options: Of a pipeline's samples: `steps` and arguments of the pipeline's call, such as `height`; see
+            [`pipeline_batches`][mhla_hf.recovery.probes.pipeline_batches].
 
     Raises:
         ValueError: If there is no MHLA model, a file is damaged, or an argument is wrong.
@@ -112,16 +116,33 @@ def inspect_directory(
         raise ValueError(f"samples={samples!r:.40} must be a whole number of at least 0.")
     if not samples and (prompts or images or base is not None):
         raise ValueError("samples=0 looks at weights alone: leave prompts, images and base out.")
+    call_options = {name: value for name, value in call_options.items() if value is not None}
+    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     chosen = choose_device(device)
-    source = open_source(location, **hub)
+    source = open_source(location, revision=revision, **hub)
     parts = _mhla_parts(source, component)
+    if images and not parts[0].is_transformers:
+        raise ValueError(f"image: {source.location} takes no images; they are for vision models of transformers.")
+    if call_options and (source.pipeline is None or not samples):
+        raise ValueError(f"{', '.join(call_options)}: for samples of pipelines alone.")
     report = InspectionReport(
         str(location), source.origin, prompts=list(prompts), tokens=tokens, tolerance=tolerance, seed=seed,
         machine=machine_facts(chosen),
     )  # fmt: skip
     originals = _originals(source, parts, base, hub) if samples else {}
-    options: dict[str, Any] = {"samples": samples, "seed": seed, "tokens": tokens, "prompts": prompts}
-    models, batches, report.probe = _open(source, parts, images, steps, chosen, **options)
+    models, pipeline = _load(source, parts, chosen, with_pipeline=samples > 0)
+    for model in models.values():
+        # Wrong arguments show before samples are made.
+        for layer in inspect_model(model, layers=layers, tokens=tokens).mhla_layers:
+            if block is not None and layer.mixing is not None:
+                check_block(block, layer.mixing.layout)
+    batches: Mapping[str, Sequence[Batch]] = {}
+    if samples:
+        options: dict[str, Any] = {"samples": samples, "seed": seed, "prompts": prompts}
+        if pipeline is not None:
+            batches, report.probe = _samples(pipeline, models, parts, tokens, call_options, **options)
+        else:
+            batches, report.probe = _inputs(source, parts[0], models, images, tokens, **options)
     report.base = next((name for name, _ in originals.values()), "")
     for part in parts:
         original = None
@@ -166,80 +187,89 @@ def _originals(
         ValueError: If a base that the user names has no such model.
     """
     found: dict[str, tuple[str, Component]] = {}
-    place = {name: value for name, value in hub.items() if name != "revision"}
     if base is not None:
-        given = open_source(base, **place)
+        given = open_source(base, **hub)
         for part in parts:
             original = softmax_version(given, part)
             if original is None:
                 raise ValueError(f"base {base} has no softmax model for {part.name} of {source.location}.")
-            found[part.name] = (str(base), original)
+            found[part.name] = (str(given.origin["location"]), original)
         return found
     for part in parts:
         # Nothing is downloaded that nobody asked for.
-        match = find_original(source, part, lambda name: download_repository(name, local_files_only=True, **place))
+        match = find_original(source, part, lambda name: download_repository(name, local_files_only=True, **hub))
         if match is not None:
             found[part.name] = match
     return found
 
 
-def _open(
-    source: Source,
-    parts: Sequence[Component],
-    images: Sequence[Path],
-    steps: int,
-    device: torch.device,
-    *,
-    samples: int,
-    tokens: int,
-    seed: int,
-    prompts: Sequence[str],
-) -> tuple[dict[str, nn.Module], Mapping[str, Sequence[Batch]], str]:
-    """Models and batches by component, and what the probe is in words."""
-    first = parts[0]
-    if images and not first.is_transformers:
-        raise ValueError(f"image: {source.location} takes no images; they are for vision models of transformers.")
-    if source.pipeline is None or not samples:
-        models = {part.name: part.load(dtype=torch.float32).to(device).eval() for part in parts}
-        if not samples:
-            return models, {}, ""
-        model: Any = models[first.name]
-        if first.is_transformers:
-            batches, words = transformers_batches(
-                model, first.folder, samples=samples, tokens=tokens, seed=seed, prompts=prompts, images=images
-            )
-        else:
-            if prompts:
-                raise ValueError(f"prompt: {source.location} is a transformer alone; give the pipeline it belongs to.")
-            batches, words = (
-                random_latents(model, first, samples=samples, tokens=tokens, seed=seed),
-                "latents of noise",
-            )
-        return models, {first.name: batches}, words
+def _load(
+    source: Source, parts: Sequence[Component], device: torch.device, *, with_pipeline: bool
+) -> tuple[dict[str, nn.Module], Any]:
+    """Models by component, and the pipeline that they belong to; `None` without one, and where it is not needed."""
+    if source.pipeline is None or not with_pipeline:
+        return {part.name: part.load(dtype=torch.float32).to(device).eval() for part in parts}, None
     from ..pipelines import load_pipeline
 
     for part in parts:
         check_weights(part.folder)
     with damage_named(source.root):
         pipeline = load_pipeline(source.root, attn_implementation=None, torch_dtype=torch.float32).to(device)
-    models = {part.name: getattr(pipeline, part.name) for part in parts}
+    return {part.name: getattr(pipeline, part.name) for part in parts}, pipeline
+
+
+def _inputs(
+    source: Source,
+    part: Component,
+    models: Mapping[str, nn.Module],
+    images: Sequence[Path],
+    tokens: int,
+    *,
+    samples: int,
+    seed: int,
+    prompts: Sequence[str],
+) -> tuple[dict[str, list[Batch]], str]:
+    """Batches for a model without a pipeline by component, and what they are in words."""
+    model: Any = models[part.name]
+    if part.is_transformers:
+        batches, words = transformers_batches(
+            model, part.folder, samples=samples, tokens=tokens, seed=seed, prompts=prompts, images=images
+        )
+        return {part.name: batches}, words
+    if prompts:
+        raise ValueError(f"prompt: {source.location} is a transformer alone; give the pipeline it belongs to.")
+    return {part.name: random_latents(model, part, samples=samples, tokens=tokens, seed=seed)}, "latents of noise"
+
+
+def _samples(
+    pipeline: Any,
+    models: Mapping[str, nn.Module],
+    parts: Sequence[Component],
+    tokens: int,
+    call_options: dict[str, Any],
+    *,
+    samples: int,
+    seed: int,
+    prompts: Sequence[str],
+) -> tuple[Mapping[str, list[Batch]], str]:
+    """Batches of a pipeline's models, and what they are in words."""
     try:
-        probes = pipeline_batches(
+        batches = pipeline_batches(
             pipeline,
             samples=max(samples, DEFAULT_SAMPLES),
             prompts=list(prompts) or None,
-            steps=steps,
             seed=seed,
             original=False,
+            **call_options,
         )
     except ValueError as error:
-        if prompts:
+        if prompts or call_options:
             raise
         # Pipelines that start from an image, say.
         latents = {
             part.name: random_latents(models[part.name], part, samples=samples, tokens=tokens, seed=seed)
             for part in parts
         }
-        return models, latents, f"latents of noise ({shorten_text(str(error), 200)})"
-    subjects = f"{len(prompts)} prompts" if prompts else "its default prompts or classes"
-    return models, probes, f"denoising steps of samples from {subjects}"
+        return latents, f"latents of noise ({shorten_text(str(error), 200)})"
+    subjects = counted(len(prompts), "prompt") if prompts else "its default prompts or classes"
+    return batches, f"denoising steps of samples from {subjects}"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..conversion.options import parse_layers
 from ..layers.mhla import MHLA
 from ..models.registry import is_mhla_class
 from ..training.data.batches import stable_seed
@@ -64,7 +65,8 @@ class LayerInspection:
     Attributes:
         index: Number among the model's self-attention layers.
         name: Name of the attention module.
-        kind: `"mhla"`, or what the host model computes: `"softmax"` or `"linear"`.
+        kind: `"mhla"`, or what the host model computes there.
+        original: What the host model computes where it is not MHLA: `"softmax"`, or `"linear"` as SANA.
         mixing: What the mixing weights have learned; `None` for other layers.
         attention: Statistics on the probe; `None` without one.
         gains: Mean gains of MHLA and of the softmax window; `None` without a window.
@@ -75,18 +77,20 @@ class LayerInspection:
     index: int
     name: str
     kind: str
+    original: str = "softmax"
     mixing: MixingSummary | None = None
     attention: AttentionSummary | None = None
     gains: tuple[float, float] | None = None
     output_error: dict[str, float] | None = None
 
-    def to_dict(self, *, matrices: bool = True) -> dict[str, Any]:
-        """Returns plain JSON types.
-
-        Args:
-            matrices: Include the mixing weights themselves.
-        """
-        facts: dict[str, Any] = {"index": self.index, "name": self.name, "kind": self.kind}
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON types, without the mixing weights themselves."""
+        facts: dict[str, Any] = {
+            "index": self.index,
+            "name": self.name,
+            "kind": self.kind,
+            "original": self.original,
+        }
         if self.mixing is None:
             return facts
         summary = self.mixing
@@ -103,8 +107,6 @@ class LayerInspection:
             "decay": asdict(summary.decay),
             "initial_decay": asdict(summary.initial_decay),
         }
-        if matrices:
-            facts["mixing"]["matrix"] = summary.matrix.tolist()
         facts["attention"] = None if self.attention is None else asdict(self.attention)
         facts["gains"] = None if self.gains is None else list(self.gains)
         facts["output_error"] = self.output_error
@@ -139,13 +141,13 @@ class ModelInspection:
         """Its MHLA layers."""
         return [layer for layer in self.layers if layer.mixing is not None]
 
-    def to_dict(self, *, matrices: bool = True) -> dict[str, Any]:
-        """Returns plain JSON types; `matrices` as in [`LayerInspection.to_dict`]."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain JSON types, without the mixing weights themselves."""
         return {
             "component": self.component,
             "class": self.class_name,
             "options": self.options,
-            "layers": [layer.to_dict(matrices=matrices) for layer in self.layers],
+            "layers": [layer.to_dict() for layer in self.layers],
             "batches": self.batches,
             "output_error": self.output_error,
             "notes": self.notes,
@@ -177,7 +179,7 @@ def inspect_model(
     batches: Sequence[Batch] = (),
     *,
     base: nn.Module | None = None,
-    layers: Collection[int] | None = None,
+    layers: str | Iterable[int] | None = None,
     tokens: int = DEFAULT_TOKENS,
     tolerance: float = TOLERANCE,
     seed: int = 0,
@@ -190,7 +192,7 @@ def inspect_model(
         model: An MHLA model of diffusers or transformers; not changed.
         batches: The probe: keyword arguments of the model's `forward`. Without any, mixing weights are all there is.
         base: The softmax model that it was made from, to compare outputs with.
-        layers: Numbers of the layers to inspect; `None` for all MHLA layers.
+        layers: The layers to inspect, as numbers or text such as `"1,2,4"`; `None` for all MHLA layers.
         tokens: Query tokens of a sample that attention matrices are computed for; of samples with more, so many are
             drawn at random. Keys are never left out.
         tolerance: Of the numerical rank, see [`numerical_rank`][mhla_hf.analysis.numerical_rank].
@@ -210,12 +212,13 @@ def inspect_model(
         raise ValueError(f"tokens={tokens!r:.40} must be a whole number of at least 2.")
     converted = {layer.name: layer for layer in mhla_layers(model)}
     linear = bool(getattr(model, "upstream_is_linear", False))
-    found = []
-    for index, (name, _) in enumerate(attention_modules(model)):
-        kind = "mhla" if name in converted else "linear" if linear else "softmax"
-        layer = LayerInspection(index, name, kind)
+    found, modules = [], attention_modules(model)
+    chosen = parse_layers(layers, len(modules))
+    for index, (name, _) in enumerate(modules):
+        original = "linear" if linear else "softmax"
+        layer = LayerInspection(index, name, "mhla" if name in converted else original, original)
         found.append(layer)
-        if name in converted and (layers is None or index in layers):
+        if name in converted and (chosen is None or index in chosen):
             try:
                 layer.mixing = mixing_summary(converted[name].mhla)
             except ValueError as error:

@@ -80,7 +80,7 @@ def transformers_batches(
         return [
             {"pixel_values": processor(images=read_image(path), return_tensors="pt")["pixel_values"]}
             for path in images
-        ], _counted(len(images), "image")
+        ], counted(len(images), "image")
     return [batch for _, batch in transformers_probes(model, samples, seed, tokens)], "images of noise"
 
 
@@ -107,7 +107,7 @@ def _texts(
         if ids.shape[1] < 2:
             raise ValueError(f"prompt {text!r:.60} has {ids.shape[1]} tokens; at least 2 are needed.")
         batches.append({"input_ids": ids})
-    return batches, _counted(len(texts), "prompt") if prompts else "source code of Python's standard library"
+    return batches, counted(len(texts), "prompt") if prompts else "source code of Python's standard library"
 
 
 def random_latents(model: Any, part: Component, *, samples: int, tokens: int, seed: int) -> list[Batch]:
@@ -135,5 +135,6 @@ def _processor(auto_class: Any, folder: Path, kind: str) -> Any:
         raise ValueError(f"{folder} has no {kind} that can be loaded: {shorten_text(str(error), 200)}") from error
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """A number of things in words."""
     return f"{count} {what}{'' if count == 1 else 's'}"

@@ -13,6 +13,7 @@ from . import (
     demo,
     doctor,
     env,
+    inspect,
     models,
     push,
     recover,
@@ -86,6 +87,14 @@ app.command(
 )(calibrate.select_layers_command)
 app.add_typer(train.app, name="train", rich_help_panel=RECOVER)
 
+app.command(
+    "inspect",
+    rich_help_panel=LOOK,
+    epilog=examples(
+        "mhla-hf inspect wan-mhla --html report.html --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        "mhla-hf inspect qwen3-mhla --prompt 'import this' --json figures.json",
+    ),
+)(inspect.inspect_command)
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
 app.command(
     "app",

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf inspect`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .help import FILE
+from .options import HUB, SIZES, Component, Device, Quiet, Seed, given, with_options
+from .output import JsonFile, write_report
+
+
+if TYPE_CHECKING:
+    from ..analysis import InspectionReport, LayerInspection, ModelInspection
+
+_PROBE = "Probe"
+
+
+@with_options(SIZES, HUB)
+def inspect_command(
+    model: Annotated[str, typer.Argument(help="Directory or Hub id of an MHLA pipeline or model.")],
+    *,
+    html: Annotated[Path | None, typer.Option(help="HTML page to write, pictures inside.", metavar=FILE)] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="Softmax original to compare outputs with: directory or Hub id. Default: what conversion.json names, "
+            "if it is here."
+        ),
+    ] = None,
+    component: Component = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers to inspect, such as 1,2,4. Default: all MHLA layers.", metavar="LAYERS")
+    ] = None,
+    block: Annotated[
+        int | None, typer.Option(help="Block whose weights the page lays out on the tokens. Default: the middle one.")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt", help="Prompt of a pipeline, or text; may be repeated.", metavar="TEXT", rich_help_panel=_PROBE
+        ),
+    ] = None,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image", help="Image for a vision model; may be repeated.", metavar=FILE, rich_help_panel=_PROBE
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Number of samples; 0 looks at the weights alone.", rich_help_panel=_PROBE)
+    ] = 4,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            help="Query tokens of a sample that attention matrices have rows for; length of texts.",
+            rich_help_panel=_PROBE,
+        ),
+    ] = 512,
+    seed: Seed = 0,
+    device: Device = None,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Show what MHLA has learned in each layer.
+
+    These are the mixing weights, and rank, entropy and error of the attention that they make on a probe, beside
+    softmax and linear attention.
+    """
+    from ..analysis import inspect_directory, write_html
+
+    if html is not None and html.is_dir():
+        raise ValueError(f"html={str(html)!r} is a directory; give a file.")
+    with _progress(not quiet) as progress:
+        report = inspect_directory(
+            model,
+            base=base,
+            component=component,
+            prompts=prompts or (),
+            images=images or (),
+            samples=samples,
+            layers=layers,
+            block=block,
+            tokens=tokens,
+            seed=seed,
+            device=device,
+            progress=progress,
+            **given(options, {**SIZES, **HUB}),
+        )
+    write_report(json_file, report.to_dict())
+    if html is not None:
+        write_html(report, html, block=block)
+    if not quiet:
+        _show(report, html)
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for each model on standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        loading: Any = bar.add_task("loading the model and its probe", total=None)
+        tasks: dict[str, Any] = {}
+
+        def tell(name: str, done: int, total: int) -> None:
+            bar.update(loading, visible=False)
+            if name not in tasks:
+                tasks[name] = bar.add_task(f"inspecting {name}", total=total)
+            bar.update(tasks[name], completed=done, total=total)
+
+        yield tell
+
+
+def _show(report: "InspectionReport", html: Path | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(soft_wrap=True)
+    for model in report.models:
+        converted = sum(layer.kind == "mhla" for layer in model.layers)
+        others = [str(layer.index) for layer in model.layers if layer.kind != "mhla"]
+        blocks = "×".join(map(str, model.mhla_layers[0].mixing.layout.blocks)) if model.mhla_layers[0].mixing else ""
+        kept = f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} {model.layers[0].original}"
+        console.print(
+            f"{escape(model.class_name)} ({escape(model.component)}): {converted} of {len(model.layers)} layers are "
+            f"MHLA, with {blocks} blocks{kept if others else ''}",
+            highlight=False,
+        )
+        console.print(_table(model))
+        for note in model.notes:
+            console.print(escape(note), highlight=False)
+        if model.output_error is not None:
+            error = f"{model.output_error['mean']:.4f} ± {model.output_error['std']:.4f}"
+            console.print(f"Relative error of the model's output against {escape(report.base)}: {error}")
+    if report.probe:
+        console.print(
+            f"Probe: {escape(report.probe)}. Rank and entropy are means over heads and samples: "
+            f"{report.models[0].layers[0].original}|MHLA|linear.",
+            highlight=False,
+        )
+    if html is not None:
+        console.print(f"Wrote {escape(str(html))}", highlight=False)
+
+
+def _table(model: "ModelInspection") -> Any:
+    from rich.table import Table
+
+    layers = model.mhla_layers
+    columns = ["layer", "moved", "pattern"]
+    with_probe, with_base = (any(getattr(layer, name) for layer in layers) for name in ("attention", "output_error"))
+    columns += ["effective rank", "relative entropy"] if with_probe else []
+    table = Table(*columns, *(["output error"] if with_base else []))
+    for layer in layers:
+        assert layer.mixing is not None
+        movement, pattern = (sum(x) / len(x) for x in (layer.mixing.movement, layer.mixing.pattern_movement))
+        cells = [str(layer.index), f"{movement:.3f}", f"{pattern:.3f}"]
+        if with_probe:
+            cells += [_three(layer, "effective_rank", 0), _three(layer, "relative_entropy", 2)]
+        if with_base:
+            cells.append(f"{layer.output_error['mean']:.4f}" if layer.output_error else "")
+        table.add_row(*cells)
+    return table
+
+
+def _three(layer: "LayerInspection", statistic: str, digits: int) -> str:
+    """A statistic of the original attention, MHLA and linear attention."""
+    if layer.attention is None:
+        return ""
+    kinds = ("original", "mhla", "linear")
+    return "|".join(f"{layer.attention.statistics[kind][statistic]['mean']:.{digits}f}" for kind in kinds)

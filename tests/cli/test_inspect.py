@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf inspect` on pipelines and models of every kind, and on what cannot be inspected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import mhla_hf
+from mhla_hf.cli.main import app
+from tests.integrations.transformers.tiny_files import save_softmax
+from tests.tiny import wan_pipeline, wan_transformer
+from tests.tiny_images import dit_pipeline, sana_pipeline
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directories of softmax models and their MHLA versions, by name."""
+    root = tmp_path_factory.mktemp("models")
+    pipelines = {
+        "wan": (wan_pipeline, {"blocks": [1, 2, 2], "grid": [2, 2, 4], "layers": [1]}),
+        "dit": (dit_pipeline, {}),
+        "sana": (sana_pipeline, {}),
+    }
+    for name, (make, options) in pipelines.items():
+        make().save_pretrained(root / f"{name}-softmax")
+        mhla_hf.convert_pretrained(root / f"{name}-softmax", root / name, mhla=options)
+    for name, options in (("llama", {"block_size": [8]}), ("bert", {"block_size": [8]}), ("vit", {"blocks": [2, 2]})):
+        save_softmax(name, root / f"{name}-softmax")
+        mhla_hf.convert_pretrained(root / f"{name}-softmax", root / name, mhla=options)
+    return root
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+def line(result) -> str:
+    """The one line of an error."""
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    lines = [text for text in result.stderr.splitlines() if text.startswith("error:")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", ("wan", "dit", "sana", "llama", "bert", "vit"))
+def test_every_kind_of_model(saved, name, tmp_path):
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    steps = ("--steps", 2) if name in ("wan", "dit", "sana") else ()
+    result = run(saved / name, "--html", page, "--json", figures, "--tokens", 24, "--samples", 2, *steps)
+    assert result.exit_code == 0, result.output
+    report = json.loads(figures.read_text())
+    (model,) = report["models"]
+    kinds = [layer["kind"] for layer in model["layers"]]
+    assert kinds == (["softmax", "mhla"] if name == "wan" else ["mhla"] * len(kinds))
+    # The original lies beside it, and conversion.json names it.
+    assert report["base"] == f"{name}-softmax"
+    for layer in model["layers"]:
+        if layer["kind"] == "mhla":
+            assert layer["output_error"]["mean"] >= 0
+            assert layer["attention"]["rows"] <= 24
+            # Fresh weights have not moved.
+            assert layer["mixing"]["movement"] == pytest.approx([0.0] * len(layer["mixing"]["movement"]), abs=1e-5)
+    assert model["output_error"]["mean"] > 0
+    if name == "llama":
+        assert report["probe"] == "source code of Python's standard library"
+        assert model["layers"][0]["attention"]["tokens"] == 24
+    assert "effective rank" in result.stdout and "Wrote" in result.stdout
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_prompts_base_and_layers(saved, tmp_path):
+    figures = tmp_path / "figures.json"
+    prompts = ("--prompt", "the quick brown fox", "--prompt", "jumps over [the] lazy dog")
+    result = run(saved / "llama", *prompts, "--base", saved / "llama-softmax", "--layers", "0,2", "--json", figures)
+    assert result.exit_code == 0, result.output
+    report = json.loads(figures.read_text())
+    assert report["prompts"] == ["the quick brown fox", "jumps over [the] lazy dog"]
+    layers = report["models"][0]["layers"]
+    assert ["mixing" in layer for layer in layers] == [True, False, True]
+    assert [layers[index]["attention"]["samples"] for index in (0, 2)] == [2, 2]
+    assert layers[0]["attention"]["tokens"] == len("jumps over [the] lazy dog")
+
+
+def test_images(saved, tmp_path):
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)).save(tmp_path / "i.png")
+    figures = tmp_path / "figures.json"
+    result = run(saved / "vit", "--image", tmp_path / "i.png", "--json", figures, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    report = json.loads(figures.read_text())
+    assert report["probe"] == "1 image"
+    (tmp_path / "bad.png").write_bytes(b"not an image")
+    assert "bad.png cannot be read as an image" in line(run(saved / "vit", "--image", tmp_path / "bad.png"))
+
+
+def test_weights_alone(saved, tmp_path):
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    result = run(saved / "wan", "--samples", 0, "--html", page, "--json", figures)
+    assert result.exit_code == 0, result.output
+    model = json.loads(figures.read_text())["models"][0]
+    assert model["layers"][1]["attention"] is None and model["batches"] == 0
+    assert "effective rank" not in result.stdout
+
+
+def test_a_transformer_without_its_pipeline(tmp_path):
+    torch.manual_seed(0)
+    mhla_hf.convert(wan_transformer(), {"blocks": [1, 2, 2], "grid": [3, 4, 4]}).save_pretrained(tmp_path / "model")
+    figures = tmp_path / "figures.json"
+    result = run(tmp_path / "model", "--json", figures, "--tokens", 16)
+    assert result.exit_code == 0, result.output
+    report = json.loads(figures.read_text())
+    assert (report["probe"], report["base"]) == ("latents of noise", "")
+    assert "give the pipeline it belongs to" in line(run(tmp_path / "model", "--prompt", "a"))
+
+
+def test_json_on_standard_output(saved):
+    result = run(saved / "llama", "--samples", 0, "--json", "-")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["models"][0]["class"] == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("wan-softmax", (), "has no MHLA model"),
+        ("llama-softmax", (), "has no MHLA model"),
+        ("wan", ("--layers", "0"), "layers names none of the MHLA layers"),
+        ("wan", ("--layers", "7"), "layers names 7"),
+        ("wan", ("--block", "99"), "block=99 must be"),
+        ("wan", ("--html", "{root}"), "is a directory; give a file"),
+        ("wan", ("--component", "vae"), "component='vae'"),
+        ("wan", ("--base", "{root}/llama-softmax"), "has no softmax model for transformer"),
+        ("wan", ("--base", "{root}/nothing"), "is neither a directory"),
+        ("wan", ("--image", "a.png"), "takes no images"),
+        ("wan", ("--layers", "1", "--height", "33"), "height"),
+        ("llama", ("--height", "32"), "height: for samples of pipelines alone"),
+        ("wan", ("--samples", "0", "--prompt", "a"), "leave prompts"),
+        ("llama", ("--tokens", "1"), "tokens=1 must be"),
+        ("vit", ("--prompt", "a"), "takes pixel_values, not text"),
+        ("llama", ("--image", "a.png"), "takes input_ids, not images"),
+        ("llama", ("--device", "tpu"), "device='tpu'"),
+        ("nothing", (), "is neither a directory nor a Hub id"),
+    ],
+)
+def test_mistakes_give_one_line(saved, tmp_path, name, options, message):
+    page = tmp_path / "page.html"
+    options = [option.replace("{root}", str(saved)) for option in options]
+    assert message in line(run(saved / name, "--html", page, *options))
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_weights_give_one_line(saved, tmp_path):
+    import shutil
+
+    shutil.copytree(saved / "llama", tmp_path / "llama")
+    weights: Path = tmp_path / "llama" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors" in line(run(tmp_path / "llama"))
