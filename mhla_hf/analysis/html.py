@@ -301,7 +301,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.{0 if value >= 0.1 else 1}f} %"
+    return f"{100 * value:.{0 if value >= 0.1 else 1}f}\N{NO-BREAK SPACE}%"
 
 
 def _times(axes: tuple[int, ...]) -> str:
