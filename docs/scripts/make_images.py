@@ -198,7 +198,7 @@ def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (0, 4, 8,
 
 
 def photograph_report(demo: Path, name: str, phone: str) -> None:
-    """The report of `mhla-hf inspect` in a browser: blocks and mixing on a desk, the figures of attention on a phone."""
+    """The report of `mhla-hf inspect` in a browser: blocks and mixing on a desk, figures of attention on a phone."""
     from playwright.sync_api import sync_playwright
 
     from mhla_hf.analysis import inspect_directory, write_html
@@ -210,14 +210,14 @@ def photograph_report(demo: Path, name: str, phone: str) -> None:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             for file, size, part in (
-                (name, {"width": 1080, "height": 1010}, "text=Blocks on the token grid"),
+                (name, {"width": 1080, "height": 1065}, "text=Blocks on the token grid"),
                 (phone, {"width": 390, "height": 1130}, "text=Rank and focus"),
             ):
                 page = browser.new_page(viewport=size)
                 page.goto(page_file.as_uri())
-                page.locator(part).first.evaluate("place => window.scrollTo(0, place.offsetTop - 50)")
+                page.locator(part).first.evaluate("place => window.scrollTo(0, place.offsetTop - 20)")
                 page.screenshot(path=IMAGES / file)
-                Image.open(IMAGES / file).convert("RGB").quantize(256).save(IMAGES / file, optimize=True)
+                Image.open(IMAGES / file).convert("RGB").save(IMAGES / file, optimize=True)
             browser.close()
     finally:
         page_file.unlink()
