@@ -126,24 +126,27 @@ def run_program(task: dict) -> int:
 
 def warm_up() -> None:
     """Imports what programs need, and does once what libraries remember for the rest of a process."""
-    import mhla_hf.cli.main
-    import mhla_hf.conversion
-    from mhla_hf.hub.push import prepare_push
+    import mhla_hf
+    from mhla_hf.cli.main import app
     from tests import hub_models, tiny
 
     with tempfile.TemporaryDirectory() as folder:
         tiny.wan_pipeline().save_pretrained(f"{folder}/softmax")
-        mhla_hf.conversion.convert_pretrained(f"{folder}/softmax", f"{folder}/mhla", mhla=hub_models.OPTIONS["wan"])
+        options = json.dumps(hub_models.OPTIONS["wan"])
+        commands = (
+            ["convert", f"{folder}/softmax", f"{folder}/mhla", "--mhla", options, "--quiet"],
+            ["push", f"{folder}/mhla", "user/mhla", "--dry-run", "--quiet"],
+        )
+        for command in commands:
+            app(command, standalone_mode=False)
         mhla_hf.load_pipeline(f"{folder}/mhla")
-        prepare_push(Path(folder, "mhla"), "user/mhla")
 
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     # Notes of libraries that are imported are not answers.
     os.dup2(2, 1)
-    import tests.hub_models  # noqa: F401
-
+    warm_up()
     for line in sys.stdin:
         process = os.fork()
         if process == 0:

@@ -154,7 +154,7 @@ def test_mistakes_in_names(client, pushed, tmp_path):
     assert "user/softmax has no such revision: check the name of the branch, tag or commit" in error
     error = convert(client, tmp_path / "converted", source="user/sofmtax")
     assert re.search(r"user/sofmtax is not on the Hub, or is private: check the name", error), error
-    for command in (["recover", "user/nothing", tmp_path / "recovered"],):
+    for command in (["doctor", "user/nothing"], ["recover", "user/nothing", tmp_path / "recovered"]):
         result = client.command(*command)
         assert result.code == 1 and re.fullmatch(r"error: .*user/nothing is not on the Hub.*\n", result.errors)
     program = """
