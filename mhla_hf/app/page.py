@@ -25,9 +25,11 @@ _SYNCHRONIZE = """
 
 CSS = """
 .gradio-container main { width: 100%; max-width: 1040px; }
-.status { display: flex; gap: 12px; align-items: center; }
+.status { display: flex; gap: 12px; align-items: center; min-height: 40px; }
 .status progress { flex: 0 1 320px; height: 10px; accent-color: #2563eb; }
-#status, #speed-status { align-self: center; }
+#status, #speed-status { flex: 1 1 200px; min-height: 40px; }
+#status .minimal, #speed-status .minimal { height: 40px; }
+#status .progress-text, #speed-status .progress-text { top: 8px; left: 0; right: auto; transform: none; }
 .facts thead { display: none; }
 .prose td, .prose th { padding: 6px 10px; word-break: normal; overflow-wrap: anywhere; }
 .prose td:first-child, .prose th { white-space: nowrap; overflow-wrap: normal; }
