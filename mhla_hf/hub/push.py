@@ -16,6 +16,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from ..conversion.writing import byte_progress
 from ..utils.hub import explained_hub_errors
 from ..utils.locations import is_hub_id
+from ..utils.model_cards import CARD, is_own_card
 from .card import card_for_repository
 from .checks import Problem, check_directory
 from .contents import Contents, collect_contents, is_working_file
@@ -119,6 +120,11 @@ def prepare_push(
     """
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory; give one that holds a pipeline or model.")
+    if benchmarks and is_own_card(directory):
+        raise ValueError(
+            f"benchmarks have no effect: {directory / CARD} was written or edited by someone and is kept. Remove it, "
+            "and one is made."
+        )
     problems = _check(directory, progress)
     errors = [str(problem) for problem in problems if problem.level == "error"]
     if errors:

@@ -54,7 +54,10 @@ def test_pushed_repository_is_complete(kind, hub, pushed):
     if kind != "language":
         index = json.loads(files["model_index.json"].content)
         assert index["transformer"] == ["mhla_hf", config["_class_name"]]
-        assert {"README.md", "vae/config.json"} <= set(files)
+        assert {"README.md", "vae/config.json", "transformer/mhla_hf.py"} <= set(files)
+    else:
+        assert config["auto_map"] == {"AutoConfig": "modeling_mhla.Configuration"} and "modeling_mhla.py" in files
+    assert b"- linear-attention" in files["README.md"].content
     for path, file in files.items():
         assert file.lfs == path.endswith(".safetensors"), path
         assert not file.lfs or hub.objects[file.sha256] == file.content

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: seven methods of `PreTrainedModel`, one constructor, one attribute, three registries.
+"""Changes to transformers: eight methods of `PreTrainedModel`, one constructor, one attribute, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores everything.
 """
