@@ -127,7 +127,7 @@ def model_card(
         summary=text.summary,
         base=_base(records, data.base_model),
         original=parts[0].original_attention,
-        where=joined(code(part.component.name) for part in parts) if len(parts) > 1 else layers_sentence(parts[0]),
+        where=_where(records),
         others=_other_components(records),
         status=_status(records),
         sample=None if sample is None else {"file": sample, "caption": text.sample_caption},
@@ -237,6 +237,13 @@ def _base(records: Records, base_model: Any) -> str:
     # Of a path the last part alone: the rest is private.
     location = re.split(r"[/\\]", location.rstrip("/\\"))[-1]
     return f"{text}, converted from {code(location)}," if location else text
+
+
+def _where(records: Records) -> str | None:
+    """Where the attention is MHLA: in which of several models, or in how many layers of the only one."""
+    if len(records.source.components) == 1:
+        return layers_sentence(records.parts[0])
+    return joined(code(part.component.name) for part in records.parts)
 
 
 def _other_components(records: Records) -> str | None:

@@ -399,6 +399,10 @@ def test_two_experts(directory):
     attention = section(card, "Attention")
     assert "80 in all" in attention and "4 in all" in attention
     assert "- `transformer`: The blocks were chosen for a grid of 5×8×8 tokens" in section(card, "Limits")
+    index["transformer_2"] = ["diffusers", "WanTransformer3DModel"]
+    write_json(directory / "model_index.json", {"_class_name": "WanPipeline", **index})
+    write_json(directory / "transformer_2/config.json", {"_class_name": "WanTransformer3DModel"})
+    assert "softmax attention in `transformer`.\n" in written(directory).text
 
 
 @pytest.mark.parametrize(
