@@ -21,7 +21,7 @@ EXECUTABLE_VARIABLE = "MHLA_HF_CHROMIUM"
 """Environment variable with the path of a Chromium to use in place of the one on the path."""
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_ARGUMENTS = (
+ARGUMENTS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
@@ -31,6 +31,8 @@ _ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
+"""Arguments of a Chromium without a window, which asks nobody for anything of its own accord."""
+
 _LOCAL = ("", "localhost", "127.0.0.1")
 _TIMEOUT = 60_000
 
@@ -54,7 +56,7 @@ def browser() -> Iterator:
         executable = find_chromium(playwright.chromium.executable_path)
         if executable is None:
             pytest.skip("no Chromium found (apt-get install chromium, or playwright install chromium)")
-        browser = playwright.chromium.launch(executable_path=executable, args=list(_ARGUMENTS))
+        browser = playwright.chromium.launch(executable_path=executable, args=list(ARGUMENTS))
         yield browser
         browser.close()
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the pictures of the application in `docs/images`, with the demo's recovered pipeline.
+
+python docs/scripts/make_screenshots.py demo-output/mhla
+
+Needs playwright and a Chromium; see `tests/browser.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from mhla_hf.app import create_app, serve
+
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "docs" / "images"
+_WIDTH, _MARGIN = 1200, 90
+# Moment of the videos in seconds.
+_MOMENT = 1.1
+
+
+def save(page: Page, name: str, last: str) -> None:
+    """Writes the page down to the element `last`, without margins."""
+    page.mouse.move(5, 5)
+    page.wait_for_timeout(1000)
+    box = page.locator(last).bounding_box()
+    clip = {"x": _MARGIN, "y": 0, "width": _WIDTH - 2 * _MARGIN, "height": box["y"] + box["height"] + 16}
+    picture = Image.open(io.BytesIO(page.screenshot(clip=clip)))
+    picture.convert("RGB").save(IMAGES / f"{name}.png", optimize=True)
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT))
+    from tests.browser import ARGUMENTS, find_chromium
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="MHLA pipeline of videos, such as demo-output/mhla")
+    page_of_app = create_app(parser.parse_args().model)
+    _, url, _ = serve(page_of_app, prevent_thread_lock=True, quiet=True)
+    with sync_playwright() as playwright:
+        executable = find_chromium(playwright.chromium.executable_path)
+        browser = playwright.chromium.launch(executable_path=executable, args=list(ARGUMENTS))
+        page = browser.new_page(viewport={"width": _WIDTH, "height": 1000})
+        page.goto(url)
+        # The first answers include the time of loading code; the second are shown.
+        for _ in range(2):
+            page.get_by_role("button", name="Generate").click()
+            page.wait_for_timeout(1000)
+            page.locator("#times table").wait_for()
+        page.wait_for_timeout(1000)
+        page.evaluate(
+            "moment => document.querySelectorAll('video').forEach(v => { v.pause(); v.currentTime = moment; })",
+            _MOMENT,
+        )
+        save(page, "app", "#times")
+        page.get_by_role("tab", name="Mixing").click()
+        page.locator("#mixing img").wait_for()
+        save(page, "app_mixing", "#mixing")
+        browser.close()
+    page_of_app.close()
+
+
+if __name__ == "__main__":
+    main()
