@@ -100,12 +100,15 @@ def add_stub(directory: Path) -> None:
     Raises:
         ValueError: If weights have NaN values.
     """
+    if not (directory / PIPELINE_INDEX).is_file() and not (directory / "config.json").is_file():
+        return
     try:
         source = read_source(directory)
     except (ValueError, OSError):
         return
     files = stub_files(source)
-    for path in directory.rglob("*.safetensors") if files else ():
+    pattern = "*.safetensors" if source.pipeline is None else "*/*.safetensors"
+    for path in sorted(directory.glob(pattern)) if files else ():
         for counts in count_values(path):
             if counts.nans:
                 raise ValueError(f"{shorten_text(counts.name)} of {path.name} has NaN values; nothing is pushed.")
