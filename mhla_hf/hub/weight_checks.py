@@ -18,6 +18,8 @@ from ..utils.tensor_files import check_safetensors, count_values
 from .problems import Findings
 
 
+_PICKLE_ADVICE = "which can run code when read; remove what is not needed, and keep tensors as safetensors."
+
 Header = Mapping[str, Mapping[str, Any]]
 """`dtype`, `shape` and `data_offsets` of each tensor of a file by name."""
 
@@ -50,12 +52,16 @@ def read_headers(paths: Iterable[Path], findings: Findings) -> dict[Path, Header
 
 
 def check_pickles(files: Iterable[Path], findings: Findings) -> None:
-    """Warns of files that may run code when read."""
+    """Warns of files that may run code when read, once for each folder."""
+    folders: dict[Path, list[Path]] = {}
     for path in files:
         if path.suffix in PICKLES:
-            findings.warning(
-                path, "is a pickle, which can run code when it is read; remove it, or keep its tensors as safetensors."
-            )
+            folders.setdefault(path.parent, []).append(path)
+    for folder, paths in folders.items():
+        if len(paths) == 1:
+            findings.warning(paths[0], f"is a pickle, {_PICKLE_ADVICE}")
+        else:
+            findings.warning(folder, f"has pickles ({shorten_list(path.name for path in paths)}), {_PICKLE_ADVICE}")
 
 
 def check_weight_sets(

@@ -349,7 +349,12 @@ WARNINGS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "pickle-beside": (
         "llama-mhla",
         lambda root: torch.save({}, root / "training_args.bin"),
-        "training_args.bin: is a pickle, which can run code when it is read",
+        "training_args.bin: is a pickle, which can run code when read",
+    ),
+    "pickles-beside": (
+        "llama-mhla",
+        lambda root: [torch.save({}, root / name) for name in ("scheduler.pt", "optimizer.pt")],
+        ".: has pickles (optimizer.pt, scheduler.pt), which can run code when read",
     ),
     "total-size": (
         "shards",
