@@ -58,7 +58,7 @@ from .launching import (
     table_shape,
     token_tensor,
 )
-from .mixing import has_head_weights, prepare_mixing, prepare_weights
+from .mixing import has_head_weights, mixing_stages, prepare_weights
 from .outer import prepare_outer
 
 
@@ -223,12 +223,14 @@ def block_attention(
         key, value, table, groups, group, factor=1 / slots, dtype=dtype, total=divides, plain=plain_key
     )
     mixed = query.new_empty(group * repeats, blocks, width, columns, dtype=dtype)
-    stages: list[Callable[[int, int], Any]] = [sums.run]
-    stages.append(prepare_mixing(weights, sums.products, mixed, heads=mixed_heads, repeats=repeats))
     mixed_sums = None
     if divides:
         mixed_sums = sums.sums.new_empty(group * repeats, blocks, sums.sums.shape[-1])
-        stages.append(prepare_mixing(weights, sums.sums, mixed_sums, heads=mixed_heads, repeats=repeats))
+    pairs = (sums.products, sums.sums), (mixed, mixed_sums)
+    stages: list[Callable[[int, int], Any]] = [
+        sums.run,
+        *mixing_stages(weights, *pairs, heads=mixed_heads, repeats=repeats),
+    ]
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     programs, setup = _set_up(

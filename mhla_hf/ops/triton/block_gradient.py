@@ -15,8 +15,10 @@ Shape letters are those of `block`.
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -52,7 +54,7 @@ from .launching import (
     table_shape,
     token_tensor,
 )
-from .mixing import MixingGradient, has_head_weights, prepare_mixing, prepare_weights
+from .mixing import MixingGradient, has_head_weights, mixing_stages, prepare_weights
 from .outer import prepare_outer
 
 
@@ -288,21 +290,14 @@ def block_gradients(
     )
     value_stage, grad_value, _, _ = prepare_apply(key, summaries, table, groups, factor=1 / slots)
 
-    def mixing_stages(weights, sources, results, **options):
-        return [
-            prepare_mixing(weights, source, result, repeats=repeats, **options)
-            for source, result in zip(sources, results)
-            if source is not None
-        ]
-
     pairs = (summaries, key_sums), (mixed, mixed_sums)
-    stages = [
+    stages: list[Callable[[int, int], Any]] = [
         sums.run,
-        *mixing_stages(weights, *pairs, heads=mixed_heads),
+        *mixing_stages(weights, *pairs, heads=mixed_heads, repeats=repeats),
         replace(query_stage, repeats=repeats),
         lambda first_line, lines: gradient_sums.run(first_line * repeats, lines * repeats),
         grad_mixing,
-        *mixing_stages(transposed, *pairs[::-1], heads=groups, sum_repeats=True),
+        *mixing_stages(transposed, *pairs[::-1], heads=groups, repeats=repeats, sum_repeats=True),
         key_stage,
         value_stage,
     ]

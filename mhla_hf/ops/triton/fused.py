@@ -22,7 +22,7 @@ from ..feature_maps import FEATURE_MAPS
 from ..normalizers import NORMALIZERS
 from . import launching
 from .block_gradient import block_flops
-from .fused_gradient import fused_attention_backward, mixing_stages
+from .fused_gradient import fused_attention_backward
 from .fused_products import (
     Features,
     dense_rows,
@@ -33,7 +33,7 @@ from .fused_products import (
     rotary_table,
 )
 from .launching import lines_of_group, multiplies_exactly, summary_dtype
-from .mixing import has_head_weights, prepare_weights
+from .mixing import has_head_weights, mixing_stages, prepare_weights
 from .replay import replayed
 
 

@@ -74,7 +74,7 @@ from .launching import (
     prepare,
     product_precision,
 )
-from .mixing import MixingGradient, Weights, has_head_weights, prepare_mixing, prepare_weights, sum_shares
+from .mixing import MixingGradient, has_head_weights, mixing_stages, prepare_weights, sum_shares
 from .replay import replayed
 
 
@@ -344,17 +344,6 @@ def prepare_output_gradient(
         factor=factor, eps=eps, output_eps=output_eps, PRECISION=product_precision(query.dtype, matrices.dtype),
     )  # fmt: skip
     return Stage(run, table.shape[0] * query_heads // heads), result, grad_gate, partial
-
-
-def mixing_stages(
-    weights: Weights, sources: tuple[Tensor, Tensor | None], results: tuple[Tensor, Tensor | None], **options: Any
-) -> list[Stage]:
-    """Stages that mix summaries and, where there are any, sums; see [`mixing.prepare_mixing`]."""
-    return [
-        prepare_mixing(weights, source, result, **options)
-        for source, result in zip(sources, results)
-        if source is not None and result is not None
-    ]
 
 
 def run_fused_backward(

@@ -40,7 +40,7 @@ from .fused_products import heads_together, inverse_norm, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
 from .hedgehog_products import prepare_outputs, prepare_summaries
 from .launching import dense_like, lines_of_group, multiplies_exactly, product_flops, summary_dtype, token_tensor
-from .mixing import has_head_weights, prepare_mixing, prepare_weights
+from .mixing import has_head_weights, mixing_stages, prepare_weights
 
 
 def hedgehog_mhla_attention(
@@ -162,9 +162,7 @@ def hedgehog_attention(
     # Summaries are means over the slots: their size does not grow with the blocks'.
     key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
     stages = [prepare_summaries(key, value, key_projection, table, summaries, sums, factor=1 / slots)]
-    for source, result in ((summaries, mixed), (sums, mixed_sums)):
-        if source is not None and result is not None:
-            stages.append(prepare_mixing(weights, source, result, heads=mixed_heads, repeats=repeats))
+    stages += mixing_stages(weights, (summaries, sums), (mixed, mixed_sums), heads=mixed_heads, repeats=repeats)
     query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
     stages.append(
         prepare_outputs(

@@ -24,7 +24,7 @@ each has weights of its own, else G), M blocks, K and V widths, L lines of a gro
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -283,6 +283,17 @@ def prepare_mixing(
     )  # fmt: skip
     run = setup.prepare(weights.exact if exact else weights.rounded, summaries, mixed)
     return Stage(run, programs, 1 if sum_repeats else repeats)
+
+
+def mixing_stages(
+    weights: Weights, sources: tuple[Tensor, Tensor | None], results: tuple[Tensor, Tensor | None], **options: Any
+) -> list[Stage]:
+    """Stages that mix summaries and, where there are any, sums; see [`prepare_mixing`]."""
+    return [
+        prepare_mixing(weights, source, result, **options)
+        for source, result in zip(sources, results)
+        if source is not None and result is not None
+    ]
 
 
 @lru_cache(MAX_SETUPS)
