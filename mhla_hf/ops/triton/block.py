@@ -54,6 +54,7 @@ from .launching import (
     multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
+    run_groups,
     summary_dtype,
     table_shape,
     token_tensor,
@@ -242,9 +243,7 @@ def block_attention(
         None if divisor is None else divisor.contiguous(), table, output, denominator,
     )  # fmt: skip
     stages.append(Stage(attend, programs, repeats))
-    for first_line in range(0, lines, group):
-        for stage in stages:
-            stage(first_line, min(group, lines - first_line))
+    run_groups(stages, lines, group)
     return output, denominator
 
 

@@ -51,6 +51,7 @@ from .launching import (
     multiplies_from_shared_memory,
     padded,
     product_flops,
+    run_groups,
     table_shape,
     token_tensor,
 )
@@ -301,9 +302,7 @@ def block_gradients(
         key_stage,
         value_stage,
     ]
-    for first_line in range(0, lines, group):
-        for stage in stages:
-            stage(first_line, min(group, lines - first_line))
+    run_groups(stages, lines, group)
     return (
         grad_query,
         grad_key,

@@ -32,7 +32,7 @@ from .fused_products import (
     prepare_fused_products,
     rotary_table,
 )
-from .launching import lines_of_group, multiplies_exactly, summary_dtype
+from .launching import lines_of_group, multiplies_exactly, run_groups, summary_dtype
 from .mixing import has_head_weights, mixing_stages, prepare_weights
 from .replay import replayed
 
@@ -213,9 +213,7 @@ def _launch_all(
         factor=float(slots), eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
     )  # fmt: skip
     stages.append(replace(attend, repeats=repeats))
-    for first_line in range(0, lines, group):
-        for stage in stages:
-            stage(first_line, min(group, lines - first_line))
+    run_groups(stages, lines, group)
     return output, query_inverse, key_inverse
 
 

@@ -73,6 +73,7 @@ from .launching import (
     padded,
     prepare,
     product_precision,
+    run_groups,
 )
 from .mixing import MixingGradient, has_head_weights, mixing_stages, prepare_weights, sum_shares
 from .replay import replayed
@@ -488,9 +489,7 @@ def _launch_all(
             key, summaries, None, key_features, feature_map, table, groups, grad_value, factor=1 / slots
         ),
     ]
-    for first_line in range(0, lines, group):
-        for run in stages:
-            run(first_line, min(group, lines - first_line))
+    run_groups(stages, lines, group)
     return (
         grad_query,
         grad_key,

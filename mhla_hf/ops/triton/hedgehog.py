@@ -39,7 +39,15 @@ from .fused_gradient import norm_gradient_
 from .fused_products import heads_together, inverse_norm, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
 from .hedgehog_products import prepare_outputs, prepare_summaries
-from .launching import dense_like, lines_of_group, multiplies_exactly, product_flops, summary_dtype, token_tensor
+from .launching import (
+    dense_like,
+    lines_of_group,
+    multiplies_exactly,
+    product_flops,
+    run_groups,
+    summary_dtype,
+    token_tensor,
+)
 from .mixing import has_head_weights, mixing_stages, prepare_weights
 
 
@@ -179,9 +187,7 @@ def hedgehog_attention(
             repeats=repeats,
         )  # fmt: skip
     )
-    for first_line in range(0, lines, group):
-        for stage in stages:
-            stage(first_line, min(group, lines - first_line))
+    run_groups(stages, lines, group)
     return output, denominator, query_inverse, key_inverse
 
 

@@ -18,7 +18,7 @@ What a plan may hold:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -259,6 +259,19 @@ def lines_of_group(lines: int, line_bytes: int, line_programs: int, device: torc
         most = max(most, SCRATCH_BYTES // line_bytes)
     # Of one size, as far as possible.
     return ceil_divide(lines, ceil_divide(lines, most))
+
+
+def run_groups(stages: Sequence[Callable[[int, int], Any]], lines: int, group: int) -> None:
+    """Runs all stages for one group of lines after the other.
+
+    Args:
+        stages: [`Stage`] and others that take the first line of a group and its number of lines.
+        lines: Lines of all.
+        group: Lines of a group, see [`lines_of_group`].
+    """
+    for first_line in range(0, lines, group):
+        for stage in stages:
+            stage(first_line, min(group, lines - first_line))
 
 
 @cache
