@@ -59,7 +59,7 @@ from .launching import (
     table_shape,
     token_tensor,
 )
-from .mixing import has_head_weights, mixing_stages, prepare_weights
+from .mixing import count_mixed_heads, mixing_stages, prepare_weights
 from .outer import prepare_outer
 
 
@@ -212,7 +212,7 @@ def block_attention(
     """
     batch, num_tokens, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
-    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
     repeats = mixed_heads // groups
     exact, dtype = multiplies_exactly(query.dtype), summary_dtype(query.dtype)
     lines = batch * groups

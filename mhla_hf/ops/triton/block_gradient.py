@@ -55,7 +55,7 @@ from .launching import (
     table_shape,
     token_tensor,
 )
-from .mixing import MixingGradient, has_head_weights, mixing_stages, prepare_weights
+from .mixing import MixingGradient, count_mixed_heads, mixing_stages, prepare_weights
 from .outer import prepare_outer
 
 
@@ -246,7 +246,7 @@ def block_gradients(
     """
     batch, _, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
-    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
     repeats = mixed_heads // groups
     exact = multiplies_exactly(query.dtype)
     lines = batch * groups
@@ -346,7 +346,7 @@ def _(
 
 def block_flops(query, key, value, mixing) -> int:
     """Products of block-parallel MHLA for tensors of these shapes: 2 B T K V (G + H), and 2 B S M² K V for mixing."""
-    mixed_heads = query[2] if has_head_weights(mixing) else key[2]
+    mixed_heads = count_mixed_heads(mixing, query[2], key[2])
     mixed = 2 * query[0] * mixed_heads * mixing[-1] ** 2 * query[-1] * value[-1]
     return product_flops(query, value[-1]) + product_flops(key, value[-1]) + mixed
 

@@ -33,7 +33,7 @@ from .fused_products import (
     rotary_table,
 )
 from .launching import lines_of_group, multiplies_exactly, run_groups, summary_dtype
-from .mixing import has_head_weights, mixing_stages, prepare_weights
+from .mixing import count_mixed_heads, mixing_stages, prepare_weights
 from .replay import replayed
 
 
@@ -188,7 +188,7 @@ def _launch_all(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, num_tokens, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
-    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
     repeats, lines = mixed_heads // groups, batch * groups
     dtype = summary_dtype(query.dtype)
     group = lines_of_group(lines, (1 + repeats) * blocks * width * columns * dtype.itemsize, blocks, query.device)

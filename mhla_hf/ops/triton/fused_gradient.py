@@ -75,7 +75,7 @@ from .launching import (
     product_precision,
     run_groups,
 )
-from .mixing import MixingGradient, has_head_weights, mixing_stages, prepare_weights, sum_shares
+from .mixing import MixingGradient, count_mixed_heads, mixing_stages, prepare_weights, sum_shares
 from .replay import replayed
 
 
@@ -384,7 +384,7 @@ def run_fused_backward(
         launching.GROUP_LINES, FEW_PROGRAMS,
     )  # fmt: skip
     grad_query, grad_key, grad_value, grad_gate, *shares = replayed(_launch_all, inputs, options)
-    mixed_heads = query.shape[2] if has_head_weights(mixing.shape) else key.shape[2]
+    mixed_heads = count_mixed_heads(mixing.shape, query.shape[2], key.shape[2])
     grad_mixing = sum_shares(shares[0], mixing.shape, query.shape[0], mixed_heads)
 
     def total(norm: Tensor | None, share: Tensor) -> Tensor:
@@ -436,7 +436,7 @@ def _launch_all(
     """Gradients of query, key, value and gate, and shares of those of mixing and of the weights of the norms."""
     batch, _, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
-    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
     repeats, lines = mixed_heads // groups, batch * groups
     group = lines_of_group(lines, (1 + repeats) * blocks * width * columns * 4, blocks, query.device)
     query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)

@@ -48,7 +48,7 @@ from .launching import (
     summary_dtype,
     token_tensor,
 )
-from .mixing import has_head_weights, mixing_stages, prepare_weights
+from .mixing import count_mixed_heads, mixing_stages, prepare_weights
 
 
 def hedgehog_mhla_attention(
@@ -152,7 +152,7 @@ def hedgehog_attention(
     query_inverse = _inverse_norm(query, query_norm, query_norm_eps)
     key_inverse = _inverse_norm(key, key_norm, key_norm_eps)
     rest = rotary, scaling, feature_eps
-    mixed_heads = heads if has_head_weights(mixing.shape) else groups
+    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
     lines, repeats = batch * groups, mixed_heads // groups
     dtype = summary_dtype(key.dtype)
     line_bytes = (1 + repeats) * blocks * 2 * width * columns * dtype.itemsize
@@ -272,20 +272,17 @@ def _backward(ctx, grad_output, *_):
 hedgehog_attention.register_autograd(_backward, setup_context=_context)
 
 
-def _flops(query, key, value, mixing, heads: int) -> tuple[int, int, int]:
+def _flops(query, key, value, mixing) -> tuple[int, int, int]:
     """Operations of both products with W, of summaries and outputs, and of mixing."""
     projections = product_flops(query, query[3]) + product_flops(key, key[3])
     products = 2 * (product_flops(query, value[3]) + product_flops(key, value[3]))
-    return projections, products, 2 * query[0] * heads * mixing[-1] ** 2 * 2 * query[3] * value[3]
-
-
-def _mixed_heads(query, key, mixing) -> int:
-    return query[2] if has_head_weights(mixing) else key[2]
+    mixed_heads = count_mixed_heads(mixing, query[2], key[2])
+    return projections, products, 2 * query[0] * mixed_heads * mixing[-1] ** 2 * 2 * query[3] * value[3]
 
 
 @register_flop_formula(torch.ops.mhla_hf.hedgehog_attention)
 def _attention_flops(query, key, value, query_weight, key_weight, mixing, *args, **kwargs) -> int:
-    return sum(_flops(query, key, value, mixing, _mixed_heads(query, key, mixing)))
+    return sum(_flops(query, key, value, mixing))
 
 
 @register_flop_formula(torch.ops.mhla_hf.hedgehog_attention_backward)
@@ -293,7 +290,7 @@ def _attention_backward_flops(
     grad_output, output, denominator, query_inverse, key_inverse, query, key, value, query_weight, key_weight, mixing,
     *args, **kwargs,
 ) -> int:  # fmt: skip
-    projections, products, mixed = _flops(query, key, value, mixing, _mixed_heads(query, key, mixing))
+    projections, products, mixed = _flops(query, key, value, mixing)
     # Features again and three products of their gradients, summaries again and four products, mixing three times.
     summaries = 2 * product_flops(key, value[3])
     return 4 * projections + 2 * products + summaries + 3 * mixed

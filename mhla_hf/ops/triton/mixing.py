@@ -23,6 +23,7 @@ each has weights of its own, else G), M blocks, K and V widths, L lines of a gro
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -204,9 +205,15 @@ def mixing_strides(mixing: Tensor) -> tuple[int, ...]:
     return *([0] * (2 - len(leading))), *leading, row, column
 
 
-def has_head_weights(shape: torch.Size) -> bool:
-    """Whether weights `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]` are different for every query head."""
-    return len(shape) > 2 and shape[-3] != 1
+def count_mixed_heads(mixing: Sequence[int], heads: int, groups: int) -> int:
+    """Heads of the mixed summaries: H where the weights differ from query head to query head, otherwise G.
+
+    Args:
+        mixing: Shape of the weights, `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`.
+        heads: H.
+        groups: G.
+    """
+    return heads if len(mixing) > 2 and mixing[-3] != 1 else groups
 
 
 def _row_tile(blocks: int) -> int:
