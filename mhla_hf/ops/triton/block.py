@@ -29,7 +29,7 @@ from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..normalizers import NORMALIZERS
 from ..numerics import Operands, from_head_blocks, head_blocks
-from .block_gradient import block_attention_backward, block_flops
+from .block_gradient import block_attention_backward, block_flops, needs_output
 from .device_functions import (
     COUNTS,
     denominators,
@@ -256,9 +256,8 @@ def _(query, key, value, plain_query, plain_key, divisor, mixing, table, divides
 def _context(ctx, inputs, output):
     query, key, value, plain_query, plain_key, divisor, mixing, table, ctx.divides, ctx.eps = inputs
     ctx.mark_non_differentiable(output[1])
-    # Heads so wide that no program of the backward pass has all of a query's gradient: see [`block_gradient.apply`].
-    wide = max(query.shape[-1], value.shape[-1]) > (128 if query.dtype == torch.bfloat16 else 64)
-    kept = output[0] if wide and (ctx.divides or divisor is not None) else None
+    divided = ctx.divides or divisor is not None
+    kept = output[0] if divided and needs_output(query.shape[-1], value.shape[-1], query.dtype) else None
     ctx.save_for_backward(kept, output[1], query, key, value, plain_query, plain_key, divisor, mixing, table)
 
 

@@ -222,6 +222,19 @@ def prepare_apply(
     return Stage(run, programs), result, second, weight
 
 
+def needs_output(width: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether the backward pass reads outputs to find the gradient of the divisors.
+
+    Heads are then so wide that no program of [`apply_kernel`] has all of a query's gradient.
+
+    Args:
+        width: K, of the features.
+        columns: V.
+        dtype: Of the tokens.
+    """
+    return max(width, columns) > (128 if dtype == torch.bfloat16 else 64)
+
+
 def block_gradients(
     gradient: Tensor,
     output: Tensor | None,
@@ -241,7 +254,7 @@ def block_gradients(
 
     Args beyond those of `block_attention`:
         gradient: Of the output.
-        output: `[B, T, H, V]`; needed where something is divided and heads are wide.
+        output: `[B, T, H, V]`; needed where something is divided, see [`needs_output`].
         denominator: The denominators with eps, float32 `[B, T, H]`; empty unless `divides`.
     """
     batch, _, heads, width = query.shape

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..normalizers import NORMALIZERS
-from .block_gradient import block_gradients
+from .block_gradient import block_gradients, needs_output
 from .fused_gradient import norm_gradient_
 from .fused_products import heads_together, inverse_norm, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
@@ -253,10 +253,9 @@ def _(
 def _context(ctx, inputs, output):
     tensors, (ctx.divides, ctx.scaling, ctx.feature_eps, *_) = inputs[:10], inputs[10:]
     ctx.mark_non_differentiable(*output[1:])
-    # Features so wide that no program of the backward pass has all of their gradient: see `block_gradient`.
     query, value = inputs[0], inputs[2]
-    wide = max(2 * query.shape[-1], value.shape[-1]) > (128 if query.dtype == torch.bfloat16 else 64)
-    ctx.save_for_backward(output[0] if wide and ctx.divides else None, *output[1:], *tensors)
+    kept = output[0] if ctx.divides and needs_output(2 * query.shape[-1], value.shape[-1], query.dtype) else None
+    ctx.save_for_backward(kept, *output[1:], *tensors)
 
 
 def _backward(ctx, grad_output, *_):
