@@ -68,7 +68,7 @@ class Features(NamedTuple):
 
     Attributes:
         norm_weight: Weight of an RMSNorm across heads, `[H · K]`; None for no norm.
-        inverse_norm: 1 / rms of each token from [`inverse_norm`]; read only where there is a norm.
+        inverse_norm: 1 / rms of each token from [`inverse_norms`]; read only where there is a norm.
         rotary: Table of rotary embeddings from [`rotary_table`], `[T, K]`, dense; None for no rotation.
         scaling: Factor of the rows before the feature map.
         feature_eps: Added to the features.
@@ -249,12 +249,6 @@ def inverse_norms(query: Tensor, key: Tensor, query_eps: float | None, key_eps: 
         QUERY=query_size, KEY=key_size, BLOCK_WIDTH=padded(largest), num_warps=row_warps(largest),
     )  # fmt: skip
     return query_result, key_result
-
-
-def inverse_norm(tokens: Tensor, eps: float) -> Tensor:
-    """[`inverse_norms`] of one kind of tokens `[B, T, H, K]`: float32 `[B, T]`."""
-    tokens = heads_together(tokens)
-    return inverse_norms(tokens, tokens, eps, None)[0]
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from ...layouts.sequences import SequenceLayout
 from ..normalizers import NORMALIZERS
 from .block_gradient import block_gradients, needs_output
 from .fused_gradient import norm_gradient_
-from .fused_products import heads_together, inverse_norm, rotary_table
+from .fused_products import heads_together, inverse_norms, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
 from .hedgehog_products import prepare_outputs, prepare_summaries
 from .launching import (
@@ -115,10 +115,6 @@ def _projection(
     )
 
 
-def _inverse_norm(tokens: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    return tokens.new_empty(0, dtype=torch.float32) if norm_weight is None else inverse_norm(tokens, eps)
-
-
 @torch.library.custom_op("mhla_hf::hedgehog_attention", mutates_args=())
 def hedgehog_attention(
     query: Tensor,
@@ -149,8 +145,12 @@ def hedgehog_attention(
     """
     heads, groups, width, columns = query.shape[2], key.shape[2], query.shape[3], value.shape[3]
     batch, (blocks, slots) = query.shape[0], table.shape[-2:]
-    query_inverse = _inverse_norm(query, query_norm, query_norm_eps)
-    key_inverse = _inverse_norm(key, key_norm, key_norm_eps)
+    query_inverse, key_inverse = inverse_norms(
+        query if query_norm is None else heads_together(query),
+        key if key_norm is None else heads_together(key),
+        None if query_norm is None else query_norm_eps,
+        None if key_norm is None else key_norm_eps,
+    )
     rest = rotary, scaling, feature_eps
     mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
     lines, repeats = batch * groups, mixed_heads // groups
