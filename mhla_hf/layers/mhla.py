@@ -418,10 +418,9 @@ class MHLA(nn.Module):
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
         with torch.autocast(query.device.type, enabled=False):
             query, key = query.to(dtype), key.to(dtype)
-            maps = self.feature_map_query, self.feature_map_key
             (query, plain_query), (key, plain_key) = (
                 features_and_plain(config, tokens, learned, rotary, scaling, backend)
-                for tokens, learned in zip((query, key), maps)
+                for tokens, learned in zip((query, key), self._feature_maps)
             )
             operands = Operands(query, key, value.to(dtype), plain_query, plain_key, config.normalizer, config.eps)
             mixing = self.mixing_matrix(layout).to(accumulation_dtype(dtype))

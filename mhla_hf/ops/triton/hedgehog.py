@@ -172,21 +172,11 @@ def hedgehog_attention(
     stages = [prepare_summaries(key, value, key_projection, table, summaries, sums, factor=1 / slots)]
     stages += mixing_stages(weights, (summaries, sums), (mixed, mixed_sums), heads=mixed_heads, repeats=repeats)
     query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
-    stages.append(
-        prepare_outputs(
-            query,
-            query_projection,
-            table,
-            mixed,
-            mixed_sums,
-            output,
-            denominator,
-            factor=float(slots),
-            eps=eps,
-            heads=mixed_heads,
-            repeats=repeats,
-        )  # fmt: skip
-    )
+    attend = prepare_outputs(
+        query, query_projection, table, mixed, mixed_sums, output, denominator,
+        factor=float(slots), eps=eps, heads=mixed_heads, repeats=repeats,
+    )  # fmt: skip
+    stages.append(attend)
     run_groups(stages, lines, group)
     return output, denominator, query_inverse, key_inverse
 
