@@ -122,7 +122,7 @@ def _facts(model: ModelInspection, kinds: Mapping[str, str]) -> list[tuple[str, 
     patterns = [_mean(layer.mixing.pattern_movement) for layer in layers if layer.mixing]
     facts = [
         ("MHLA layers", f"{converted} of {len(model.layers)}"),
-        ("blocks", f"{_times(mixing.layout.blocks)} = {math.prod(mixing.layout.blocks)}"),
+        ("blocks", _blocks(mixing.layout)),
         ("tokens they are for", f"{_times(mixing.layout.grid)}{_prefix(mixing.layout)}"),
         ("feature map", str(options["feature_map"])),
         ("mixing weights", "one matrix a head" if options["mixing_heads"] == "per_head" else "shared by heads"),
@@ -146,6 +146,11 @@ def _facts(model: ModelInspection, kinds: Mapping[str, str]) -> list[tuple[str, 
         gains = [layer.gains for layer in layers if layer.gains]
         facts.append(("softmax window", f"{options['window']}, mean gain {_mean([gain[1] for gain in gains]):.2f}"))
     return facts
+
+
+def _blocks(layout: BlockLayout) -> str:
+    total = f" = {math.prod(layout.blocks)}" if len(layout.blocks) > 1 else ""
+    return f"{_times(layout.blocks)}{total}"
 
 
 def _over_layers(layers: list[LayerInspection], kind: str, statistic: str) -> float | None:
@@ -237,6 +242,7 @@ def _layer(layer: LayerInspection, block: int | None, heads: int) -> dict[str, A
         "block": chosen,
         "blocks": layout.num_blocks,
         "is_sequence": len(layout.grid) == 1,
+        "mark": _mark(layout, chosen) if len(layout.grid) == 1 else None,
         "limit": f"{mixing.abs().max().item():.3g}",
         "row_limit": f"{limit:.3g}",
         "matrix": data_uri(heat_map(mixing.numpy())),
@@ -251,6 +257,13 @@ def _layer(layer: LayerInspection, block: int | None, heads: int) -> dict[str, A
         "distance": f"{mean_distance(summary.matrix, layout):.2f}",
         "initial_distance": f"{mean_distance(summary.initial, layout):.2f}",
     }
+
+
+def _mark(layout: BlockLayout, block: int) -> tuple[float, float]:
+    """Where a block of a sequence begins and how long it is, in percent of the sequence."""
+    inside = weights_on_grid(torch.eye(layout.num_blocks)[block], layout).flatten().nonzero().flatten()
+    length = layout.grid[0]
+    return round(100 * inside[0].item() / length, 3), round(100 * len(inside) / length, 3)
 
 
 def _heads_shown(layers: list[LayerInspection]) -> int:

@@ -339,7 +339,10 @@ def _compare(
     """Errors of the layers' and of the model's outputs against those of the base model."""
     errors: dict[str, list[float]] = {name: [] for name in wanted}
     outputs = []
-    teacher = shared_teacher(model, base)
+    try:
+        teacher = shared_teacher(model, base)
+    except ValueError as error:
+        raise ValueError(f"base: {error}") from error
     layers = find_projections(model, mhla_layers(model), on_device(next(iter(batches)), model))
     for batch in (on_device(batch, model) for batch in batches):
         calls = teacher.record(layers, batch, only=list(wanted))

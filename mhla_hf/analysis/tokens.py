@@ -102,6 +102,7 @@ class LayerTokens:
         """
         check_choice("kind", kind, KINDS)
         heads = slice(None) if head is None else slice(head, head + 1)
+        rows = None if rows is None else rows.to(self.query.device)
         matrix = {"original": self._original, "mhla": self._mhla, "linear": self._linear}[kind](heads, rows)[0]
         return matrix if head is None else matrix[0]
 

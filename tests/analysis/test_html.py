@@ -107,6 +107,22 @@ def test_page_without_probe_or_base():
     assert "weights alone" in text and "Effective rank" not in text and "Error of each layer" not in text
 
 
+def test_pipelines_of_two_models_have_a_part_for_each():
+    report, other = report_of(MODELS["wan"]), report_of(MODELS["vit"])
+    report.models += other.models
+    report.models[1].component = "transformer_2"
+    text = Elements(render_html(report)).text
+    assert text.count("Blocks on the token grid") == 2 and "transformer_2" in text
+
+
+def test_own_block_of_a_sequence_is_marked():
+    report = report_of(MODELS["llama"])
+    layout = report.models[0].mhla_layers[0].mixing.layout
+    size, length = layout.tile_lengths[0][1], layout.grid[0]
+    page = render_html(report, block=1)
+    assert f"margin-left:{round(100 * size / length, 3)}%;width:{round(100 * size / length, 3)}%" in page
+
+
 def test_chosen_block(tmp_path):
     report = report_of(MODELS["wan"])
     write_html(report, tmp_path / "page.html", block=0)
