@@ -75,6 +75,8 @@ def inspect_command(
 
     if html is not None and html.is_dir():
         raise ValueError(f"html={str(html)!r} is a directory; give a file.")
+    hub = given(options, HUB)
+    _refuse_damaged(model, hub)
     with _progress(not quiet) as progress:
         report = inspect_directory(
             model,
@@ -89,13 +91,25 @@ def inspect_command(
             seed=seed,
             device=device,
             progress=progress,
-            **given(options, {**SIZES, **HUB}),
+            **given(options, SIZES),
+            **hub,
         )
     write_report(json_file, report.to_dict())
     if html is not None:
         write_html(report, html, block=block)
     if not quiet:
         _show(report, html)
+
+
+def _refuse_damaged(model: str, hub: dict[str, Any]) -> None:
+    """Raises `ValueError` for a directory that cannot be loaded, before a loader says so in its own words."""
+    from ..hub.checks import check_directory
+    from ..utils.locations import find_directory
+
+    directory, _ = find_directory(model, **hub)
+    errors = [problem for problem in check_directory(directory, values=False) if problem.level == "error"]
+    if errors:
+        raise ValueError(f"{model} cannot be loaded: {errors[0]} (mhla-hf doctor lists all problems)")
 
 
 @contextmanager
