@@ -20,6 +20,9 @@ from .problems import Findings
 
 _PICKLE_ADVICE = "which can run code when read; remove what is not needed, and keep tensors as safetensors."
 
+# Tensors of a file whose NaN and infinite values are reported one by one.
+_MOST_TENSORS = 5
+
 Header = Mapping[str, Mapping[str, Any]]
 """`dtype`, `shape` and `data_offsets` of each tensor of a file by name."""
 
@@ -116,11 +119,15 @@ def _blamed(folder: Path, names: FileNames) -> Path:
 def _merge(weights: WeightSet, headers: Mapping[Path, Header], findings: Findings) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for path in weights.files:
-        for name, entry in headers.get(path, {}).items():
-            if name in tensors:
-                other = tensors[name].file.name
-                findings.error(path, f"holds {shorten_text(name)}, which is in {other} too; remove one of the two.")
-            tensors[name] = StoredTensor(path, entry["dtype"], tuple(entry["shape"]))
+        header = headers.get(path, {})
+        repeated = [f"{shorten_text(name)} (in {tensors[name].file.name})" for name in header if name in tensors]
+        if repeated:
+            findings.error(
+                path, f"holds tensors that another file has too: {shorten_list(repeated)}; write the weights again."
+            )
+        tensors.update(
+            {name: StoredTensor(path, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        )
     return tensors
 
 
@@ -129,11 +136,11 @@ def _check_index(
 ) -> None:
     content = read_json(index, "the index")
     weight_map = content["weight_map"]
-    files = {path.relative_to(index.parent).as_posix(): path for path in read_weight_map(index)}
+    files = read_weight_map(index)
     absent = [
         f"{shorten_text(name)} ({file})"
         for name, file in weight_map.items()
-        if files[file] in headers and name not in headers[files[file]]
+        if name not in headers.get(index.parent / file, {name: None})
     ]
     if absent:
         findings.error(index, f"lists tensors that are not in their file: {shorten_list(absent)}; write it again.")
@@ -142,8 +149,8 @@ def _check_index(
         findings.warning(index, f"does not list {shorten_list(unlisted)}; write it again.")
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if total is not None and all(path in headers for path in files.values()):
-        begin_end = (entry["data_offsets"] for path in files.values() for entry in headers[path].values())
+    if total is not None and all(path in headers for path in files):
+        begin_end = (entry["data_offsets"] for path in files for entry in headers[path].values())
         actual = sum(end - begin for begin, end in begin_end)
         if total != actual:
             findings.warning(
@@ -177,17 +184,21 @@ def check_values(paths: Iterable[Path], findings: Findings, on_bytes: Callable[[
     """
     for path in paths:
         rest = path.stat().st_size
+        broken = 0
         with findings.noting(path):
             for counts in count_values(path):
                 rest -= counts.nbytes
                 found = [f"{counts.nans} NaN"] * bool(counts.nans)
                 found += [f"{counts.infinities} infinite"] * bool(counts.infinities)
-                if found:
+                broken += bool(found)
+                if found and broken <= _MOST_TENSORS:
                     name, number = shorten_text(counts.name), " and ".join(found)
                     findings.error(
                         path, f"{name} has {number} of {counts.total} values; take weights from before they appeared."
                     )
                 if on_bytes is not None:
                     on_bytes(counts.nbytes)
+        if broken > _MOST_TENSORS:
+            findings.error(path, f"has {broken - _MOST_TENSORS} more tensors with NaN or infinite values.")
         if on_bytes is not None:
             on_bytes(rest)

@@ -191,7 +191,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "duplicate": (
         "shards",
         lambda root: _add_to_last_shard(root, "proj_out.bias", torch.zeros(1)),
-        "holds proj_out.bias, which is in diffusion_pytorch_model-00001-of-",
+        "holds tensors that another file has too: proj_out.bias (in diffusion_pytorch_model-00001-of-",
     ),
     # Configurations.
     "unknown-option": (
@@ -430,6 +430,20 @@ def test_tensors_larger_than_a_piece(copied, monkeypatch):
     folder = copied("bare")
     _edit_bare(folder, lambda tensors: tensors["proj_out.weight"].view(-1)[::20].fill_(torch.inf))
     assert "proj_out.weight has 77 infinite of 1536 values" in lines(folder)[0]
+
+
+def test_many_broken_tensors_are_counted(copied):
+    folder = copied("bare")
+    _edit_bare(folder, lambda tensors: [tensor.view(-1)[:1].fill_(torch.nan) for tensor in tensors.values()])
+    *named, rest = lines(folder)
+    count = len(load_file(folder / "diffusion_pytorch_model.safetensors"))
+    assert len(named) == 5 and f"has {count - 5} more tensors with NaN or infinite values." in "".join((*named, rest))
+
+
+def test_names_in_an_index_that_are_written_differently(copied):
+    folder = copied("shards")
+    _edit_map(folder, lambda names: names.update({name: f"./{file}" for name, file in names.items()}))
+    assert lines(folder) == []
 
 
 def test_several_problems_at_once(copied):
