@@ -59,6 +59,13 @@ def test_help(words, columns):
     assert not re.findall(r"\b(None|TODO|FIXME|kwargs|dataclass|Annotated|mhla_hf\.\w+)\b|<bool>|__\w", text)
 
 
+@pytest.mark.parametrize("words", [(), ("train", "wan")], ids=" ".join)
+def test_help_on_narrow_terminals(words):
+    text = run_process(*words, "--help", COLUMNS="60").stdout
+    assert max(map(len, text.splitlines())) <= 60 and "─" not in text
+    assert all(parameter.opts[0] in text for parameter in COMMANDS[words].params if parameter.opts[0][0] == "-")
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_everything_is_explained(words):
     command = COMMANDS[words]
@@ -133,6 +140,7 @@ def test_unknown_options_are_wrong_usage(words):
         (("bench", "decode", "{missing}", "--quiet"), "missing"),
         (("demo", "{out}", "--base", "{missing}"), "missing"),
         (("doctor", "{missing}"), "missing"),
+        (("inspect", "{missing}", "--quiet"), "missing"),
         (("card", "{missing}"), "missing"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
