@@ -162,7 +162,7 @@ def layer_tokens(
 
     Args:
         mhla: The layer.
-        query: As in [`MHLA.attention_parts`][mhla_hf.layers.MHLA.attention_parts], like all that follow but `linear`:
+        query: As in [`MHLA.attention_parts`][mhla_hf.MHLA], like all that follow but `linear`:
             `[B, T, H, K]`.
         key: `[B, T, H_kv, K]`.
         value: `[B, T, H_kv, V]`.
@@ -201,10 +201,10 @@ def layer_tokens(
     query, key, value = (repeat_heads(tokens, mhla.num_heads, 2) for tokens in (query, key, value))
     samples = []
     for index in range(query.shape[0]):
-        keep = torch.arange(query.shape[1], device=query.device)
+        keep: slice | torch.Tensor = slice(None)
         if sequence is not None and sequence.valid is not None:
-            keep = keep[sequence.valid[index]]
-        layout = mhla.layout_for((len(keep),) if grid is None else grid)
+            keep = sequence.valid[index]
+        layout = mhla.layout_for((query[index, keep].shape[0],) if grid is None else grid)
         causal = mhla.config.causal if sequence is None else sequence.causal
         samples.append(
             LayerTokens(
@@ -243,7 +243,7 @@ def _of_heads(tokens: Tokens, heads: slice) -> dict[str, Any]:
     return {name: None if value is None else value[:, :, heads] for name, value in tokens.items()}
 
 
-def _of_sample(tokens: Tokens, index: int, keep: torch.Tensor) -> Tokens:
+def _of_sample(tokens: Tokens, index: int, keep: slice | torch.Tensor) -> Tokens:
     return {name: None if value is None else value[index : index + 1, keep] for name, value in tokens.items()}
 
 
