@@ -8,7 +8,6 @@ python docs/scripts/make_images.py --demo demo-output  # also those of a finishe
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -197,32 +196,6 @@ def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (0, 4, 8,
     canvas.quantize(64).save(IMAGES / name, optimize=True)
 
 
-def photograph_report(demo: Path, name: str, phone: str) -> None:
-    """The report of `mhla-hf inspect` in a browser: blocks and mixing on a desk, figures of attention on a phone."""
-    from playwright.sync_api import sync_playwright
-
-    from mhla_hf.analysis import inspect_directory, write_html
-    from mhla_hf.demo import base_pipeline_directory
-
-    page_file = IMAGES / "report.html"
-    write_html(inspect_directory(demo / "mhla", base=base_pipeline_directory()), page_file)
-    try:
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            for file, size, part in (
-                (name, {"width": 1080, "height": 1065}, "text=Blocks on the token grid"),
-                (phone, {"width": 390, "height": 1130}, "text=Rank and focus"),
-            ):
-                page = browser.new_page(viewport=size)
-                page.goto(page_file.as_uri())
-                page.locator(part).first.evaluate("place => window.scrollTo(0, place.offsetTop - 20)")
-                page.screenshot(path=IMAGES / file)
-                Image.open(IMAGES / file).convert("RGB").save(IMAGES / file, optimize=True)
-            browser.close()
-    finally:
-        page_file.unlink()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--demo", type=Path, help="Output directory of a finished demo.")
@@ -234,7 +207,6 @@ def main() -> None:
     if demo is not None:
         draw_side_by_side(demo, "side_by_side.png")
         draw_learned_mixing(demo, "learned_mixing.png")
-        photograph_report(demo, "inspect.png", "inspect_phone.png")
 
 
 if __name__ == "__main__":

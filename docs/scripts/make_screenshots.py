@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the pictures of the application in `docs/images`, with the demo's recovered pipeline.
+"""Takes the pictures of the application and of inspections in `docs/images`, with the demo's recovered pipeline.
 
 python docs/scripts/make_screenshots.py demo-output/mhla
 
@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+import tempfile
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
+from mhla_hf.analysis import inspect_directory, write_html
 from mhla_hf.app import create_app, serve
+from mhla_hf.demo import base_pipeline_directory
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,13 +39,31 @@ def save(page: Page, name: str, last: str) -> None:
     picture.convert("RGB").save(IMAGES / f"{name}.png", optimize=True)
 
 
+def photograph_report(browser: Browser, model: Path) -> None:
+    """Pictures of the report on a model of the demo: blocks and mixing on a desk, figures of attention on a phone."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        write_html(inspect_directory(model, base=base_pipeline_directory()), report)
+        for name, width, height, heading in (
+            ("inspect", 1080, 1065, "Blocks on the token grid"),
+            ("inspect_phone", 390, 1085, "Rank and focus of attention"),
+        ):
+            page = browser.new_page(viewport={"width": width, "height": height})
+            page.goto(report.as_uri())
+            page.get_by_role("heading", name=heading).evaluate("part => window.scrollTo(0, part.offsetTop - 20)")
+            picture = Image.open(io.BytesIO(page.screenshot()))
+            picture.convert("RGB").save(IMAGES / f"{name}.png", optimize=True)
+            page.close()
+
+
 def main() -> None:
     sys.path.insert(0, str(ROOT))
     from tests.browser import ARGUMENTS, find_chromium
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="MHLA pipeline of videos, such as demo-output/mhla")
-    page_of_app = create_app(parser.parse_args().model)
+    model = parser.parse_args().model
+    page_of_app = create_app(model)
     _, url, _ = serve(page_of_app, prevent_thread_lock=True, quiet=True)
     with sync_playwright() as playwright:
         executable = find_chromium(playwright.chromium.executable_path)
@@ -63,6 +84,7 @@ def main() -> None:
         page.get_by_role("tab", name="Mixing").click()
         page.locator("#mixing img").wait_for()
         save(page, "app_mixing", "#mixing")
+        photograph_report(browser, model)
         browser.close()
     page_of_app.close()
 
