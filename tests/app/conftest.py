@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,15 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 VIDEO = {"prompt": "a cat", "steps": 2, "seed": 3, "guidance_scale": 2.0, "height": 32, "width": 64, "num_frames": 9}
 """A small request of the tiny pipeline: values of its fields by name."""
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Waits, a minute at most, until something holds."""
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("waited a minute in vain")
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,10 @@ class Server:
     handlers: Any
     page: Any
     connections: list[str]
+
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.page._queue)
 
 
 @pytest.fixture(scope="session")

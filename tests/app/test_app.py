@@ -15,7 +15,7 @@ import pytest
 
 from mhla_hf.app.limits import Limits
 
-from .conftest import VIDEO, running
+from .conftest import VIDEO, running, wait_until
 
 
 gradio_client = pytest.importorskip("gradio_client", reason="gradio is not installed")
@@ -142,8 +142,7 @@ def test_functions_check_whatever_reaches_them(server):
 def test_cancelling_stops_the_work(server, client):
     with slow(server.handlers) as calls:
         job = client.submit(**{**VIDEO, "steps": 40}, api_name="/generate")
-        while not calls:
-            time.sleep(0.05)
+        wait_until(lambda: calls)
         job.cancel()
         assert is_still(calls)
         # Two calls a step, of two models.
@@ -166,12 +165,11 @@ def test_leaving_stops_the_work(server):
 
 
 def test_a_full_queue_refuses_and_says_so(server, client):
-    with slow(server.handlers) as calls:
-        jobs = [client.submit(**{**VIDEO, "steps": 40}, api_name="/generate")]
-        while not calls:
-            time.sleep(0.05)
+    with slow(server.handlers, 0.2) as calls:
+        jobs = [client.submit(**{**VIDEO, "steps": 50}, api_name="/generate")]
+        wait_until(lambda: calls)
         jobs.append(client.submit(**VIDEO, api_name="/generate"))
-        time.sleep(1)
+        wait_until(lambda: server.waiting() == 1)
         with pytest.raises(Exception, match="Queue is full"):
             client.predict(**VIDEO, api_name="/generate")
         for job in jobs:
@@ -204,20 +202,27 @@ def test_mixing_pictures_differ_by_layer_head_and_block(server, client):
 def test_speed_is_measured_once(server, client):
     status, picture, table = client.predict(api_name="/speed")
     assert (status, Path(picture).read_bytes()[:4]) == ("", b"\x89PNG")
-    lengths = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]
-    assert lengths == ["384"] or [int(length.replace(",", "")) for length in lengths] == sorted(
-        int(length.replace(",", "")) for length in lengths
-    )
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows] == ["tokens", "384"]
     assert "heads of width 12" in table
-    began = time.perf_counter()
+    # Measured again, some digit would differ.
     assert client.predict(api_name="/speed")[2] == table
-    assert time.perf_counter() - began < 2
 
 
-def test_nothing_is_left_behind_and_nobody_else_is_asked(server):
-    assert not list(Path(tempfile.gettempdir()).glob("mhla-hf-app-*"))
+def test_nothing_is_left_behind_and_nobody_else_is_asked(server, client, monkeypatch):
+    made: list[Path] = []
+
+    class Recorded(tempfile.TemporaryDirectory):
+        def __init__(self, **options):
+            super().__init__(**options)
+            made.append(Path(self.name))
+
+    monkeypatch.setattr("mhla_hf.app.handlers.TemporaryDirectory", Recorded)
+    client.predict(**VIDEO, api_name="/generate")
+    assert len(made) == 1
+    wait_until(lambda: not made[0].exists())
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "mhla-hf-app"])
     assert set(server.connections) <= {"127.0.0.1", "localhost", "::1"}
-    assert not [thread for thread in threading.enumerate() if thread.name == "mhla-hf-app"]
 
 
 def test_generations_end_at_their_time_limit(saved_pipeline):

@@ -10,7 +10,7 @@ import pytest
 
 from mhla_hf.app.limits import Limits
 
-from .conftest import VIDEO, running
+from .conftest import VIDEO, running, wait_until
 
 
 pytest.importorskip("gradio", reason="gradio is not installed")
@@ -95,14 +95,15 @@ def test_a_full_queue_is_said(page, saved_pipeline):
 
         def wait(module, args):
             calls.append(time.monotonic())
-            time.sleep(0.1)
+            time.sleep(0.2)
 
         transformer.register_forward_pre_hook(wait)
         page.goto(server.url)
         client = gradio_client.Client(server.url, verbose=False, analytics_enabled=False)
-        jobs = [client.submit(**{**VIDEO, "steps": 40}, api_name="/generate") for _ in range(2)]
-        while not calls:
-            time.sleep(0.05)
+        jobs = [client.submit(**{**VIDEO, "steps": 50}, api_name="/generate")]
+        wait_until(lambda: calls)
+        jobs.append(client.submit(**VIDEO, api_name="/generate"))
+        wait_until(lambda: server.waiting() == 1)
         page.get_by_role("button", name="Generate").click()
         toast = page.get_by_test_id("toast-body")
         toast.wait_for()
