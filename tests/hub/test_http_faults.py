@@ -55,7 +55,6 @@ def convert(client, destination, *options, source="user/softmax", **variables):
 
 WEIGHTS = r"^/storage/"
 DESCRIPTION = r"^/api/models/user/"
-ANY = r""
 
 
 @pytest.mark.parametrize(
@@ -74,33 +73,31 @@ def test_passing_faults_of_downloads(methods, path, effect, options, waits, hub,
     assert fault.reached.is_set() and fault.times == 0
 
 
+NAME = r"user/\w+"
 LOG_IN = "log in with `hf auth login`"
-GATED = rf"access to user/\w+ is restricted: accept its conditions at http://\S+/user/\w+, and {LOG_IN}"
-NOT_THERE = rf"user/\w+ is not on the Hub, or is private: check the name, or {LOG_IN}"
+GATED = rf"access to {NAME} is restricted: accept its conditions at http://\S+/{NAME}, and {LOG_IN}"
+NOT_THERE = rf"{NAME} is not on the Hub, or is private: check the name, or {LOG_IN}"
+NOT_AVAILABLE = rf"the Hub is not available for {NAME} \(error 50\d\): run this again later"
+BROKEN = rf"the connection to the Hub failed for {NAME} \(.+\): check the network and run this again"
+DAMAGED = rf"of {NAME} arrived damaged: the checksum is not the Hub's"
 
 
 @pytest.mark.parametrize(
     ("methods", "path", "effect", "options", "message"),
     [
-        ("GET", DESCRIPTION, 500, {}, r"the Hub is not available for user/\w+ \(error 500\): run this again later"),
-        ("GET HEAD", r"/resolve/", 502, {}, r"the Hub is not available for user/\w+ \(error 502\)"),
-        ("GET", WEIGHTS, 503, {}, r"the Hub is not available for user/\w+ \(error 503\)"),
-        ("GET", WEIGHTS, 504, {"times": 1}, r"the Hub is not available for user/\w+ \(error 504\)"),
-        ("GET", WEIGHTS, "drop", {}, r"the connection to the Hub failed for user/\w+ \(peer closed connection"),
-        ("GET", DESCRIPTION, "lose", {}, r"the connection to the Hub failed for user/\w+ \("),
-        (
-            "GET",
-            WEIGHTS,
-            "corrupt",
-            {"times": 1},
-            r"/\w+\.safetensors of user/\w+ arrived damaged",
-        ),
-        ("GET", r"/config\.json", "corrupt", {"times": 1}, r"/config\.json of user/\w+ arrived damaged"),
-        ("GET HEAD", ANY, 401, {"code": "RepoNotFound"}, NOT_THERE),
-        ("GET HEAD", r"/resolve/", 403, {"code": "GatedRepo"}, GATED),
-        ("GET HEAD", ANY, 403, {}, r"may not read user/\w+ \(injected error 403\): log in with `hf auth login`"),
-        ("GET HEAD", ANY, 404, {"code": "RepoNotFound"}, NOT_THERE),
-        ("GET HEAD", ANY, 429, {"headers": {"Retry-After": "30"}}, r"\(429\): wait 30 seconds and run this again"),
+        pytest.param("GET", DESCRIPTION, 500, {}, NOT_AVAILABLE, id="error of the repository's description"),
+        pytest.param("GET HEAD", r"/resolve/", 502, {}, NOT_AVAILABLE, id="error of files"),
+        pytest.param("GET", WEIGHTS, 503, {}, NOT_AVAILABLE, id="error of the storage"),
+        pytest.param("GET", WEIGHTS, 504, {"times": 1}, NOT_AVAILABLE, id="one error of the storage"),
+        pytest.param("GET", WEIGHTS, "drop", {}, BROKEN, id="connection lost in weights"),
+        pytest.param("GET", DESCRIPTION, "lose", {}, BROKEN, id="connection lost before an answer"),
+        pytest.param("GET", WEIGHTS, "corrupt", {"times": 1}, rf"/\w+\.safetensors {DAMAGED}", id="damaged weights"),
+        pytest.param("GET", "/config.json", "corrupt", {"times": 1}, rf"/config.json {DAMAGED}", id="damaged config"),
+        pytest.param("GET HEAD", "", 401, {"code": "RepoNotFound"}, NOT_THERE, id="nobody is logged in"),
+        pytest.param("GET HEAD", "/resolve/", 403, {"code": "GatedRepo"}, GATED, id="gated"),
+        pytest.param("GET HEAD", "", 403, {}, rf"may not read {NAME} \(.+\): {LOG_IN}", id="forbidden"),
+        pytest.param("GET HEAD", "", 404, {"code": "RepoNotFound"}, NOT_THERE, id="no such repository"),
+        pytest.param("GET HEAD", "", 429, {"headers": {"Retry-After": "30"}}, "wait 30 seconds", id="rate limit"),
     ],
 )
 def test_lasting_faults_of_downloads(methods, path, effect, options, message, hub, client, pushed, tmp_path):
@@ -181,7 +178,7 @@ def test_hub_that_is_out_of_reach(hub, client, pushed, tmp_path):
     with hub.unreachable():
         assert load(client, pushed) == "loaded []"
         assert convert(client, tmp_path / "again") == ""
-    hub.inject("GET HEAD", ANY, 503, times=None)
+    hub.inject("GET HEAD", "", 503, times=None)
     assert load(client, pushed).startswith("loaded")
     assert convert(client, tmp_path / "once-more") == ""
 
@@ -211,3 +208,41 @@ def test_download_goes_on_where_the_connection_broke(hub, client, pushed):
     assert load(client, pushed) == "loaded []"
     again = [request.path for request in hub.requests if re.search(WEIGHTS, request.path)]
     assert second in again and first not in again
+
+
+@pytest.mark.parametrize("effect", [503, "drop"])
+def test_language_models_whose_download_fails(effect, hub, client, pushed):
+    """The message is transformers' own; nothing that is damaged or incomplete stays in the cache."""
+    program = """
+        from tests import hub_models
+        try:
+            model = hub_models.load("language", "user/language")
+        except OSError as error:
+            print("failed", error)
+        else:
+            expected = hub_models.output("language", hub_models.make("language"))
+            assert (hub_models.output("language", model) == expected).all()
+            print("loaded")
+    """
+    hub.inject("GET", WEIGHTS, effect, times=None)
+    answer = client.check(program)
+    assert answer.startswith("failed") and "user/language" in answer
+    hub.heal()
+    assert client.check(program).strip() == "loaded"
+
+
+def test_damage_that_the_libraries_do_not_see(hub, client, pushed):
+    """Their own `from_pretrained` compares no checksum over plain HTTP; `hf cache verify` does."""
+    hub.inject("GET", WEIGHTS, "corrupt")
+    client.check("from tests import hub_models; hub_models.load('language', 'user/language')")
+    verify = """
+        import sys
+        from huggingface_hub.cli.hf import main
+        sys.argv = ["hf", "cache", "verify", "user/language"]
+        main()
+    """
+    result = client.run(verify)
+    assert result.code == 1 and "model.safetensors" in result.output + result.errors
+    client.clear_cache()
+    client.check("from tests import hub_models; hub_models.load('language', 'user/language')")
+    assert client.run(verify).code == 0

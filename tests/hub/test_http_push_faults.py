@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.hub_server import Repository
+from tests.hub_repositories import Repository
 
 
 REPOSITORY = "user/model"
