@@ -235,14 +235,12 @@ def test_damage_that_the_libraries_do_not_see(hub, client, pushed):
     """Their own `from_pretrained` compares no checksum over plain HTTP; `hf cache verify` does."""
     hub.inject("GET", WEIGHTS, "corrupt")
     client.check("from tests import hub_models; hub_models.load('language', 'user/language')")
+    # What `hf cache verify` calls.
     verify = """
-        import sys
-        from huggingface_hub.cli.hf import main
-        sys.argv = ["hf", "cache", "verify", "user/language"]
-        main()
+        from huggingface_hub import HfApi
+        print([mismatch["path"] for mismatch in HfApi().verify_repo_checksums("user/language").mismatches])
     """
-    result = client.run(verify)
-    assert result.code == 1 and "model.safetensors" in result.output + result.errors
+    assert client.check(verify).strip() == "['model.safetensors']"
     client.clear_cache()
     client.check("from tests import hub_models; hub_models.load('language', 'user/language')")
-    assert client.run(verify).code == 0
+    assert client.check(verify).strip() == "[]"
