@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which errors are explained, and which files are hashed; `tests/hub/test_http_faults.py` meets both over HTTP."""
+
+import hashlib
+import os
+import time
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from mhla_hf.utils.hub import HubError, explained_hub_errors, hub_downloads
+
+
+@pytest.mark.parametrize("error", [ValueError("mhla={} is wrong"), FileNotFoundError("config.json"), KeyError("a")])
+def test_other_errors_stay(error):
+    with pytest.raises(type(error)) as raised, explained_hub_errors("user/model"):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE forbids"),
+        (LocalEntryNotFoundError("not there"), "only earlier downloads may be used"),
+    ],
+)
+def test_errors_that_a_library_wraps(cause, message):
+    """Also where they lead in a circle."""
+    with pytest.raises(HubError, match=message), explained_hub_errors("user/model"):
+        try:
+            raise cause
+        except OSError as error:
+            wrapper = OSError("Cannot load user/model")
+            error.__context__ = wrapper
+            raise wrapper from error
+
+
+def blob(folder, content, name, age=0.0):
+    """A file in the cache of `user/model`, and a link to it."""
+    path = folder / "models--user--model/blobs" / name
+    link = folder / "models--user--model/snapshots/commit/weights" / name
+    for directory in (path.parent, link.parent):
+        directory.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    os.utime(path, (time.time() - age,) * 2)
+    link.symlink_to(os.path.relpath(path, link.parent))
+    return path, link
+
+
+def test_new_files_are_compared_with_their_names(tmp_path):
+    sha256, git = hashlib.sha256(b"content").hexdigest(), hashlib.sha1(b"blob 7\0content").hexdigest()
+    kept = [
+        *blob(tmp_path, b"content", sha256),
+        *blob(tmp_path, b"content", git),
+        *blob(tmp_path, b"partly", f"{sha256}.1234.incomplete"),
+        *blob(tmp_path, b"looked at before", "0" * 64, age=60),
+    ]
+    with hub_downloads("user/model", tmp_path):
+        pass
+    with pytest.raises(HubError, match="weights/1.*, weights/2.* of user/model arrived damaged"):
+        with hub_downloads("user/model", tmp_path):
+            damaged = [*blob(tmp_path, b"other", "1" * 64), *blob(tmp_path, b"other", "2" * 40)]
+    assert all(path.exists() for path in kept)
+    assert not any(path.exists() or path.is_symlink() for path in damaged)
+
+
+def test_damage_is_removed_when_something_else_fails(tmp_path):
+    with pytest.raises(KeyError), hub_downloads("user/model", tmp_path):
+        path, _ = blob(tmp_path, b"other", "1" * 64)
+        raise KeyError
+    assert not path.exists()
