@@ -117,13 +117,13 @@ def _facts(model: ModelInspection, kinds: Mapping[str, str]) -> list[tuple[str, 
     layers = model.mhla_layers
     converted = sum(layer.kind == "mhla" for layer in model.layers)
     options = model.options
-    mixing = layers[0].mixing
-    assert mixing is not None
+    # Towers of a model have layouts of their own.
+    layouts = list(dict.fromkeys(layer.mixing.layout for layer in layers if layer.mixing))
     patterns = [_mean(layer.mixing.pattern_movement) for layer in layers if layer.mixing]
     facts = [
         ("MHLA layers", f"{converted} of {len(model.layers)}"),
-        ("blocks", _blocks(mixing.layout)),
-        ("tokens they are for", f"{_times(mixing.layout.grid)}{_prefix(mixing.layout)}"),
+        ("blocks", "; ".join(map(_blocks, layouts))),
+        ("tokens they are for", "; ".join(f"{_times(layout.grid)}{_prefix(layout)}" for layout in layouts)),
         ("feature map", str(options["feature_map"])),
         ("mixing weights", "one matrix a head" if options["mixing_heads"] == "per_head" else "shared by heads"),
         (

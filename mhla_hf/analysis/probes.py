@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..lora_check.probing import diffusion_probes, probe_grid, transformers_probes
 from ..models.registry import family_for
 from ..models.source import Component
@@ -19,6 +21,7 @@ from ..utils.messages import shorten_text
 DEFAULT_SAMPLES = 4
 # Modules of the standard library whose source is the default text.
 _MODULES = ("textwrap", "heapq", "json.decoder", "shlex")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def default_texts(count: int, length: int) -> list[str]:
@@ -81,7 +84,14 @@ def transformers_batches(
             {"pixel_values": processor(images=read_image(path), return_tensors="pt")["pixel_values"]}
             for path in images
         ], counted(len(images), "image")
-    return [batch for _, batch in transformers_probes(model, samples, seed, tokens)], "images of noise"
+    return _random_inputs(model, samples, seed, tokens), "images of noise"
+
+
+def _random_inputs(model: Any, samples: int, seed: int, tokens: int) -> list[Batch]:
+    try:
+        return [batch for _, batch in transformers_probes(model, samples, seed, tokens)]
+    except ValueError as error:
+        raise ValueError(f"{error} samples=0 (--samples 0) looks at the weights alone.") from error
 
 
 def _texts(
@@ -90,24 +100,41 @@ def _texts(
     from transformers import AutoTokenizer
 
     try:
+        # Without files, transformers makes a tokenizer that knows no words.
+        if not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+            raise ValueError(f"{folder} has no tokenizer: leave the prompt out, and tokens are random.")
         tokenizer: Any = _processor(AutoTokenizer, folder, "tokenizer")
     except ValueError:
         if prompts:
             raise
-        return [batch for _, batch in transformers_probes(model, samples, seed, tokens)], (
-            "random tokens (there is no tokenizer)"
-        )
+        batches, words = _random_inputs(model, samples, seed, tokens), "random tokens (there is no tokenizer)"
+        return [{**batch, **_noise(model, seed)} for batch in batches], words
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
     # Some models count positions from more than 0, and take fewer.
     longest = min(tokens, positions, tokenizer.model_max_length)
+    vocabulary = model.config.get_text_config().vocab_size
     texts = list(prompts) or default_texts(samples, 12 * tokens)
-    batches: list[Batch] = []
+    inputs: list[Batch] = []
     for text in texts:
         ids = tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")["input_ids"]
         if ids.shape[1] < 2:
             raise ValueError(f"prompt {text!r:.60} has {ids.shape[1]} tokens; at least 2 are needed.")
-        batches.append({"input_ids": ids})
-    return batches, counted(len(texts), "prompt") if prompts else "source code of Python's standard library"
+        if int(ids.max()) >= vocabulary:
+            raise ValueError(
+                f"the tokenizer of {folder} makes token {int(ids.max())}, but the model has {vocabulary}."
+            )
+        inputs.append({"input_ids": ids, **_noise(model, seed)})
+    return inputs, counted(len(texts), "prompt") if prompts else "source code of Python's standard library"
+
+
+def _noise(model: Any, seed: int) -> Batch:
+    """An image of noise for models that compare texts with images, such as CLIP."""
+    vision = getattr(model.config, "vision_config", None)
+    side = getattr(vision, "image_size", None)
+    if not hasattr(model, "get_text_features") or not isinstance(side, int):
+        return {}
+    generator = torch.Generator().manual_seed(seed)
+    return {"pixel_values": torch.randn(1, getattr(vision, "num_channels", 3), side, side, generator=generator)}
 
 
 def random_latents(model: Any, part: Component, *, samples: int, tokens: int, seed: int) -> list[Batch]:

@@ -139,7 +139,8 @@ def _show(report: "InspectionReport", html: Path | None) -> None:
     for model in report.models:
         converted = sum(layer.kind == "mhla" for layer in model.layers)
         others = [str(layer.index) for layer in model.layers if layer.kind != "mhla"]
-        blocks = "×".join(map(str, model.mhla_layers[0].mixing.layout.blocks)) if model.mhla_layers[0].mixing else ""
+        layouts = [layer.mixing.layout.blocks for layer in model.mhla_layers if layer.mixing is not None]
+        blocks = " or ".join(dict.fromkeys("×".join(map(str, layout)) for layout in layouts))
         kept = f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} {model.layers[0].original}"
         console.print(
             f"{escape(model.class_name)} ({escape(model.component)}): {converted} of {len(model.layers)} layers are "

@@ -9,12 +9,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import app
 from tests.integrations.transformers.tiny_files import save_softmax
+from tests.integrations.transformers.tiny_models import TOWER, VISION
 from tests.tiny import wan_pipeline, wan_transformer
 from tests.tiny_images import dit_pipeline, sana_pipeline
 
@@ -119,6 +121,22 @@ def test_a_transformer_without_its_pipeline(tmp_path):
     report = json.loads(figures.read_text())
     assert (report["probe"], report["base"]) == ("latents of noise", "")
     assert "give the pipeline it belongs to" in line(run(tmp_path / "model", "--prompt", "a"))
+
+
+def test_towers_without_a_tokenizer(tmp_path):
+    """Texts of random tokens, and images of noise."""
+    text = {**TOWER, "num_hidden_layers": 1, "eos_token_id": 63}
+    config = transformers.CLIPConfig(text_config=text, vision_config={**VISION, "num_hidden_layers": 1})
+    options = {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}}
+    mhla_hf.convert(transformers.CLIPModel(config), options).save_pretrained(tmp_path / "clip")
+    result = run(tmp_path / "clip", "--json", tmp_path / "figures.json", "--html", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert report["probe"] == "random tokens (there is no tokenizer)"
+    layers = report["models"][0]["layers"]
+    assert {tuple(layer["mixing"]["blocks"]) for layer in layers} == {(32,), (2, 2)}
+    assert all(layer["attention"]["samples"] == 4 for layer in layers)
+    assert "no tokenizer" in line(run(tmp_path / "clip", "--prompt", "a cat"))
 
 
 def test_json_on_standard_output(saved):
