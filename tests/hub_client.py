@@ -39,7 +39,7 @@ class HubClient:
     def __init__(self, hub, folder: Path) -> None:
         self.folder, self.home = folder, folder / "home"
         root = Path(__file__).resolve().parents[1]
-        timeouts = {"HF_HUB_ETAG_TIMEOUT": "3", "HF_HUB_DOWNLOAD_TIMEOUT": "3"}
+        timeouts = {"HF_HUB_ETAG_TIMEOUT": "5", "HF_HUB_DOWNLOAD_TIMEOUT": "5"}
         # One thread: it forks.
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         environment |= {**hub.environment(self.home), **timeouts}

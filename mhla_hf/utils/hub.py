@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -159,7 +160,7 @@ def _page(request: Any, repository: str) -> str:
 def _remove_damaged(folder: Path, since: float) -> list[str]:
     """Removes files of a repository's cache that are newer than a time and not what their name says.
 
-    The cache names contents by the SHA-256 of large files and git's hash of others.
+    The cache names contents by the SHA-256 of large files and git's SHA-1 of others.
 
     Returns:
         Names of the files in the repository.
@@ -169,7 +170,7 @@ def _remove_damaged(folder: Path, since: float) -> list[str]:
         for blob in folder.glob("blobs/*")
         if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name)
         and blob.stat().st_mtime >= since
-        and _checksum(blob) != blob.name
+        and not _is_intact(blob)
     }
     names = set()
     for path in folder.glob("snapshots/*/**/*") if damaged else ():
@@ -181,8 +182,17 @@ def _remove_damaged(folder: Path, since: float) -> list[str]:
     return sorted(names | {blob.name for blob in damaged if not names})
 
 
-def _checksum(blob: Path) -> str:
-    from huggingface_hub.utils.sha import git_hash, sha_fileobj
+def _is_intact(blob: Path) -> bool:
+    """True if a file of the cache has the checksum that is its name."""
+    from huggingface_hub.utils.sha import sha_fileobj
 
     with blob.open("rb") as file:
-        return sha_fileobj(file).hex() if len(blob.name) == 64 else git_hash(file.read())
+        if len(blob.name) == 64:
+            return sha_fileobj(file).hex() == blob.name
+        # Mirrors of the Hub answer with the SHA-1 of the content alone.
+        plain, git = hashlib.sha1(usedforsecurity=False), hashlib.sha1(usedforsecurity=False)
+        git.update(b"blob %d\0" % blob.stat().st_size)
+        while chunk := file.read(2**20):
+            plain.update(chunk)
+            git.update(chunk)
+    return blob.name in (plain.hexdigest(), git.hexdigest())

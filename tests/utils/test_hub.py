@@ -53,6 +53,7 @@ def test_new_files_are_compared_with_their_names(tmp_path):
     kept = [
         *blob(tmp_path, b"content", sha256),
         *blob(tmp_path, b"content", git),
+        *blob(tmp_path, b"content", hashlib.sha1(b"content").hexdigest()),
         *blob(tmp_path, b"partly", f"{sha256}.1234.incomplete"),
         *blob(tmp_path, b"looked at before", "0" * 64, age=60),
     ]
