@@ -12,13 +12,13 @@ from ..utils.lazy import lazy_names
 
 
 _PUBLIC_NAMES = {
-    "AttentionSummary": "inspection",
+    "AttentionSummary": "findings",
     "DistanceDecay": "mixing",
     "InspectionReport": "directories",
-    "LayerInspection": "inspection",
+    "LayerInspection": "findings",
     "LayerTokens": "tokens",
     "MixingSummary": "mixing",
-    "ModelInspection": "inspection",
+    "ModelInspection": "findings",
     "attention_modules": "inspection",
     "attention_statistics": "statistics",
     "distance_decay": "mixing",
@@ -81,8 +81,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .directories import InspectionReport, inspect_directory
+    from .findings import AttentionSummary, LayerInspection, ModelInspection
     from .html import render_html, write_html
-    from .inspection import AttentionSummary, LayerInspection, ModelInspection, attention_modules, inspect_model
+    from .inspection import attention_modules, inspect_model
     from .matrices import linear_matrix, mhla_matrix, softmax_matrix, window_mask
     from .mixing import (
         DistanceDecay,

@@ -16,8 +16,8 @@ from ..utils.files import atomic_file
 from ..utils.messages import shorten_text
 from . import charts
 from .directories import InspectionReport
+from .findings import LayerInspection, ModelInspection
 from .grids import check_block, frames_shown, middle_block, weights_on_grid
-from .inspection import LayerInspection, ModelInspection
 from .mixing import mean_distance
 from .pictures import data_uri, heat_map, tiles
 
