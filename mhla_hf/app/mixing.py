@@ -12,6 +12,7 @@ import torch
 
 from ..analysis import mixing_figure
 from ..analysis.grids import middle_block
+from ..analysis.mixing import reference_layout
 from ..layouts.blocks import BlockLayout
 from ..training.matching.layers import mhla_layers
 from ..utils.messages import check_choice
@@ -83,10 +84,7 @@ class MixingBrowser:
         return self._layers[layer]
 
     def _layout(self, layer: str) -> BlockLayout:
-        """The layout that the weights were made for; without a grid, of one token for each block."""
-        mhla = self._mhla(layer)
-        grid = mhla.config.grid if mhla.config.grid and mhla.config.block_size is None else mhla.blocks
-        return BlockLayout(grid=grid, blocks=mhla.blocks, num_prefix_tokens=mhla.num_prefix_tokens)
+        return reference_layout(self._mhla(layer))
 
     def _drawn(self, layer: str, head: str, block: int) -> Any:
         from PIL import Image

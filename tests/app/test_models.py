@@ -10,6 +10,7 @@ import torch
 from mhla_hf.app import create_app
 from mhla_hf.app.diffusion import DiffusionGenerator
 from mhla_hf.app.limits import Limits
+from mhla_hf.app.mixing import ALL_HEADS, MixingBrowser
 from mhla_hf.app.models import open_comparison
 from mhla_hf.demo import base_pipeline_directory
 
@@ -86,6 +87,14 @@ def test_encoders_are_refused(tmp_path):
     convert_pretrained(tmp_path / "bert", tmp_path / "mhla", {"block_size": [16]}, progress=False)
     with pytest.raises(ValueError, match="BertModel, which generates nothing; look at it with mhla-hf inspect"):
         open_comparison(tmp_path / "mhla")
+
+
+def test_weights_of_language_models_lie_on_their_tokens(saved_language_model):
+    browser = MixingBrowser(open_comparison(saved_language_model.model, device="cpu"))
+    layer = browser.layers[0]
+    first, last = browser.blocks(layer)
+    assert browser._layout(layer).grid == (16 * (last - first + 1),)
+    assert browser.picture(layer, ALL_HEADS, last).width > 300
 
 
 def test_sizes_and_bounds_are_the_models(saved_pipeline):
