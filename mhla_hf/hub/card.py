@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard
 
 from ..config import MHLAConfig
@@ -17,7 +18,15 @@ from ..recovery.report import PLOT
 from ..utils.files import atomic_file
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
-from ..utils.model_cards import CARD, carried_metadata, is_generated, is_own_card, mark_generated, read_card
+from ..utils.model_cards import (
+    CARD,
+    carried_metadata,
+    is_generated,
+    is_own_card,
+    mark_generated,
+    read_card,
+    without_mark,
+)
 from .card_attention import describe_part, layers_sentence, limits
 from .card_quality import comparison_title, eval_results, quality_section
 from .card_speed import is_benchmark, speed_sections
@@ -182,8 +191,32 @@ def card_for_repository(directory: Path, repo_id: str, benchmarks: Sequence[str 
     written = read_card(directory)
     if written is None or benchmarks or not is_generated(written):
         return str(model_card(directory, benchmarks=benchmarks, repo_id=repo_id))
-    text = written[: written.rindex("<!--")].replace(literal(_PLACEHOLDER), literal(repo_id))
+    text = without_mark(written).replace(literal(_PLACEHOLDER), literal(repo_id))
     return str(ModelCard(mark_generated(text)))
+
+
+def replacing_card(generated: str, present: str | None) -> str | None:
+    """Returns the card that takes the place of one in a repository; `None` where somebody wrote or edited that one.
+
+    The Hub's website gives new repositories a card of metadata alone, the licence for example: these are added.
+
+    Args:
+        generated: The new card.
+        present: The text of the one in the repository; `None` if it cannot be read.
+    """
+    if present is None or is_generated(present):
+        return None if present is None else generated
+    try:
+        theirs = ModelCard(present)
+    except (ValueError, yaml.YAMLError):
+        return None
+    if theirs.text.strip():
+        return None
+    card = ModelCard(without_mark(generated))
+    for name, value in theirs.data.to_dict().items():
+        if card.data.get(name) is None:
+            card.data[name] = value
+    return mark_generated(str(card))
 
 
 def _render(data: Any, **facts: Any) -> ModelCard:

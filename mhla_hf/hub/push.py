@@ -16,8 +16,8 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from ..conversion.writing import byte_progress
 from ..utils.hub import explained_hub_errors
 from ..utils.locations import is_hub_id
-from ..utils.model_cards import CARD, is_own_card
-from .card import card_for_repository
+from ..utils.model_cards import CARD, is_own_card, read_card
+from .card import card_for_repository, replacing_card
 from .checks import Problem, check_directory
 from .contents import Contents, collect_contents, is_working_file
 from .metadata import card_data
@@ -45,9 +45,9 @@ def push_directory(
     """Pushes the directory of a pipeline or model with MHLA to the Hub.
 
     The directory is checked first, see [`check_directory`][mhla_hf.hub.checks.check_directory], and stays as it is.
-    The repository gets a model card, unless the directory has one of its user's own, and a small file by which
-    `trust_remote_code=True` loads the model with the installed package. Everything becomes visible in one commit.
-    After an interruption, the same call goes on: large files that the Hub has are not sent again.
+    The repository gets a model card, unless the directory or the repository has one of its user's own, and a small
+    file by which `trust_remote_code=True` loads the model with the installed package. Everything becomes visible in
+    one commit. After an interruption, the same call goes on: large files that the Hub has are not sent again.
 
     Args:
         directory: The directory.
@@ -185,6 +185,7 @@ def _commit(
     """Uploads everything and commits it; large files go first, so that an interruption costs one of them at most."""
     where: dict[str, Any] = {"revision": revision, "create_pr": create_pr}
     present = api.list_repo_files(repo_id, revision=revision)
+    _settle_card(api, repo_id, contents, present, revision)
     sizes = contents.sizes
     additions = []
     with byte_progress(sum(sizes.values()), progress) as (describe, advance):
@@ -197,6 +198,24 @@ def _commit(
             api.preupload_lfs_files(repo_id, [addition], **where)
     deletions = [CommitOperationDelete(name) for name in present if contents.replaces(name)]
     return api.create_commit(repo_id, [*deletions, *additions], commit_message=message, **where)
+
+
+def _settle_card(api: HfApi, repo_id: str, contents: Contents, present: Sequence[str], revision: str | None) -> None:
+    """Leaves out a generated card where somebody wrote or edited the one in the repository."""
+    generated = contents.files.get(CARD)
+    if not isinstance(generated, bytes) or CARD not in present:
+        return
+    downloaded = Path(api.hf_hub_download(repo_id, CARD, revision=revision))
+    card = replacing_card(generated.decode(), read_card(downloaded.parent))
+    if card is not None:
+        contents.files[CARD] = card.encode()
+        return
+    del contents.files[CARD]
+    logger.warning(
+        "%s of %s was written or edited there and is kept; remove it there, and the next push makes one.",
+        CARD,
+        repo_id,
+    )
 
 
 @contextmanager

@@ -6,11 +6,16 @@ automatic classes asks for first; the model is then of transformers' own class. 
 for a file in the model's folder that is called like the library in `model_index.json`. With this package imported,
 transformers prefers its own classes to those of repositories, and diffusers finds that library without the file
 (`mhla_hf.integrations.diffusers`): neither asks for trust then.
+
+Without the package, transformers would load an MHLA model with softmax where another attention is asked for by name,
+and report its MHLA parameters as unexpected. It refuses a configuration that names a file of weights of an unknown
+format, and shows the name: `config.json` has such an entry, which this package drops when it reads a configuration.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,11 @@ Not that of the package: Python would find it first where the repository is the 
 TAGS = ("mhla", "linear-attention")
 
 _CONFIGURATION = f"{MODULE}.Configuration"
+
+# transformers never saves this entry with a model.
+_REFUSAL = {
+    "transformers_weights": "MHLA weights: pip install mhla-hf, then import mhla_hf or pass trust_remote_code=True"
+}
 
 STUB = '''\
 """Lets `trust_remote_code=True` load this model with the installed package mhla-hf. Written by mhla-hf."""
@@ -83,12 +93,12 @@ def stub_files(source: Source) -> dict[str, str]:
         stubs = {f"{part.folder.relative_to(source.root).as_posix()}/{LIBRARY}.py": STUB for part in parts}
         return {PIPELINE_INDEX: _to_text({**source.pipeline, **entries}), **stubs}
     part = parts[0]
-    entry = {"AutoConfig": _CONFIGURATION}
+    entry, refusal = {"AutoConfig": _CONFIGURATION}, _REFUSAL
     if not part.is_transformers:
-        entry = {"AutoModel": f"{MODULE}.{part.class_name}"}
+        entry, refusal = {"AutoModel": f"{MODULE}.{part.class_name}"}, {}
     others = part.config.get("auto_map")
     named = {**(others if isinstance(others, dict) else {}), **entry}
-    return {"config.json": _to_text({**part.config, "auto_map": named}), f"{MODULE}.py": STUB}
+    return {"config.json": _to_text({**part.config, **refusal, "auto_map": named}), f"{MODULE}.py": STUB}
 
 
 def add_stub(directory: Path) -> None:
@@ -130,6 +140,11 @@ def _tag(path: Path) -> None:
     if not set(TAGS) <= set(tags):
         card.data.tags = list(dict.fromkeys([*tags, *TAGS]))
         card.save(path)
+
+
+def without_refusal(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without the entry by which transformers alone refuses it."""
+    return {name: value for name, value in config.items() if _REFUSAL.get(name) != value}
 
 
 def forget_stub(config: Any) -> None:

@@ -102,6 +102,11 @@ def is_generated(text: str) -> bool:
     return found is not None and found[1] == _digest(text[: found.start()])
 
 
+def without_mark(text: str) -> str:
+    """Returns a generated card without the comment of [`mark_generated`]."""
+    return _MARKED.sub("", text)
+
+
 def is_own_card(directory: Path) -> bool:
     """Returns whether the card of a directory was written or edited by its user.
 

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from mhla_hf import convert_pretrained
 from mhla_hf.hub import check_directory
 from mhla_hf.hub.contents import collect_contents, is_working_file
+from mhla_hf.utils.model_cards import is_generated
 from tests import ROOT, hub_models, tiny
+from tests.hub_server import File
 
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -63,6 +65,13 @@ def renew(directory, seed):
 
 def commits(hub, name):
     return len(hub.repositories[name].commits)
+
+
+def change(hub, name, path, content):
+    """Commits a file, as on the Hub's website."""
+    repository = hub.repositories[name]
+    files = {**repository.commits[repository.find("main")], path: File(content)}
+    repository.add_commit("refs/heads/main", files, "edited")
 
 
 def test_contents(pipeline):
@@ -159,7 +168,9 @@ def test_push_and_the_three_ways_to_load(client, hub, directories, tmp_path):
         load_text = transformers.AutoModelForCausalLM.from_pretrained
         refused(lambda: DiffusionPipeline.from_pretrained("user/wan-pushed"), "mhla_hf.py", "trust_remote_code=True")
         refused(lambda: AutoModel.from_pretrained("user/bare-pushed"), "trust_remote_code=True")
-        refused(lambda: load_text("user/language-pushed"), 'attn_implementation="mhla"')
+        # Never as softmax.
+        for options in ({{}}, {{"attn_implementation": "sdpa"}}, {{"attn_implementation": None}}):
+            refused(lambda: load_text("user/language-pushed", **options), "mhla-hf", "trust_remote_code=True")
         text = load_text("user/language-pushed", trust_remote_code=True)
         assert type(text) is transformers.Qwen3ForCausalLM and text.config._attn_implementation == "mhla"
         pipeline = DiffusionPipeline.from_pretrained("user/wan-pushed", trust_remote_code=True)
@@ -278,12 +289,12 @@ def test_a_repository_is_a_directory_again(client, hub, pipeline, tmp_path):
 def test_pushing_again_replaces_weights_of_other_names(client, hub, pipeline):
     assert push(client, pipeline, "user/again", "--max-shard-size", "20kB", "--quiet").code == 0
     assert f"{WEIGHTS}.index.json" in hub.repositories["user/again"].files
-    hub.repositories["user/again"].files["transformer/notes.txt"] = b"kept"
+    change(hub, "user/again", "transformer/notes.txt", b"kept")
     result = push(client, pipeline, "user/again", "--json", pipeline.parent / "report.json")
     assert result.code == 0, result.errors
     files = hub.repositories["user/again"].files
     assert sorted(name for name in files if name.startswith("transformer/")) == [
-        "transformer/config.json", WEIGHTS, "transformer/mhla_hf.py"
+        "transformer/config.json", WEIGHTS, "transformer/mhla_hf.py", "transformer/notes.txt"
     ]  # fmt: skip
     report = json.loads((pipeline.parent / "report.json").read_text())
     assert report["url"] == f"{hub.url}/user/again" and report["pull_request"] is None
@@ -394,6 +405,25 @@ def test_the_licence_and_the_base_reach_the_card(client, hub, tmp_path):
     assert hub.repositories["user/licensed"].files["README.md"] == b"# My own\n"
     result = push(client, tmp_path / "mhla", "user/licensed", "--benchmark", "decode.json")
     assert result.code == 1 and "benchmarks have no effect" in result.errors
+
+
+def test_cards_that_were_edited_on_the_hub_are_kept(client, hub, pipeline):
+    client.check("import huggingface_hub; huggingface_hub.create_repo('user/edited')")
+    # As the Hub's form for new repositories makes it.
+    change(hub, "user/edited", "README.md", b"---\nlicense: mit\n---\n")
+    assert push(client, pipeline, "user/edited", "--quiet").code == 0
+    card = hub.repositories["user/edited"].files["README.md"]
+    assert b"license: mit" in card and b"- mhla" in card and is_generated(card.decode())
+    (pipeline / "transformer/notes.txt").write_text("new")
+    assert push(client, pipeline, "user/edited", "--quiet").code == 0
+    assert b"- mhla" in hub.repositories["user/edited"].files["README.md"]
+    edited = card + b"\nA sentence of mine.\n"
+    change(hub, "user/edited", "README.md", edited)
+    (pipeline / "transformer/notes.txt").write_text("newer")
+    result = push(client, pipeline, "user/edited", "--quiet")
+    assert result.code == 0 and "README.md of user/edited was written or edited there and is kept" in result.errors
+    assert hub.repositories["user/edited"].files["README.md"] == edited
+    assert hub.repositories["user/edited"].files["transformer/notes.txt"] == b"newer"
 
 
 def test_push_to_hub_of_the_libraries_refuses_nan(client, hub):

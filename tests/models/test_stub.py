@@ -85,6 +85,19 @@ def test_models_are_saved_without_the_entry_for_the_stub(encoder, tmp_path):
     assert "auto_map" not in json.loads((tmp_path / "saved/config.json").read_text())
 
 
+def test_only_this_package_reads_the_configuration_of_a_pushed_model(encoder, tmp_path):
+    add_stub(encoder)
+    named = json.loads((encoder / "config.json").read_text())["transformers_weights"]
+    assert "pip install mhla-hf" in named and not named.endswith((".safetensors", ".safetensors.index.json"))
+    config = AutoConfig.from_pretrained(encoder)
+    assert not hasattr(config, "transformers_weights")
+    # Files that others name are theirs.
+    config.transformers_weights = "model.safetensors"
+    assert BertConfig.from_dict(config.to_dict()).transformers_weights == "model.safetensors"
+    BertModel.from_pretrained(encoder, config=config).save_pretrained(tmp_path / "saved")
+    assert "transformers_weights" not in json.loads((tmp_path / "saved/config.json").read_text())
+
+
 def test_auto_maps_of_others_are_kept(encoder, tmp_path):
     path, others = encoder / "config.json", {"AutoTokenizer": ["tokens.Tokens", None]}
     path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": others}))

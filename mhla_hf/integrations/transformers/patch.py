@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: eight methods of `PreTrainedModel`, one constructor, one attribute, three registries.
+"""Changes to transformers: nine methods, one constructor, one attribute, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores everything.
 """
@@ -44,7 +44,7 @@ class _MHLAOptions:
 
 
 def install_configuration(module: ModuleType) -> None:
-    """Lets `from_pretrained(..., mhla={...})` land on the configuration.
+    """Lets `from_pretrained(..., mhla={...})` land on the configuration, and reads those of pushed models.
 
     Args:
         module: `transformers.configuration_utils`.
@@ -52,6 +52,7 @@ def install_configuration(module: ModuleType) -> None:
     if not hasattr(module.PreTrainedConfig, "mhla"):
         # Without an annotation: configurations are dataclasses, and this must not become one of their fields.
         module.PreTrainedConfig.mhla = _MHLAOptions()
+    wrap("transformers", module.PreTrainedConfig, "from_dict", _read_configuration)
 
 
 def install_models(module: ModuleType) -> None:
@@ -107,6 +108,12 @@ def refuse_models(module: ModuleType, reason: ImportError) -> None:
 
     wrap("transformers", module.PreTrainedModel, "__init__", build)
     wrap("transformers", module.PreTrainedModel, "from_pretrained", load)
+
+
+def _read_configuration(original: Any, cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    from ...models.stub import without_refusal
+
+    return original(cls, without_refusal(config_dict), **kwargs)
 
 
 def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
