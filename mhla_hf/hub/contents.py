@@ -20,7 +20,7 @@ from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Source, read_sou
 from ..models.stub import stub_files
 from ..models.weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet
 from ..utils.destinations import TEMPORARY_PREFIX
-from ..utils.json_files import parse_json, read_json
+from ..utils.json_files import parse_json, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.model_cards import CARD, is_own_card
 from ..utils.source_files import list_files
@@ -32,11 +32,17 @@ _WORKING_FILES = (
     "work/*", "checkpoint-*/*", "checkpoints/*", "*.lock", "*.tmp",
     # Of accelerate and the Trainer of transformers.
     "optimizer*.bin", "optimizer*.pt", "scheduler*.bin", "scheduler*.pt", "scaler.pt", "random_states_*.pkl",
-    "rng_state*.pth", "training_args.bin", "trainer_state.json",
+    "rng_state*.pth", "training_args.bin", "trainer_state.json", "global_step*/*",
+    # Of trackers.
+    "wandb/*", "runs/*", "logs/*", "mlruns/*", "events.out.tfevents*", "*/events.out.tfevents*", "*.log",
+    # Keys and tokens.
+    "*.env", "*.key", "*.pem", "token", "token.txt",
 )  # fmt: skip
 _RECORDS = (CONVERSION_RECORD, TRAINING_RECORD, "report.json")
 _ABSOLUTE = re.compile(r"(?:[A-Za-z]:[\\/]|/[^/\n]+/|~/)[^\n]*")
-_CONFIGURATIONS = ("config.json", PIPELINE_INDEX)
+_CONFIGURATION = re.compile(rf"(.*/)?(\w*config\.json|{re.escape(PIPELINE_INDEX)})")
+# Of configurations; some of these fields are of earlier versions of the libraries.
+_LOCATIONS = frozenset({"_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_file"})
 
 
 @dataclass(frozen=True)
@@ -131,9 +137,9 @@ def collect_contents(
 ) -> Contents:
     """Collects the files of a repository.
 
-    Left out are files that begin with a dot, and those that training and recovery work with. Configurations name the
-    stub for `trust_remote_code=True`, which is added. Absolute paths in them and in records are shortened to their
-    last part.
+    Left out are files that begin with a dot, those that training and recovery work with, and keys. Configurations
+    name the stub for `trust_remote_code=True`, which is added. Absolute paths in records, and in the fields of
+    configurations that say what was loaded, are shortened to their last part.
 
     Args:
         directory: A pipeline or model with MHLA.
@@ -161,9 +167,10 @@ def collect_contents(
             "tensors as safetensors."
         )
     for name in contents.files:
-        if PurePosixPath(name).name in (*_RECORDS, *_CONFIGURATIONS):
-            content = parse_json(stub[name], name) if name in stub else read_json(directory / name, "the file")
-            public = _without_private_paths(content, name)
+        is_record = PurePosixPath(name).name in _RECORDS
+        if is_record or _CONFIGURATION.fullmatch(name):
+            content = parse_json(stub[name], name) if name in stub else read_json_value(directory / name, "the file")
+            public = _shortened(content, None if is_record else _LOCATIONS)
             if name in stub or public != content:
                 contents.files[name] = (json.dumps(public, indent=2, sort_keys=True) + "\n").encode()
     contents.files |= {name: text.encode() for name, text in stub.items() if name.endswith(".py")}
@@ -221,19 +228,14 @@ def _default_size(names: FileNames) -> int:
     return size
 
 
-def _without_private_paths(content: Any, name: str) -> Any:
-    """JSON of a file with the last parts in place of absolute paths: all of a record, one of a configuration."""
-    if PurePosixPath(name).name in _RECORDS:
-        return _shortened(content)
-    origin = content.get("_name_or_path")
-    return content if origin is None else {**content, "_name_or_path": _shortened(origin)}
-
-
-def _shortened(value: Any) -> Any:
+def _shortened(value: Any, fields: frozenset[str] | None) -> Any:
+    """JSON with the last parts in place of absolute paths: all of them, or those in some fields."""
     if isinstance(value, dict):
-        return {key: _shortened(entry) for key, entry in value.items()}
+        return {
+            key: _shortened(entry, None if fields is None or key in fields else fields) for key, entry in value.items()
+        }
     if isinstance(value, list):
-        return [_shortened(entry) for entry in value]
-    if isinstance(value, str) and _ABSOLUTE.fullmatch(value):
+        return [_shortened(entry, fields) for entry in value]
+    if fields is None and isinstance(value, str) and _ABSOLUTE.fullmatch(value):
         return PureWindowsPath(value).name or value
     return value

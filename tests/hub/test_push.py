@@ -18,7 +18,7 @@ from mhla_hf.hub import check_directory
 from mhla_hf.hub.contents import collect_contents, is_working_file
 from mhla_hf.utils.model_cards import is_generated
 from tests import ROOT, hub_models, tiny
-from tests.hub_server import File
+from tests.hub_repositories import File
 
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -81,7 +81,12 @@ def test_contents(pipeline):
         )
     )
     config = pipeline / "vae/config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": "/home/me/vae"}))
+    nested = {"inner": {"_name_or_path": "/home/me/inner", "other": "/kept/as/it/is"}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": "/home/me/vae", **nested}))
+    tokenizer = pipeline / "tokenizer/tokenizer_config.json"
+    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "name_or_path": "/home/me/tokens"}))
+    # A list, as sentence-transformers writes for its data.
+    (pipeline / "data_config.json").write_text("[1]")
     for name in ("work/run.json", ".lock", "checkpoint-20/optimizer.pt", "x.tmp", "training_args.bin", ".cache/a"):
         (pipeline / name).parent.mkdir(exist_ok=True)
         (pipeline / name).write_text("{}")
@@ -90,7 +95,7 @@ def test_contents(pipeline):
     assert {path: path.read_bytes() for path in pipeline.rglob("*") if path.is_file()} == before
     names = set(contents.files)
     assert names == {
-        "README.md", "conversion.json", "model_index.json", "scheduler/scheduler_config.json",
+        "README.md", "conversion.json", "data_config.json", "model_index.json", "scheduler/scheduler_config.json",
         "text_encoder/config.json", "text_encoder/model.safetensors", "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json", "transformer/config.json", WEIGHTS, "transformer/mhla_hf.py",
         "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
@@ -100,7 +105,10 @@ def test_contents(pipeline):
     ]  # fmt: skip
     assert contents.files["README.md"] == b"# Card\n"
     assert json.loads(contents.files["conversion.json"])["data"] == {"folder": "videos", "prompt": "a: b"}
-    assert json.loads(contents.files["vae/config.json"])["_name_or_path"] == "vae"
+    public = json.loads(contents.files["vae/config.json"])
+    assert public["_name_or_path"] == "vae"
+    assert public["inner"] == {"_name_or_path": "inner", "other": "/kept/as/it/is"}
+    assert json.loads(contents.files["tokenizer/tokenizer_config.json"])["name_or_path"] == "tokens"
     (pipeline / "README.md").write_text("# Mine\n")
     assert collect_contents(pipeline, card=lambda: "# Card\n").files["README.md"] == pipeline / "README.md"
 
@@ -110,7 +118,8 @@ def test_contents(pipeline):
     [
         ("transformer/optimizer.bin", False), ("optimizer.bin", True), ("optimizer_1.pt", True),
         ("scheduler.pt", True), ("scheduler/scheduler_config.json", False), ("rng_state_0.pth", True),
-        ("a/.git/config", True),
+        ("a/.git/config", True), ("prod.env", True), ("token", True), ("tokenizer/vocab.json", False),
+        ("wandb/run/files/config.yaml", True), ("runs/a/events.out.tfevents.1", True), ("train.log", True),
         ("work.json", False), ("sample.gif", False), ("transformer/model.lock", True),
     ],
 )  # fmt: skip
