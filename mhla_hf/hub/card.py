@@ -41,6 +41,7 @@ _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.jinja"
 _PLACEHOLDER = "path/or/repository"
 _SAMPLES = tuple(f"sample.{ending}" for ending in ("gif", "png", "jpg", "webp"))
 _FAMILY_NAMES = {"wan": "Wan", "sana": "SANA", "sana-video": "SANA-Video", "dit": "DiT", "pixart": "PixArt"}
+_METADATA = re.compile(r"\A\s*---\s*\n.*?\n---\s*(?:\n|\Z)", re.DOTALL)
 _LINKED = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
 
 
@@ -206,11 +207,11 @@ def replacing_card(generated: str, present: str | None) -> str | None:
     """
     if present is None or is_generated(present):
         return None if present is None else generated
+    if _METADATA.sub("", present).strip():
+        return None
     try:
         theirs = ModelCard(present)
     except (ValueError, yaml.YAMLError):
-        return None
-    if theirs.text.strip():
         return None
     card = ModelCard(without_mark(generated))
     for name, value in theirs.data.to_dict().items():

@@ -31,7 +31,7 @@ class Problem:
     level: Literal["error", "warning"] = "error"
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.message}"
+        return f"{'the directory' if self.file == '.' else self.file}: {self.message}"
 
 
 @dataclass

@@ -10,12 +10,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
+import yaml
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, metadata_load
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from ..conversion.writing import byte_progress
 from ..utils.hub import explained_hub_errors
 from ..utils.locations import is_hub_id
+from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD, is_own_card, read_card
 from .card import card_for_repository, replacing_card
 from .checks import Problem, check_directory
@@ -125,6 +127,7 @@ def prepare_push(
             f"benchmarks have no effect: {directory / CARD} was written or edited by someone and is kept. Remove it, "
             "and one is made."
         )
+    _check_card(directory / CARD)
     problems = _check(directory, progress)
     errors = [str(problem) for problem in problems if problem.level == "error"]
     if errors:
@@ -147,6 +150,16 @@ def check_repository(repo_id: str) -> None:
     """Raises `ValueError` unless a repository is named as `owner/name`."""
     if not is_hub_id(repo_id):
         raise ValueError(f"repo_id={repo_id!r:.100} is no repository; name it as owner/name.")
+
+
+def _check_card(path: Path) -> None:
+    """Raises `ValueError` for a card that the Hub would refuse."""
+    try:
+        if path.is_file():
+            metadata_load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        reason = shorten_text(str(error), 300)
+        raise ValueError(f"{path} cannot be read ({reason}); correct it, or remove it and one is made.") from error
 
 
 def _check(directory: Path, progress: bool) -> list[Problem]:

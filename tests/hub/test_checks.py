@@ -89,11 +89,11 @@ def test_models_without_what_prepares_their_inputs(name, made):
     missing = "tokenizer" if "bert" in name else "preprocessor_config.json"
     assert lines(made / name) == []
     (warning,) = lines(made / name, "warning")
-    assert warning.startswith(f".: has no {missing}; save ")
+    assert warning.startswith(f"the directory: has no {missing}; save ")
 
 
 def test_what_is_no_model(tmp_path):
-    assert lines(tmp_path / "nothing") == [".: is not a directory."]
+    assert lines(tmp_path / "nothing") == ["the directory: is not a directory."]
     assert "has neither model_index.json (a pipeline) nor config.json" in lines(tmp_path)[0]
 
 
@@ -166,7 +166,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "pickles-alone": (
         "llama-mhla",
         lambda root: (root / "model.safetensors").rename(root / "pytorch_model.bin"),
-        ".: has its weights only as pytorch_model.bin; those can run code when read",
+        "the directory: has its weights only as pytorch_model.bin; those can run code when read",
     ),
     "index-outside": (
         "shards",
@@ -186,7 +186,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "link-outside": (
         "pipeline",
         lambda root: (root / "vae/key.json").symlink_to("/etc/hostname"),
-        ".: vae/key.json leads by a link to /etc/hostname, outside",
+        "the directory: vae/key.json leads by a link to /etc/hostname, outside",
     ),
     "duplicate": (
         "shards",
@@ -354,7 +354,7 @@ WARNINGS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "pickles-beside": (
         "llama-mhla",
         lambda root: [torch.save({}, root / name) for name in ("scheduler.pt", "optimizer.pt")],
-        ".: has pickles (optimizer.pt, scheduler.pt), which can run code when read",
+        "the directory: has pickles (optimizer.pt, scheduler.pt), which can run code when read",
     ),
     "total-size": (
         "shards",

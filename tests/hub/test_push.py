@@ -350,7 +350,25 @@ def break_everything(directory):
     return "is no directory"
 
 
-@pytest.mark.parametrize("damage", [break_nan, break_missing, break_pickle, break_softmax, break_everything])
+def break_card(directory):
+    (directory / "README.md").write_bytes(b"\xff\xfe")
+    return "README.md cannot be read"
+
+
+def break_metadata(directory):
+    (directory / "README.md").write_text("---\nlicense: [mit\n---\n# Mine\n")
+    return "README.md cannot be read"
+
+
+def break_link(directory):
+    (directory / "notes.txt").symlink_to("/etc/hostname")
+    return "the directory: notes.txt leads by a link"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [break_nan, break_missing, break_pickle, break_softmax, break_everything, break_card, break_metadata, break_link],
+)
 def test_nothing_is_pushed_when_something_is_wrong(client, hub, pipeline, damage):
     expected = damage(pipeline)
     seen = len(hub.requests)
