@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import html
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import gradio
 import numpy as np
 import torch
 
+from ..utils.compat.gradio import unread_messages
 from ..utils.messages import shorten_text
 from .generation import Answer, read_request
 from .generation import Generator as ModelGenerator
@@ -32,6 +33,10 @@ FAILED = "This failed on the server, whose log says why."
 # Short videos run slower: they would be over before they are seen.
 _FRAMES_PER_SECOND = 16
 _SHORT_VIDEO = 33
+# Messages about progress that nobody has fetched, five of them a second.
+_MOST_UNREAD = 50
+
+Result = TypeVar("Result")
 
 
 class Handlers:
@@ -57,35 +62,22 @@ class Handlers:
         """
         with _shown_errors():
             request = read_request(self.generator, values)
-        same = gradio.skip()
-        yield _status(Progress("Waiting for the machine")), None, None, ""
-        answers: dict[str, Answer] = {}
-        shown: dict[str, Any] = {}
-        with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
-            for model in ("original", "mhla"):
+            yield _status(Progress("Waiting for the machine")), None, None, ""
+            answers: dict[str, Answer] = {}
+            shown: dict[str, Any] = {}
+            with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
+                for model in ("original", "mhla"):
 
-                def work(control: Control, model: str = model) -> Answer:
-                    with self._machine(control):
-                        return self.generator.generate(model, request, control)
+                    def work(control: Control, model: str = model) -> Answer:
+                        with self._machine(control):
+                            return self.generator.generate(model, request, control)
 
-                steps = follow(work, Control())
-                try:
-                    while True:
-                        yield _status(next(steps)), same, same, same
-                except StopIteration as done:
-                    answers[model] = done.value
-                except Exception as error:
-                    yield READY, same, same, same
-                    with _shown_errors():
-                        raise error
-                finally:
-                    # A visitor who cancels or leaves closes this generator at a `yield`, and that one with it.
-                    steps.close()
-                shown[model] = self._shown(answers[model], Path(folder) / f"{model}.mp4")
-                if model == "original":
-                    yield _status(Progress("MHLA")), shown[model], same, same
-            # All of it once more: programs get the last values alone.
-            yield READY, shown["original"], shown["mhla"], times(answers, self.comparison.attention)
+                    answers[model] = yield from _followed(work, 3)
+                    shown[model] = self._shown(answers[model], Path(folder) / f"{model}.mp4")
+                    if model == "original":
+                        yield _status(Progress("MHLA")), shown[model], gradio.skip(), gradio.skip()
+                # All of it once more: programs get the last values alone.
+                yield READY, shown["original"], shown["mhla"], times(answers, self.comparison.attention)
 
     def measure(self) -> Iterator[tuple[Any, ...]]:
         """Measures time against length, or shows it again: yields status, plot and table.
@@ -93,20 +85,9 @@ class Handlers:
         Raises:
             gradio.Error: If that fails.
         """
-        same = gradio.skip()
-        steps = follow(self.meter.measure, Control())
-        try:
-            while True:
-                yield _status(next(steps)), same, same
-        except StopIteration as done:
-            result = done.value
-        except Exception as error:
-            yield READY, same, same
-            with _shown_errors():
-                raise error
-        finally:
-            steps.close()
-        yield READY, result.picture(), result.table()
+        with _shown_errors():
+            result = yield from _followed(self.meter.measure, 2)
+            yield READY, result.picture(), result.table()
 
     def mixing(self, layer: Any, head: Any, block: Any) -> Any:
         """The picture of a layer's mixing weights.
@@ -137,6 +118,28 @@ class Handlers:
         fps = _FRAMES_PER_SECOND // (2 if len(frames) < _SHORT_VIDEO else 1)
         export_to_video(list(frames), str(path), fps=fps)
         return str(path)
+
+
+def _followed(work: Callable[[Control], Result], others: int) -> Generator[tuple[Any, ...], None, Result]:
+    """Runs work, yields its status beside as many other outputs that stay as they are, and returns its result.
+
+    Work that nobody waits for is stopped.
+    """
+    rest = (gradio.skip(),) * others
+    steps = follow(work, Control())
+    try:
+        while True:
+            yield _status(next(steps)), *rest
+            if unread_messages() > _MOST_UNREAD:
+                raise WorkStopped
+    except StopIteration as done:
+        return done.value
+    except Exception:
+        yield READY, *rest
+        raise
+    finally:
+        # A visitor who cancels or leaves closes this generator at a `yield`, and that one with it.
+        steps.close()
 
 
 def times(answers: dict[str, Answer], attention: str) -> str:

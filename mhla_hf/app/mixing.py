@@ -8,11 +8,8 @@ from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
-import torch
-
-from ..analysis import mixing_figure
+from ..analysis import mixing_figure, mixing_summary, reference_layout
 from ..analysis.grids import middle_block
-from ..analysis.mixing import reference_layout
 from ..layouts.blocks import BlockLayout
 from ..training.matching.layers import mhla_layers
 from ..utils.messages import check_choice
@@ -89,11 +86,11 @@ class MixingBrowser:
     def _drawn(self, layer: str, head: str, block: int) -> Any:
         from PIL import Image
 
-        with torch.no_grad():
-            matrix = self._mhla(layer).mixing_matrix()
-        number = re.search(r"\d+", layer)
+        # Without the weights of later blocks, which causal layers do not use.
+        matrix = mixing_summary(self._mhla(layer)).matrix
+        number = re.search(r"\.(\d+)\.", layer)
         # The figure calls a row by its key.
-        key: Any = number[0] if number else layer
+        key: Any = number[1] if number else layer
         if head != ALL_HEADS:
             key, matrix = f"{key}, head {head}", matrix[int(head)]
         figure = mixing_figure({key: matrix}, self._layout(layer), block=block)

@@ -164,6 +164,16 @@ def test_leaving_stops_the_work(server):
         assert len(calls) < 60
 
 
+def test_work_that_nobody_waits_for_is_stopped(server, monkeypatch):
+    monkeypatch.setattr("mhla_hf.app.handlers._MOST_UNREAD", 5)
+    with slow(server.handlers, 0.2) as calls:
+        body = {"data": list({**VIDEO, "steps": 40}.values())}
+        httpx.post(server.url + "gradio_api/call/generate", json=body, timeout=30).raise_for_status()
+        wait_until(lambda: calls)
+        assert is_still(calls)
+        assert len(calls) < 60
+
+
 def test_a_full_queue_refuses_and_says_so(server, client):
     with slow(server.handlers, 0.2) as calls:
         jobs = [client.submit(**{**VIDEO, "steps": 50}, api_name="/generate")]
