@@ -53,16 +53,12 @@ def doctor_command(
 def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, Any]) -> None:
     from dataclasses import asdict
 
-    from ..conversion.writing import byte_progress
     from ..hub.checks import check_directory
     from ..hub.description import describe_directory
     from ..utils.locations import find_directory
 
     directory, origin = find_directory(model, **hub)
-    total = sum(path.stat().st_size for path in directory.rglob("*.safetensors") if path.is_file())
-    with byte_progress(total, values and total > 0) as (describe, advance):
-        describe("reading weights")
-        problems = check_directory(directory, values=values, on_bytes=advance)
+    problems = check_directory(directory, values=values, progress=True)
     description = describe_directory(directory)
     errors = sum(problem.level == "error" for problem in problems)
     report = {"source": origin, **description.to_dict(), "problems": [asdict(problem) for problem in problems]}

@@ -34,7 +34,7 @@ from .card_training import training_section
 from .card_usage import usage
 from .markdown import code, joined, literal, one_line, plain
 from .metadata import card_data
-from .records import Records, entry, is_recovery, read_records
+from .records import Records, entry, is_recovery, public_location, read_records
 
 
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.jinja"
@@ -138,7 +138,7 @@ def model_card(
         base=_base(records, data.base_model),
         original=parts[0].original_attention,
         where=_where(records),
-        others=_other_components(records),
+        others=None if records.source.pipeline is None else "The other components of the pipeline are unchanged.",
         status=_status(records),
         sample=None if sample is None else {"file": sample, "caption": text.sample_caption},
         use=usage(records, data, repo_id or _PLACEHOLDER, text.prompt, text.arguments),
@@ -268,9 +268,7 @@ def _base(records: Records, base_model: Any) -> str:
     article = "an" if part.kind[0] in "aeiou" else "a"
     text = f"{article} {part.kind} of the {_FAMILY_NAMES.get(part.family, plain(part.family))} family"
     location = entry(records.conversion or records.training, "source", "location", kind=str)
-    # Of a path the last part alone: the rest is private.
-    location = re.split(r"[/\\]", location.rstrip("/\\"))[-1]
-    return f"{text}, converted from {code(location)}," if location else text
+    return f"{text}, converted from {code(public_location(location))}," if location else text
 
 
 def _where(records: Records) -> str | None:
@@ -278,10 +276,6 @@ def _where(records: Records) -> str | None:
     if len(records.source.components) == 1:
         return layers_sentence(records.parts[0])
     return joined(code(part.component.name) for part in records.parts)
-
-
-def _other_components(records: Records) -> str | None:
-    return None if records.source.pipeline is None else "The other components of the pipeline are unchanged."
 
 
 def _status(records: Records) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .card_training import machine_sentence
 from .markdown import code, count, counted, duration, number, plain, show, size, table
-from .records import ModelPart, entry
+from .records import ModelPart, entry, public_location
 
 
 # Families whose sizes are named after another in reports.
@@ -79,8 +79,7 @@ def _decoding(report: dict[str, Any], _: ModelPart) -> tuple[str, str, str]:
     ]
     named = entry(options, "model", kind=str)
     if named:
-        # Of a path the last part alone: the rest is private.
-        what = f"Measured with {code(named if named.count('/') == 1 else named.rstrip('/').rpartition('/')[2])}."
+        what = f"Measured with {code(public_location(named))}."
     else:
         layers, width = count(options.get("layers")), count(options.get("hidden_size"))
         extent = f" of {counted(layers, 'layer')} and width {width}" if layers and width else ""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..conversion.writing import byte_progress
 from ..models.registry import current_class
 from ..models.source import Component
 from ..models.stub import LIBRARY as STUB_LIBRARY
@@ -31,7 +32,7 @@ def check_directory(
     *,
     values: bool = True,
     skip: Callable[[str], bool] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    progress: bool = False,
 ) -> list[Problem]:
     """Checks a pipeline of diffusers, or a model of diffusers or transformers, MHLA or not.
 
@@ -43,7 +44,7 @@ def check_directory(
         path: The directory.
         values: Look for NaN and infinite values too, which reads every weight file once.
         skip: Tells of a file, by its path with `/` relative to the directory, whether to leave it out.
-        on_bytes: Told how many bytes of weights were read since the last call.
+        progress: Show a progress bar on standard error while values are read.
 
     Returns:
         The problems, errors first; none for a directory that loads.
@@ -58,7 +59,10 @@ def check_directory(
         checker = _Checker(root, files, findings)
         checker.run()
         if values:
-            check_values(checker.headers, findings, on_bytes)
+            total = sum(file.stat().st_size for file in checker.headers)
+            with byte_progress(total, progress and total > 0) as (describe, advance):
+                describe("checking weights")
+                check_values(checker.headers, findings, advance)
     return findings.sorted()
 
 

@@ -19,7 +19,9 @@ from ..utils.source_files import named_file
 from ..utils.tensor_files import FLOAT_TYPES, check_safetensors
 
 
-_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
+LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth")
+"""Entries of configurations that hold the number of layers."""
+
 _AXES = ("blocks", "block_size", "grid")
 _MHLA_LAYER = re.compile(r"(.+)\.mhla\.")
 
@@ -124,7 +126,7 @@ def _describe(name: str, folder: Path) -> ModelDescription | None:
         for tensor, entry in header.items():
             tensors.setdefault(tensor, entry)
     layers = {match[1] for match in map(_MHLA_LAYER.match, tensors) if match}
-    counts = [config[field] for field in _LAYER_COUNTS if isinstance(config.get(field), int)]
+    counts = [config[field] for field in LAYER_COUNTS if isinstance(config.get(field), int)]
     options = config.get("mhla")
     return ModelDescription(
         name=name,

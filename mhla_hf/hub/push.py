@@ -20,7 +20,7 @@ from ..utils.locations import is_hub_id
 from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD, is_own_card, read_card
 from .card import card_for_repository, replacing_card
-from .checks import Problem, check_directory
+from .checks import check_directory
 from .contents import Contents, collect_contents, is_working_file
 from .metadata import card_data
 
@@ -128,7 +128,7 @@ def prepare_push(
             "and one is made."
         )
     _check_card(directory / CARD)
-    problems = _check(directory, progress)
+    problems = check_directory(directory, skip=is_working_file, progress=progress)
     errors = [str(problem) for problem in problems if problem.level == "error"]
     if errors:
         more = f" And {len(errors) - 1} more: mhla-hf doctor lists them." if len(errors) > 1 else ""
@@ -160,17 +160,6 @@ def _check_card(path: Path) -> None:
     except (ValueError, yaml.YAMLError) as error:
         reason = shorten_text(str(error), 300)
         raise ValueError(f"{path} cannot be read ({reason}); correct it, or remove it and one is made.") from error
-
-
-def _check(directory: Path, progress: bool) -> list[Problem]:
-    weights = sum(
-        path.stat().st_size
-        for path in directory.rglob("*.safetensors")
-        if path.is_file() and not is_working_file(path.relative_to(directory).as_posix())
-    )
-    with byte_progress(weights, progress) as (describe, advance):
-        describe("checking")
-        return check_directory(directory, skip=is_working_file, on_bytes=advance)
 
 
 def _create(api: HfApi, repo_id: str, *, private: bool | None, revision: str | None, create_pr: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..config import MHLAConfig
@@ -16,10 +16,11 @@ from ..models.registry import MHLA_CLASSES, TRANSFORMERS_FAMILIES
 from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Component, Source, read_source
 from ..recovery.report import REPORT
 from ..utils.json_files import read_json
+from ..utils.locations import is_hub_id
 from ..utils.messages import shorten_text
+from .description import LAYER_COUNTS
 
 
-_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "depth")
 # Families whose own attention is linear already.
 _LINEAR = ("sana", "sana-video")
 _ADJECTIVES = ("vision", "multi-modal")
@@ -138,6 +139,11 @@ def entry(content: Any, *path: str, kind: Any = dict) -> Any:
     return kind()
 
 
+def public_location(location: str) -> str:
+    """A Hub id, or the last part of a path: the rest is private."""
+    return location if is_hub_id(location) else PureWindowsPath(location).name
+
+
 def _optional(path: Path, what: str) -> dict[str, Any]:
     return read_json(path, what) if path.is_file() else {}
 
@@ -209,7 +215,7 @@ def _layers(
     options: MHLAConfig, config: dict[str, Any], record: dict[str, Any], is_only: bool
 ) -> tuple[list[int] | None, int | None]:
     """Indices of the MHLA layers and number of layers."""
-    total = next((config[name] for name in _LAYER_COUNTS if isinstance(config.get(name), int)), None)
+    total = next((config[name] for name in LAYER_COUNTS if isinstance(config.get(name), int)), None)
     layers = None if options.layers is None else list(options.layers)
     if is_only:
         # The record also knows which layers of its own accord stay softmax, those with sliding windows for instance.

@@ -174,7 +174,7 @@ def check_dtypes(owner: Path, tensors: Mapping[str, StoredTensor], findings: Fin
         )
 
 
-def check_values(paths: Iterable[Path], findings: Findings, on_bytes: Callable[[int], None] | None = None) -> None:
+def check_values(paths: Iterable[Path], findings: Findings, on_bytes: Callable[[int], None]) -> None:
     """Notes tensors with NaN or infinite values.
 
     Args:
@@ -196,9 +196,7 @@ def check_values(paths: Iterable[Path], findings: Findings, on_bytes: Callable[[
                     findings.error(
                         path, f"{name} has {number} of {counts.total} values; take weights from before they appeared."
                     )
-                if on_bytes is not None:
-                    on_bytes(counts.nbytes)
+                on_bytes(counts.nbytes)
         if broken > _MOST_TENSORS:
             findings.error(path, f"has {broken - _MOST_TENSORS} more tensors with NaN or infinite values.")
-        if on_bytes is not None:
-            on_bytes(rest)
+        on_bytes(rest)

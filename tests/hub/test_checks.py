@@ -17,6 +17,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, V
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.hub.checks import check_directory
+from mhla_hf.hub.problems import Findings
+from mhla_hf.hub.weight_checks import check_values
 from mhla_hf.models.source import read_source
 from mhla_hf.models.stub import stub_files
 from mhla_hf.utils.tensor_files import count_values
@@ -416,13 +418,21 @@ def test_warnings(case, copied):
     assert lines(folder) == []
 
 
-def test_values_are_left_out_on_demand(copied):
+def test_values_are_left_out_on_demand(copied, capfd):
     folder = copied("bare")
     _edit_bare(folder, lambda tensors: tensors["proj_out.bias"].fill_(torch.nan))
+    assert lines(folder, values=False, progress=True) == []
+    assert "checking" not in capfd.readouterr().err
+    assert len(lines(folder, progress=True)) == 1
+    assert "checking weights" in capfd.readouterr().err
+
+
+def test_progress_counts_every_byte(copied):
+    folder = copied("bare")
+    paths = list(folder.glob("*.safetensors"))
     counted: list[int] = []
-    assert lines(folder, values=False, on_bytes=counted.append) == [] and not counted
-    assert len(lines(folder, on_bytes=counted.append)) == 1
-    assert sum(counted) == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    check_values(paths, Findings(folder), counted.append)
+    assert sum(counted) == sum(path.stat().st_size for path in paths)
 
 
 def test_tensors_larger_than_a_piece(copied, monkeypatch):
