@@ -123,13 +123,10 @@ def _facts(model: ModelInspection, kinds: Mapping[str, str]) -> list[tuple[str, 
     facts = [
         ("MHLA layers", f"{converted} of {len(model.layers)}"),
         ("blocks", "; ".join(map(_blocks, layouts))),
-        ("tokens they are for", "; ".join(f"{_times(layout.grid)}{_prefix(layout)}" for layout in layouts)),
+        ("token grid", "; ".join(f"{_times(layout.grid)}{_prefix(layout)}" for layout in layouts)),
         ("feature map", str(options["feature_map"])),
-        ("mixing weights", "one matrix a head" if options["mixing_heads"] == "per_head" else "shared by heads"),
-        (
-            "pattern moved by",
-            _percent(_mean(patterns)),
-        ),
+        ("mixing weights", "one matrix per head" if options["mixing_heads"] == "per_head" else "shared by all heads"),
+        ("change of the pattern", _percent(_mean(patterns))),
     ]
     ranks = {kind: _over_layers(layers, kind, "effective_rank") for kind in _KINDS}
     if all(value is not None for value in ranks.values()):
@@ -137,11 +134,11 @@ def _facts(model: ModelInspection, kinds: Mapping[str, str]) -> list[tuple[str, 
         facts += [(f"effective rank, {name}", f"{ranks[kind]:.1f}") for kind, name in kinds.items()]
     errors = [layer.output_error["mean"] for layer in layers if layer.output_error]
     if errors:
-        facts.append(("error of a layer's output", _percent(_mean(errors))))
+        facts.append(("output error of a layer", _percent(_mean(errors))))
     if model.output_error:
-        facts.append(("error of the model's output", _percent(model.output_error["mean"])))
+        facts.append(("output error of the model", _percent(model.output_error["mean"])))
     if options["lepe_kernel"]:
-        facts.append(("convolution of the values", f"kernel {options['lepe_kernel']}"))
+        facts.append(("LePE", f"kernel {options['lepe_kernel']}"))
     if options["window"]:
         gains = [layer.gains for layer in layers if layer.gains]
         facts.append(("softmax window", f"{options['window']}, mean gain {_mean([gain[1] for gain in gains]):.2f}"))
@@ -182,11 +179,11 @@ def _decay(layers: list[LayerInspection]) -> dict[str, Any] | None:
         assert layer.mixing is not None
         initial, decay = layer.mixing.initial_decay, layer.mixing.decay
         # All start alike, unless their options differ.
-        lines.setdefault("start", (initial.distance, initial.mean))
+        lines.setdefault("initial", (initial.distance, initial.mean))
         lines[f"layer {layer.index}"] = (decay.distance, decay.mean)
     if max(len(distances) for distances, _ in lines.values()) < 2:
         return None
-    return charts.curves(lines, dashed=["start"])
+    return charts.curves(lines, dashed=["initial"])
 
 
 def _layouts(layers: list[LayerInspection], block: int | None) -> list[dict[str, Any]]:
@@ -245,7 +242,7 @@ def _layer(layer: LayerInspection, block: int | None, heads: int) -> dict[str, A
         "mark": _mark(layout, chosen) if len(layout.grid) == 1 else None,
         "limit": f"{mixing.abs().max().item():.3g}",
         "row_limit": f"{limit:.3g}",
-        "matrix": data_uri(heat_map(mixing.numpy())),
+        "matrix": data_uri(heat_map(mixing.numpy(), mixing.abs().max().item())),
         "frames": [
             (label, data_uri(heat_map(weights, limit, scale=_scale(layout), outlined=inside > 0)), alt)
             for label, weights, inside, alt in _on_frames(layout, chosen, mixing[chosen], own)

@@ -23,12 +23,12 @@ _PROBE = "Probe"
 def inspect_command(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of an MHLA pipeline or model.")],
     *,
-    html: Annotated[Path | None, typer.Option(help="HTML page to write, pictures inside.", metavar=FILE)] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to FILE.", metavar=FILE)] = None,
     base: Annotated[
         str | None,
         typer.Option(
             help="Softmax original to compare outputs with: directory or Hub id. Default: what conversion.json names, "
-            "if it is here."
+            "if it is on this machine."
         ),
     ] = None,
     component: Component = None,
@@ -36,7 +36,7 @@ def inspect_command(
         str | None, typer.Option(help="Layers to inspect, such as 1,2,4. Default: all MHLA layers.", metavar="LAYERS")
     ] = None,
     block: Annotated[
-        int | None, typer.Option(help="Block whose weights the page lays out on the tokens. Default: the middle one.")
+        int | None, typer.Option(help="Block whose weights the page shows on the token grid. Default: the middle one.")
     ] = None,
     prompts: Annotated[
         list[str] | None,
@@ -51,12 +51,12 @@ def inspect_command(
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(help="Number of samples; 0 looks at the weights alone.", rich_help_panel=_PROBE)
+        int, typer.Option(help="Number of samples; 0 inspects the weights only.", rich_help_panel=_PROBE)
     ] = 4,
     tokens: Annotated[
         int,
         typer.Option(
-            help="Query tokens of a sample that attention matrices have rows for; length of texts.",
+            help="Largest number of rows (query tokens) of attention matrices, and of tokens of a text.",
             rich_help_panel=_PROBE,
         ),
     ] = 512,
@@ -68,8 +68,8 @@ def inspect_command(
 ) -> None:
     """Show what MHLA has learned in each layer.
 
-    These are the mixing weights, and rank, entropy and error of the attention that they make on a probe, beside
-    softmax and linear attention.
+    It reports the mixing weights of each layer, and on a few samples the rank and entropy of its attention compared
+    with softmax and linear attention, and the error of its output against the base model.
     """
     from ..analysis import inspect_directory, write_html
 
@@ -153,12 +153,19 @@ def _show(report: "InspectionReport", html: Path | None) -> None:
         if model.output_error is not None:
             error = f"{model.output_error['mean']:.4f} ± {model.output_error['std']:.4f}"
             console.print(f"Relative error of the model's output against {escape(report.base)}: {error}")
+    console.print(
+        "moved: relative change of the mixing weights since initialisation; pattern: the same with rows scaled to an "
+        "absolute sum of 1.",
+        highlight=False,
+    )
     if report.probe:
         console.print(
             f"Probe: {escape(report.probe)}. Rank and entropy are means over heads and samples: "
             f"{report.models[0].layers[0].original}|MHLA|linear.",
             highlight=False,
         )
+        if not report.base:
+            console.print("No base model was found, so there are no output errors; --base names it.", highlight=False)
     if html is not None:
         console.print(f"Wrote {escape(str(html))}", highlight=False)
 

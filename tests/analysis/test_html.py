@@ -104,7 +104,7 @@ def test_page_without_probe_or_base():
         "m", {"location": "m"}, [inspect_model(model)], machine=machine_facts(torch.device("cpu"))
     )
     text = Elements(render_html(report)).text
-    assert "weights alone" in text and "Effective rank" not in text and "Error of each layer" not in text
+    assert "Only the weights" in text and "Effective rank" not in text and "Error of each layer" not in text
 
 
 def test_pipelines_of_two_models_have_a_part_for_each():
