@@ -44,7 +44,7 @@ def card_command(
     """Write the model card of a directory.
 
     Quality comes from the recovery's report, speed and memory from the files of --benchmark. What was not measured is
-    left out. A README.md that somebody wrote or edited is not overwritten.
+    left out. A README.md that someone wrote or edited is not overwritten.
     """
     from ..hub.card import CardText, model_card, write_card
     from ..utils.files import atomic_file

@@ -13,11 +13,11 @@ from .output import JsonFile, write_report
 
 def push_command(
     directory: Annotated[Path, typer.Argument(help="Pipeline or model with MHLA.")],
-    repository: Annotated[str, typer.Argument(help="Repository on the Hub, owner/name; made if it is not there.")],
+    repository: Annotated[str, typer.Argument(help="Repository on the Hub, owner/name; created if absent.")],
     *,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[
-        str | None, typer.Option(help="Branch; made if it is not there. Default: the main one.", metavar="NAME")
+        str | None, typer.Option(help="Branch; created if absent. Default: the main one.", metavar="NAME")
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option(help="First line of the commit's message.", metavar="TEXT")] = None,
@@ -36,9 +36,9 @@ def push_command(
 ) -> None:
     """Push a converted pipeline or model to the Hub.
 
-    The directory is checked first (files, shapes, NaN), and stays as it is. The repository gets a model card, unless
+    The directory is checked first (files, shapes, NaN), and is not changed. The repository gets a model card, unless
     you wrote one, and a file by which trust_remote_code=True loads it. All files arrive in one commit; after an
-    interruption, the same command goes on where it was.
+    interruption, the same command resumes where it stopped.
     """
     from ..hub.push import check_repository, prepare_push, push_directory
 

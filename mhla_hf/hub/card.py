@@ -111,7 +111,7 @@ def model_card(
     """
     directory = Path(directory).expanduser()
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory; give one that holds a pipeline or model.")
+        raise ValueError(f"{directory} is not a directory; give one that holds a pipeline or model.")
     text = text or CardText()
     records = read_records(directory)
     measured, others = _read_benchmarks(benchmarks, records.recovery)
@@ -186,8 +186,8 @@ def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any
 def card_for_repository(directory: Path, repo_id: str, benchmarks: Sequence[str | Path] = ()) -> str:
     """Returns the card for a repository that a directory is pushed to, where the user has not written one.
 
-    A card that is there is taken with the name of the repository in its examples: it may have been made with texts and
-    reports that are not in the directory. With new reports it is made again.
+    An existing card is kept, with the name of the repository in its examples: it may have been made from texts and
+    reports that are not in the directory. With new reports it is generated again.
     """
     written = read_card(directory)
     if written is None or benchmarks or not is_generated(written):
@@ -197,7 +197,7 @@ def card_for_repository(directory: Path, repo_id: str, benchmarks: Sequence[str 
 
 
 def replacing_card(generated: str, present: str | None) -> str | None:
-    """Returns the card that takes the place of one in a repository; `None` where somebody wrote or edited that one.
+    """Returns the card that replaces the one in a repository; `None` if a person wrote or edited that one.
 
     The Hub's website gives new repositories a card of metadata alone, the licence for example: these are added.
 
@@ -245,7 +245,7 @@ def _read_benchmarks(
         else:
             where = "a benchmark" if isinstance(given, Mapping) else str(given)
             raise ValueError(
-                f"{where} is no report of mhla-hf bench op, model, train or decode (--json), and no report.json of "
+                f"{where} is neither a report of mhla-hf bench op, model, train or decode (--json) nor report.json of "
                 "mhla-hf recover."
             )
     return measured, recoveries

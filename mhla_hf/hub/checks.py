@@ -43,7 +43,7 @@ def check_directory(
     Args:
         path: The directory.
         values: Look for NaN and infinite values too, which reads every weight file once.
-        skip: Tells of a file, by its path with `/` relative to the directory, whether to leave it out.
+        skip: Returns whether to leave out a file, given by its path relative to the directory, with `/`.
         progress: Show a progress bar on standard error while values are read.
 
     Returns:
@@ -67,11 +67,11 @@ def check_directory(
 
 
 class _Checker:
-    """The checks of one directory whose links were seen to.
+    """The checks of one directory.
 
     Args:
         root: The directory.
-        files: Every file below it.
+        files: The files below it, after links were checked.
         findings: Where problems are noted.
     """
 
@@ -171,7 +171,7 @@ class _Checker:
 
         Args:
             folder: Its folder.
-            named: The class by the pipeline's index.
+            named: The class that the pipeline's index names.
         """
         path = folder / "config.json"
         if path not in self.files:
@@ -232,7 +232,7 @@ class _Checker:
 
 
 def _find_class(library: str, class_name: str) -> Any:
-    """Imports a class that a pipeline's index names; None where there is no such class."""
+    """Imports a class that a pipeline's index names; None if it does not exist."""
     # Short names are modules of diffusers' pipelines.
     known = ("diffusers", "transformers", STUB_LIBRARY)
     module = library if library in known else f"diffusers.pipelines.{library}"

@@ -109,13 +109,13 @@ class Contents:
 
     @contextmanager
     def written(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[None]:
-        """Has the shards on disk, beside the directory, as long as the context lasts.
+        """Writes the shards to disk, beside the directory, and removes them when the context ends.
 
         Args:
-            on_bytes: Told the number of bytes after each tensor.
+            on_bytes: Called with the number of bytes after each tensor.
 
         Raises:
-            ValueError: If the disk is too small for them.
+            ValueError: If the disk has too little space for them.
         """
         if not self.shardings:
             yield
@@ -144,7 +144,7 @@ def collect_contents(
     Args:
         directory: A pipeline or model with MHLA.
         max_shard_size: Largest weight file, in bytes or as `"5GB"`; by default that of the model's library.
-        card: Makes the model card where the directory has none of its user's own; `None` leaves it as it is.
+        card: Makes the model card, unless the user wrote one; `None` leaves it as it is.
 
     Raises:
         ValueError: If the directory has no MHLA model, holds pickles, or something in it is damaged.
@@ -181,7 +181,7 @@ def collect_contents(
 
 
 def is_working_file(name: str) -> bool:
-    """Whether a file of a directory, given by its path with `/`, is of no use to others than a running process."""
+    """Whether a file, given by its path in the directory with `/`, is for running processes alone, or private."""
     hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
     return hidden or any(fnmatch(name, pattern) for pattern in _WORKING_FILES)
 
@@ -203,7 +203,7 @@ def _shard(contents: Contents, source: Source, max_bytes: int | None) -> None:
 
 def _shard_set(contents: Contents, folder: PurePosixPath, stem: str, weights: WeightSet, max_bytes: int) -> None:
     readers = weights.open(floats_only=False)
-    # A single tensor cannot be divided.
+    # A single tensor cannot be split.
     if all(reader.path.stat().st_size <= max_bytes or len(reader.shapes) == 1 for reader in readers):
         return
     for path in (*weights.files, *([weights.index] if weights.index else [])):

@@ -40,7 +40,7 @@ class _Expected:
     Attributes:
         found: Shapes in the files, under the names of `shapes`.
         shapes: Shapes by name.
-        integers: Tensors in the files, with their types, that are no floating-point numbers where the model has such.
+        integers: Tensors in the files, with their types, that are integers where the model has floats.
         optional: Names that may be missing.
         unknown: Names in the files that the model does not have.
     """

@@ -66,7 +66,7 @@ class Findings:
 
     @contextmanager
     def noting(self, path: Path) -> Iterator[None]:
-        """Notes an exception as an error in a file, and goes on after it."""
+        """Notes an exception as an error in a file, and continues."""
         try:
             yield
         except (ValueError, OSError) as error:

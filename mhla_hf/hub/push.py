@@ -28,7 +28,7 @@ from .metadata import card_data
 logger = logging.getLogger(__name__)
 
 LARGE_FILE = 64 * 2**20
-"""Bytes from which on files are sent one after the other. Smaller ones go together, five at a time."""
+"""Files of at least this many bytes are sent one at a time, smaller ones in parallel."""
 
 
 def push_directory(
@@ -47,15 +47,15 @@ def push_directory(
     """Pushes the directory of a pipeline or model with MHLA to the Hub.
 
     The directory is checked first, see [`check_directory`][mhla_hf.hub.checks.check_directory], and stays as it is.
-    The repository gets a model card, unless the directory or the repository has one of its user's own, and a small
-    file by which `trust_remote_code=True` loads the model with the installed package. Everything becomes visible in
-    one commit. After an interruption, the same call goes on: large files that the Hub has are not sent again.
+    The repository gets a model card, unless a person wrote the one in the directory or repository, and a small file by
+    which `trust_remote_code=True` loads the model with the installed package. Everything becomes visible in
+    one commit. After an interruption, the same call resumes: large files that arrived are not sent again.
 
     Args:
         directory: The directory.
-        repo_id: The repository, `owner/name`; created if it is not there.
+        repo_id: The repository, `owner/name`; created if it does not exist.
         private: Make a new repository private; the Hub's default if `None`.
-        revision: The branch, created if it is not there; by default the main one.
+        revision: The branch, created if it does not exist; by default the main one.
         create_pr: Open a pull request instead of committing to the branch.
         token: Access token; by default the stored one.
         commit_message: First line of the commit's message.
@@ -68,14 +68,14 @@ def push_directory(
         The commit, with `commit_url`, `pr_url` and `repo_url`.
 
     Raises:
-        ValueError: If something is wrong with the directory or an argument, or `private` is asked of a public
+        ValueError: If something is wrong with the directory or an argument, or `private` is requested for a public
             repository. Nothing is uploaded then.
         OSError: If the Hub refuses or cannot be reached.
     """
     root = Path(directory).expanduser()
     check_repository(repo_id)
     if constants.HF_HUB_OFFLINE:
-        raise ValueError("HF_HUB_OFFLINE is set, which keeps everything from the Hub; unset it to push.")
+        raise ValueError("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it.")
     api = HfApi(token=token)
     with explained_hub_errors(repo_id):
         # A token that is not accepted shows now, and not after all weights have been read.
@@ -121,11 +121,11 @@ def prepare_push(
         ValueError: If something is wrong with the directory or an argument.
     """
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory; give one that holds a pipeline or model.")
+        raise ValueError(f"{directory} is not a directory; give one that holds a pipeline or model.")
     if benchmarks and is_own_card(directory):
         raise ValueError(
-            f"benchmarks have no effect: {directory / CARD} was written or edited by someone and is kept. Remove it, "
-            "and one is made."
+            f"benchmarks have no effect: {directory / CARD} was written or edited by someone and is kept. Remove it "
+            "to have one generated."
         )
     _check_card(directory / CARD)
     problems = check_directory(directory, skip=is_working_file, progress=progress)
@@ -149,7 +149,7 @@ def prepare_push(
 def check_repository(repo_id: str) -> None:
     """Raises `ValueError` unless a repository is named as `owner/name`."""
     if not is_hub_id(repo_id):
-        raise ValueError(f"repo_id={repo_id!r:.100} is no repository; name it as owner/name.")
+        raise ValueError(f"repo_id={repo_id!r:.100} is not a repository; name it as owner/name.")
 
 
 def _check_card(path: Path) -> None:
@@ -159,15 +159,15 @@ def _check_card(path: Path) -> None:
             metadata_load(path)
     except (ValueError, yaml.YAMLError) as error:
         reason = shorten_text(str(error), 300)
-        raise ValueError(f"{path} cannot be read ({reason}); correct it, or remove it and one is made.") from error
+        raise ValueError(f"{path} cannot be read ({reason}); correct or remove it.") from error
 
 
 def _create(api: HfApi, repo_id: str, *, private: bool | None, revision: str | None, create_pr: bool) -> None:
-    """Makes repository and branch where they are not there."""
+    """Creates the repository and the branch if they do not exist."""
     api.create_repo(repo_id, private=private, exist_ok=True)
     if private and not api.model_info(repo_id).private:
         raise ValueError(
-            f"{repo_id} is there and public: make it private in its settings, push to another one, or leave out "
+            f"{repo_id} exists and is public: make it private in its settings, push to another one, or leave out "
             "--private (private=None)."
         )
     if revision is not None and not revision.startswith("refs/") and not create_pr:
@@ -203,7 +203,7 @@ def _commit(
 
 
 def _settle_card(api: HfApi, repo_id: str, contents: Contents, present: Sequence[str], revision: str | None) -> None:
-    """Leaves out a generated card where somebody wrote or edited the one in the repository."""
+    """Leaves out a generated card if a person wrote or edited the one in the repository."""
     generated = contents.files.get(CARD)
     if not isinstance(generated, bytes) or CARD not in present:
         return
@@ -214,7 +214,7 @@ def _settle_card(api: HfApi, repo_id: str, contents: Contents, present: Sequence
         return
     del contents.files[CARD]
     logger.warning(
-        "%s of %s was written or edited there and is kept; remove it there, and the next push makes one.",
+        "%s of %s was written or edited there and is kept; remove it there to have one generated.",
         CARD,
         repo_id,
     )

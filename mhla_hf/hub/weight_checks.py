@@ -180,7 +180,7 @@ def check_values(paths: Iterable[Path], findings: Findings, on_bytes: Callable[[
     Args:
         paths: Undamaged safetensors files.
         findings: Where problems are noted.
-        on_bytes: Told the number of bytes after each tensor, that of headers included.
+        on_bytes: Called with the number of bytes after each tensor, those of headers included.
     """
     for path in paths:
         rest = path.stat().st_size

@@ -3,7 +3,7 @@
 
 Of models of transformers, `auto_map` in `config.json` names the file for the configuration, which is what each of the
 automatic classes asks for first; the model is then of transformers' own class. Of a pipeline's model, diffusers looks
-for a file in the model's folder that is called like the library in `model_index.json`. With this package imported,
+for a file in the model's folder that is named after the library in `model_index.json`. With this package imported,
 transformers prefers its own classes to those of repositories, and diffusers finds that library without the file
 (`mhla_hf.integrations.diffusers`): neither asks for trust then.
 

@@ -70,7 +70,7 @@ def explained_hub_errors(repository: str) -> Iterator[None]:
     """
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Of httpx or httpx2, by the version of huggingface_hub; those of connections are no OSError.
+    # Of httpx or httpx2, by the version of huggingface_hub; errors of connections are not OSErrors.
     connection_error = HfHubHTTPError.__bases__[0]
     try:
         yield

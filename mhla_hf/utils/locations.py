@@ -61,7 +61,7 @@ def local_directory(location: str | os.PathLike[str], argument: str) -> Path | N
     """Returns the directory that a location names, or `None` for the id of a Hub repository.
 
     Args:
-        location: A directory (`~` is the home directory), or a Hub id `owner/name`. A directory goes first.
+        location: A directory (`~` is the home directory), or a Hub id `owner/name`. A directory takes precedence.
         argument: Name of the argument, for the error.
 
     Raises:

@@ -27,7 +27,7 @@ _ABOUT_MHLA = re.compile(r"mhla|linear attention", re.IGNORECASE)
 
 
 def read_card(directory: Path) -> str | None:
-    """Returns the text of a directory's card; `None` without one, or for one that is no text or far too long."""
+    """Returns the text of a directory's card; `None` if there is none, or one that is not text or far too long."""
     path = directory / CARD
     try:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
@@ -46,7 +46,7 @@ def read_card_metadata(path: Path) -> dict[str, Any]:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return {}
         return metadata_load(path) or {}
-    # Cards are prose that others wrote: what is wrong in one is no reason to stop.
+    # Others wrote the card: an error in it is not a reason to stop.
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError):
         return {}
 
@@ -71,7 +71,7 @@ def carried_metadata(directory: Path) -> dict[str, str | list[str]]:
     carried: dict[str, str | list[str]] = {}
     for metadata in [*source_cards(directory), read_card_metadata(directory / CARD)]:
         if license_in(metadata):
-            # A licence is taken over as a whole.
+            # The fields of a licence belong together.
             carried = {name: value for name, value in carried.items() if name not in LICENSE_FIELDS}
         usable = _usable(metadata)
         carried |= {name: usable[name] for name in usable if name not in LICENSE_FIELDS or "license" in usable}

@@ -216,7 +216,7 @@ def test_comparisons_stand_beside_the_model(complete, tmp_path):
 @pytest.mark.parametrize("content", [{"benchmark": "quality_dit", "results": []}, {"figures": {}}, {}])
 def test_other_files_are_no_benchmarks(complete, tmp_path, content):
     write_json(tmp_path / "other.json", content)
-    with pytest.raises(ValueError, match=r"other.json is no report of mhla-hf bench op, model, train or decode"):
+    with pytest.raises(ValueError, match=r"other.json is neither a report of mhla-hf bench op, model, train"):
         model_card(complete, benchmarks=[tmp_path / "other.json"])
 
 
@@ -530,7 +530,7 @@ def test_links_are_not_written_through(complete, tmp_path):
     (complete / "README.md").mkdir()
     with pytest.raises(ValueError, match=r"README.md is a link or no file"):
         write_card(complete, overwrite=True)
-    with pytest.raises(ValueError, match="nothing is no directory"):
+    with pytest.raises(ValueError, match="nothing is not a directory"):
         write_card(tmp_path / "nothing")
 
 

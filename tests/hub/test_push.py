@@ -347,7 +347,7 @@ def break_softmax(directory):
 
 def break_everything(directory):
     shutil.rmtree(directory)
-    return "is no directory"
+    return "is not a directory"
 
 
 def break_card(directory):
@@ -386,8 +386,8 @@ def test_nothing_is_pushed_when_something_is_wrong(client, hub, pipeline, damage
         (["user/refused"], {"HF_TOKEN": "wrong"}, "does not accept the access token"),
         (["user/refused"], {"HF_TOKEN": "reader"}, "may not write to user/refused"),
         (["other/refused"], {}, "may not write to other/refused"),
-        (["refused"], {}, "repo_id='refused' is no repository"),
-        (["user/public", "--private"], {}, "user/public is there and public"),
+        (["refused"], {}, "repo_id='refused' is not a repository"),
+        (["user/public", "--private"], {}, "user/public exists and is public"),
     ],
 )
 def test_refusals_are_one_line(client, hub, directories, arguments, variables, expected):
