@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -22,6 +24,7 @@ from ..models.weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames
 from ..utils.destinations import TEMPORARY_PREFIX
 from ..utils.json_files import parse_json, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
+from ..utils.locks import take_lock
 from ..utils.model_cards import CARD, is_own_card
 from ..utils.source_files import list_files
 from ..utils.tensor_files import TensorEntry, shard_names, split_into_shards, write_shards
@@ -40,6 +43,7 @@ _WORKING_FILES = (
 )  # fmt: skip
 _RECORDS = (CONVERSION_RECORD, TRAINING_RECORD, "report.json")
 _ABSOLUTE = re.compile(r"(?:[A-Za-z]:[\\/]|/[^/\n]+/|~/)[^\n]*")
+_LOCK = ".lock"
 _CONFIGURATION = re.compile(rf"(.*/)?(\w*config\.json|{re.escape(PIPELINE_INDEX)})")
 # Of configurations; some of these fields are of earlier versions of the libraries.
 _LOCATIONS = frozenset({"_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_file"})
@@ -122,14 +126,33 @@ class Contents:
             return
         parent = self.root.resolve().parent
         check_space(parent, sum(size for part in self.shardings for size in part.sizes.values()))
-        with TemporaryDirectory(prefix=f"{TEMPORARY_PREFIX}push-", dir=parent) as folder:
+        with _temporary_folder(parent, self.root.resolve().name) as folder:
             for part in self.shardings:
-                target = Path(folder) / part.folder
+                target = folder / part.folder
                 write_shards(target, part.shards, stem=part.stem, variant=part.variant, on_bytes=on_bytes)
                 self.files |= {
                     (part.folder / path.name).as_posix(): path for path in target.iterdir() if path.is_file()
                 }
             yield
+
+
+@contextmanager
+def _temporary_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Makes a temporary folder, and removes those of processes that were killed: weights are large."""
+    prefix = f"{TEMPORARY_PREFIX}push-{name}-"
+    for left in parent.glob(f"{glob.escape(prefix)}*"):
+        with suppress(ValueError, OSError):
+            lock = take_lock(left / _LOCK, "in use", 0)
+            if lock is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                lock.close()
+    with TemporaryDirectory(prefix=prefix, dir=parent) as folder:
+        lock = take_lock(Path(folder, _LOCK), "in use", 0)
+        try:
+            yield Path(folder, "files")
+        finally:
+            if lock is not None:
+                lock.close()
 
 
 def collect_contents(

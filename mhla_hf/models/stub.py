@@ -39,10 +39,9 @@ TAGS = ("mhla", "linear-attention")
 
 _CONFIGURATION = f"{MODULE}.Configuration"
 
-# transformers never saves this entry with a model.
-_REFUSAL = {
-    "transformers_weights": "MHLA weights: pip install mhla-hf, then import mhla_hf or pass trust_remote_code=True"
-}
+# transformers never saves this entry with a model. Other versions of this package may word the advice otherwise.
+_UNKNOWN_FORMAT = "MHLA weights: "
+_REFUSAL = f"{_UNKNOWN_FORMAT}pip install mhla-hf, then import mhla_hf first or pass trust_remote_code=True"
 
 STUB = '''\
 """Lets `trust_remote_code=True` load this model with the installed package mhla-hf. Written by mhla-hf."""
@@ -93,7 +92,7 @@ def stub_files(source: Source) -> dict[str, str]:
         stubs = {f"{part.folder.relative_to(source.root).as_posix()}/{LIBRARY}.py": STUB for part in parts}
         return {PIPELINE_INDEX: _to_text({**source.pipeline, **entries}), **stubs}
     part = parts[0]
-    entry, refusal = {"AutoConfig": _CONFIGURATION}, _REFUSAL
+    entry, refusal = {"AutoConfig": _CONFIGURATION}, {"transformers_weights": _REFUSAL}
     if not part.is_transformers:
         entry, refusal = {"AutoModel": f"{MODULE}.{part.class_name}"}, {}
     others = part.config.get("auto_map")
@@ -144,7 +143,9 @@ def _tag(path: Path) -> None:
 
 def without_refusal(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration without the entry by which transformers alone refuses it."""
-    return {name: value for name, value in config.items() if _REFUSAL.get(name) != value}
+    if str(config.get("transformers_weights")).startswith(_UNKNOWN_FORMAT):
+        return {name: value for name, value in config.items() if name != "transformers_weights"}
+    return dict(config)
 
 
 def forget_stub(config: Any) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from mhla_hf import convert_pretrained
 from mhla_hf.hub import check_directory
 from mhla_hf.hub.contents import collect_contents, is_working_file
+from mhla_hf.utils.locks import take_lock
 from mhla_hf.utils.model_cards import is_generated
 from tests import ROOT, hub_models, tiny
 from tests.hub_repositories import File
@@ -281,6 +282,23 @@ def test_large_files_that_arrived_are_not_sent_again(client, hub, pipeline):
     everything = uploads(hub, start)
     assert len(everything) > 2 and len(set(everything)) == len(everything)
     assert f"{WEIGHTS}.index.json" in hub.repositories["user/broken-off"].files
+
+
+def test_shards_of_a_killed_push_are_removed(directories, tmp_path):
+    shutil.copytree(directories / "language", tmp_path / "language")
+    left, used = tmp_path / ".tmp-push-language-left", tmp_path / ".tmp-push-language-used"
+    for folder in (left, used):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"1")
+    lock = take_lock(used / ".lock", "in use")
+    contents = collect_contents(tmp_path / "language", max_shard_size="20kB")
+    with contents.written():
+        assert not left.exists() and used.is_dir()
+        assert not any(name.endswith(".lock") for name in contents.files)
+        assert len(list(tmp_path.glob(".tmp-push-language-*"))) == 2
+        assert all(path.is_file() for path in contents.files.values() if not isinstance(path, bytes))
+    assert list(tmp_path.glob(".tmp-push-*")) == [used]
+    lock.close()
 
 
 def test_a_repository_is_a_directory_again(client, hub, pipeline, tmp_path):
