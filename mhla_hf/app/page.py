@@ -113,8 +113,9 @@ def _mixing_tab(page: Any, handlers: Handlers) -> None:
     first = browser.layers[0]
     least, most = browser.blocks(first)
     gr.Markdown(
-        "Each block of tokens has a summary, and each block of queries reads a mixture of them. The matrix holds the "
-        "weights of all mixtures; beside it are those of one block of queries, outlined, on the tokens they belong to."
+        "The queries of each block of tokens read a weighted sum of the summaries of all blocks. Row i of the mixing "
+        "matrix holds the weights for the queries of block i. Next to it, the row of the chosen query block (outlined) "
+        "is shown on the token grid. Red weights are positive, blue ones negative."
     )
     with gr.Row():
         layer = gr.Dropdown(list(browser.layers), value=first, label="Layer", elem_id="layer", min_width=180)
@@ -139,8 +140,8 @@ def _mixing_tab(page: Any, handlers: Handlers) -> None:
 
 def _speed_tab(handlers: Handlers) -> None:
     gr.Markdown(
-        "Time of the attention of one layer of this model on this machine, by the number of tokens. It is measured "
-        "when somebody first asks for it, and takes some seconds."
+        "Time of one attention layer with this model's sizes on this machine, by the number of tokens. The measurement "
+        "takes a few seconds, and is made once."
     )
     run, cancel, status = _buttons("Measure", "speed-status")
     plot = _plot("Time against length", "speed")
