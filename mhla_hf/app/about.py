@@ -28,8 +28,8 @@ def notice(comparison: Comparison) -> str:
         return ""
     calibrated = " and calibrated" if comparison.record.get("calibration") else ""
     return (
-        f"**Not recovered.** This model was converted{calibrated}, but not trained afterwards, so its samples are worse "
-        "than those of a recovered model (`mhla-hf recover`)."
+        f"**Not recovered.** This model was converted{calibrated}, but not trained afterwards, so its samples are "
+        "worse than those of a recovered model (`mhla-hf recover`)."
     )
 
 

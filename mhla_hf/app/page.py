@@ -114,8 +114,8 @@ def _mixing_tab(page: Any, handlers: Handlers) -> None:
     least, most = browser.blocks(first)
     gr.Markdown(
         "The queries of each block of tokens read a weighted sum of the summaries of all blocks. Row i of the mixing "
-        "matrix holds the weights for the queries of block i. Next to it, the row of the chosen query block (outlined) "
-        "is shown on the token grid. Red weights are positive, blue ones negative."
+        "matrix holds the weights for the queries of block i. Next to it, the row of the chosen query block "
+        "(outlined) is shown on the token grid. Red weights are positive, blue ones negative."
     )
     with gr.Row():
         layer = gr.Dropdown(list(browser.layers), value=first, label="Layer", elem_id="layer", min_width=180)
@@ -140,8 +140,8 @@ def _mixing_tab(page: Any, handlers: Handlers) -> None:
 
 def _speed_tab(handlers: Handlers) -> None:
     gr.Markdown(
-        "Time of one attention layer with this model's sizes on this machine, by the number of tokens. The measurement "
-        "takes a few seconds, and is made once."
+        "Time of one attention layer with this model's sizes on this machine, by the number of tokens. The "
+        "measurement takes a few seconds, and is made once."
     )
     run, cancel, status = _buttons("Measure", "speed-status")
     plot = _plot("Time against length", "speed")

@@ -41,9 +41,9 @@ if __name__ == "__main__":
 '''
 
 _TEXT = """
-{title}: videos, images or texts of an MHLA model beside those of the model that it was made from, with times, mixing
-weights and speed on this machine. MHLA is Multi-Head Linear Attention
-([arXiv 2601.07832](https://arxiv.org/abs/2601.07832)).
+Compares a model with Multi-Head Linear Attention (MHLA, [arXiv 2601.07832](https://arxiv.org/abs/2601.07832)) with the
+model that it was converted from: the outputs of both for the same prompt and seed, their times, the mixing weights, and
+the speed of attention by length.
 
 To run it elsewhere:
 
@@ -159,4 +159,4 @@ def _card(title: str, metadata: dict[str, Any]) -> str:
         license=metadata["license"],
         tags=list(TAGS),
     )
-    return f"---\n{data.to_yaml()}\n---\n{_TEXT.format(title=title)}"
+    return f"---\n{data.to_yaml()}\n---\n{_TEXT}"
