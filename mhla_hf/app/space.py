@@ -42,8 +42,8 @@ if __name__ == "__main__":
 
 _TEXT = """
 Compares a model with Multi-Head Linear Attention (MHLA, [arXiv 2601.07832](https://arxiv.org/abs/2601.07832)) with the
-model that it was converted from: the outputs of both for the same prompt and seed, their times, the mixing weights, and
-the speed of attention by length.
+model that it was converted from: the outputs of both for the same prompt and seed, their times, the mixing weights,
+and the speed of attention by length.
 
 To run it elsewhere:
 
