@@ -23,21 +23,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KINDS = tuple(OPTIONS)
 
 
-def make(kind: str) -> Any:
+def make(kind: str, seed: int = 5) -> Any:
     """A pipeline of Wan or SANA, or a language model, whose MHLA parameters are not the initial ones."""
     if kind == "wan":
         model = tiny.wan_pipeline(mhla_hf.MHLAWanTransformer3DModel, mhla=OPTIONS[kind])
-        perturb_mhla(model.transformer)
+        perturb_mhla(model.transformer, seed)
     elif kind == "sana":
         model = tiny_images.sana_pipeline(mhla_hf.MHLASanaTransformer2DModel, mhla=OPTIONS[kind])
-        perturb_mhla(model.transformer)
+        perturb_mhla(model.transformer, seed)
     else:
         torch.manual_seed(0)
         sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         config = transformers.Qwen3Config(**sizes, **heads, head_dim=8, mhla=OPTIONS[kind])
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="mhla").eval()
-        perturb_mhla(model)
+        perturb_mhla(model, seed)
     return model
 
 

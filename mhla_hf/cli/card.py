@@ -71,11 +71,11 @@ def card_command(
     typer.echo(f"Wrote {output}.")
 
 
-def write_first_card(directory: Path) -> None:
+def write_first_card(directory: Path, destination: Path | None = None) -> None:
     """Writes the card of a directory that a command has made; without one the command has still succeeded."""
     from ..hub.card import write_card
 
     try:
-        write_card(directory)
+        write_card(directory, destination=destination)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         typer.echo(f"No model card was written: {error}", err=True)

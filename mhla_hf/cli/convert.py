@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,13 +150,14 @@ def convert_command(
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         progress=not quiet,
+        finish=partial(write_first_card, destination=destination),
         **hub,
     )
     if not quiet:
         _show(report)
     if calibrate:
         _calibrate(destination, data, quiet)
-    write_first_card(destination)
+        write_first_card(destination)
     _write_record(json_file, destination)
 
 
@@ -259,9 +261,9 @@ def import_official_command(
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         progress=not quiet,
+        finish=partial(write_first_card, destination=destination),
         **given(options, HUB),
     )
-    write_first_card(destination)
     if not quiet:
         _show(report)
     _write_record(json_file, destination)

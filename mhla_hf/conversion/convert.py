@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def convert_pretrained(
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    finish: Callable[[Path], None] | None = None,
 ) -> ConversionReport:
     """Converts a diffusers pipeline, or a model of diffusers or transformers, to MHLA.
 
@@ -87,6 +88,7 @@ def convert_pretrained(
             where there are several, the new parameters get one of their own.
         overwrite: Replace an existing destination.
         progress: Show a progress bar on standard error.
+        finish: Called with the complete directory before it moves to `destination`, to add files such as a model card.
 
     Returns:
         What was done; the same is written as `conversion.json`.
@@ -137,7 +139,7 @@ def convert_pretrained(
             chosen = _choose(found, mhla, component)
             plans = [_plan(part, chosen[part.name], options) for part in found.components if part.name in chosen]
         report = ConversionReport("convert", destination, origin)
-        write_result(found, plans, report, claimed, progress=progress, started=started)
+        write_result(found, plans, report, claimed, progress=progress, started=started, finish=finish)
         return report
 
 

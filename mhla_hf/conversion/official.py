@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -50,6 +50,7 @@ def import_official(
     cache_dir: str | Path | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    finish: Callable[[Path], None] | None = None,
 ) -> ConversionReport:
     """Converts a Wan-MHLA checkpoint of the authors' code to a diffusers transformer or pipeline directory.
 
@@ -75,6 +76,7 @@ def import_official(
         cache_dir: Where downloads of `base` go.
         overwrite: Replace an existing destination.
         progress: Show a progress bar on standard error.
+        finish: Called with the complete directory before it moves to `destination`, to add files such as a model card.
 
     Returns:
         What was done; the same is written as `conversion.json`.
@@ -100,7 +102,7 @@ def import_official(
             origin["base"] = source.origin
             check_apart(claimed, source.root)
         report = ConversionReport("import-official", destination, origin)
-        write_result(source, [plan], report, claimed, progress=progress, started=started)
+        write_result(source, [plan], report, claimed, progress=progress, started=started, finish=finish)
         return report
 
 

@@ -93,24 +93,24 @@ class ConversionReport:
         destination: The directory written.
         source: Where the weights came from: `location`, the name of a directory or the id of a Hub repository, and
             for repositories `revision` and `commit`.
-        source_card: Metadata of the source's model card that hold for the result as well, such as the licence.
         components: Conversion of each model, by component name (`"transformer"`, or `"model"` for one of
             transformers).
         copied_files: Files taken over unchanged, relative to the destination.
         skipped_files: Files not taken over, since they hold the old weights in other formats.
         bytes_written: Size of the result.
         seconds: Time it took.
+        source_card: Metadata of the source's model card that hold for the result as well, such as the licence.
     """
 
     command: str
     destination: Path
     source: dict[str, Any]
-    source_card: dict[str, Any] = field(default_factory=dict)
     components: dict[str, ComponentReport] = field(default_factory=dict)
     copied_files: list[str] = field(default_factory=list)
     skipped_files: list[str] = field(default_factory=list)
     bytes_written: int = 0
     seconds: float = 0.0
+    source_card: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON types."""

@@ -36,6 +36,7 @@ def write_result(
     *,
     progress: bool,
     started: float,
+    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes converted models and everything else of their directory.
 
@@ -46,6 +47,7 @@ def write_result(
         destination: The directory to write.
         progress: Show a progress bar.
         started: `time.monotonic()` of the beginning.
+        finish: Called with the complete directory before it moves to its place.
 
     Raises:
         ValueError: If the disk is too small, or others filled the destination meanwhile.
@@ -91,6 +93,8 @@ def write_result(
         report.bytes_written = copied_bytes + written_bytes
         report.seconds = time.monotonic() - started
         report.save(staging)
+        if finish is not None:
+            finish(staging)
 
 
 def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Path]]:

@@ -79,6 +79,7 @@ def model_card(
     comparisons: Mapping[str, Mapping[str, Any]] | None = None,
     text: CardText | None = None,
     repo_id: str | None = None,
+    destination: str | Path | None = None,
 ) -> ModelCard:
     """Makes the model card of a directory.
 
@@ -94,6 +95,7 @@ def model_card(
         comparisons: Such reports by the title of their row.
         text: What no file says.
         repo_id: Repository in the examples.
+        destination: The path that a directory still to be moved will have.
 
     Raises:
         ValueError: If the directory has no MHLA model, a file is damaged or no such report, or a recovery was
@@ -123,7 +125,7 @@ def model_card(
     origin = entry(records.recovery, "data", "origin", kind=str).partition(":")[0]
     data.datasets = [origin] if _LINKED.fullmatch(origin) else None
     data.eval_results = eval_results(records, data.pipeline_tag, text.dataset) or None
-    title = text.name or _title(records, data.base_model)
+    title = text.name or _title(records, data.base_model, Path(destination or directory))
     data.model_name = one_line(title) if data.eval_results else None
     sample = next((name for name in _SAMPLES if (directory / name).is_file()), None)
     if text.prompt is not None:
@@ -251,10 +253,10 @@ def _read_benchmarks(
     return measured, recoveries
 
 
-def _title(records: Records, base_model: Any) -> str:
+def _title(records: Records, base_model: Any, directory: Path) -> str:
     if isinstance(base_model, str) and is_hub_id(base_model):
         return f"{base_model.partition('/')[2]} with MHLA"
-    root = records.source.root.resolve()
+    root = directory.expanduser().resolve()
     # Trainings write into a folder of their output, and a snapshot in the Hub's cache is named by its commit.
     name = root.parent.name if records.training and root.name in ("pipeline", "model") else root.name
     return "A model with MHLA" if re.fullmatch(r"[0-9a-f]{40}|", name) else name

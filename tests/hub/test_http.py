@@ -31,7 +31,8 @@ def pushed(hub_and_client, tmp_path_factory):
         import mhla_hf.hub, numpy
         from tests import hub_models
         for kind in {KINDS}:
-            model = hub_models.make(kind)
+            # Weights of their own: what other tests uploaded is not sent again.
+            model = hub_models.make(kind, seed=1)
             numpy.save(f"{folder}/{{kind}}.npy", hub_models.output(kind, model))
             model.push_to_hub(f"user/{{kind}}")
             model.save_pretrained(f"{folder}/directory-{{kind}}")

@@ -128,8 +128,10 @@ def test_a_lost_process_is_one_line(capsys):
     assert capsys.readouterr().err == (
         "error: process 0 has lost another process of the run, whose own error says why\n"
     )
-    with pytest.raises(RuntimeError, match="of our own"), friendly_errors():
+    with pytest.raises(typer.Exit) as stop, friendly_errors():
         raise RuntimeError("a fault of our own")
+    assert stop.value.exit_code == 1
+    assert capsys.readouterr().err.startswith("error: unexpected RuntimeError: a fault of our own (")
 
 
 LAUNCHERS = {
