@@ -186,7 +186,14 @@ def test_completion_of_another_shell_imports_nothing_heavy():
     environment["_TYPER_COMPLETE_ARGS"] = "mhla-hf recover --recipe "
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert "wan-1.3b" in result.stdout and result.stdout.strip().endswith("set()"), result.stderr
-    assert "_mhla_hf_completion" in run_process("--show-completion", "bash").stdout
+
+
+def test_completion_scripts_are_for_the_shell_that_runs():
+    # Not its last command, or bash would be replaced by it.
+    shell = ["bash", "-c", '"$0" -m mhla_hf --show-completion; exit $?', sys.executable]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(shell, capture_output=True, text=True, env=environment, timeout=120)
+    assert "_mhla_hf_completion" in result.stdout and result.returncode == 0, result.stderr
 
 
 def test_values_complete_behind_commas():
