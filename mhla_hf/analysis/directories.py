@@ -17,11 +17,11 @@ from ..recovery.probes import pipeline_batches
 from ..training.matching.layers import Batch
 from ..utils.locations import download_repository
 from ..utils.machine import choose_device, machine_facts
-from ..utils.messages import shorten_list, shorten_text
+from ..utils.messages import counted, shorten_list, shorten_text
 from .findings import ModelInspection
 from .grids import check_block
 from .inspection import DEFAULT_TOKENS, inspect_model
-from .probes import DEFAULT_SAMPLES, counted, random_latents, transformers_batches
+from .probes import DEFAULT_SAMPLES, random_latents, transformers_batches
 from .statistics import TOLERANCE
 
 

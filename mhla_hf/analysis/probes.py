@@ -15,7 +15,7 @@ from ..models.registry import family_for
 from ..models.source import Component
 from ..training.data.images import read_image
 from ..training.matching.layers import Batch
-from ..utils.messages import shorten_text
+from ..utils.messages import counted, shorten_text
 
 
 DEFAULT_SAMPLES = 4
@@ -160,8 +160,3 @@ def _processor(auto_class: Any, folder: Path, kind: str) -> Any:
     # The error for a damaged file depends on the class.
     except Exception as error:
         raise ValueError(f"{folder} has no {kind} that can be loaded: {shorten_text(str(error), 200)}") from error
-
-
-def counted(count: int, what: str) -> str:
-    """A number of things in words."""
-    return f"{count} {what}{'' if count == 1 else 's'}"

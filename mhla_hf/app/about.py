@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from .. import __version__
 from ..config import MHLAConfig
 from ..hub.checks import check_directory
+from ..hub.markdown import code, plain
 from ..recovery.report import TITLES
 from ..training.matching.layers import mhla_layers
 from ..utils.machine import machine_facts
-from ..utils.messages import shorten_text
 from .generation import Generator
 from .limits import Limits
 from .models import Comparison
@@ -46,13 +45,13 @@ def facts(comparison: Comparison, generator: Generator, limits: Limits) -> str:
 
 
 def _model(comparison: Comparison) -> str:
-    rows = {"MHLA model": _code(comparison.name), "Original": f"{_code(comparison.base)}, {comparison.attention}"}
+    rows = {"MHLA model": code(comparison.name), "Original": f"{code(comparison.base)}, {comparison.attention}"}
     for name, model in comparison.mhla_models().items():
         layers = mhla_layers(model)
         blocks = sorted({" × ".join(map(str, layer.mhla.blocks)) for layer in layers})
         shown = name if len(comparison.components) > 1 else "Class"
-        rows[shown] = _code(type(model).__name__)
-        rows["MHLA layers"] = f"{len(layers)}: {', '.join(_code(layer.name) for layer in layers)}"
+        rows[shown] = code(type(model).__name__)
+        rows["MHLA layers"] = f"{len(layers)}: {', '.join(code(layer.name) for layer in layers)}"
         rows["Blocks"] = ", ".join(blocks)
     return "### Model\n\n" + _table(rows)
 
@@ -64,7 +63,7 @@ def _options(comparison: Comparison) -> str:
     for model in comparison.mhla_models().values():
         for layer in mhla_layers(model):
             options = layer.mhla.config.to_dict()
-            rows |= {_code(name): _code(value) for name, value in options.items() if value != defaults[name]}
+            rows |= {code(name): code(value) for name, value in options.items() if value != defaults[name]}
     return "### Options of MHLA\n\n" + _table(rows) if rows else ""
 
 
@@ -86,7 +85,7 @@ def _checks(comparison: Comparison) -> str:
     problems = check_directory(comparison.source.root, values=False)
     if not problems:
         return "### Checks\n\nFiles, keys, shapes and types are in order (`mhla-hf doctor`)."
-    lines = [f"- {problem.level}: {_plain(shorten_text(problem.message, 200))}" for problem in problems]
+    lines = [f"- {problem.level}: {plain(problem.message, 200)}" for problem in problems]
     return "### Checks\n\n" + "\n".join(lines[:_MOST_PROBLEMS])
 
 
@@ -108,13 +107,3 @@ def _is_bound(name: str) -> bool:
 
 def _table(rows: Mapping[str, str]) -> str:
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-
-
-def _code(value: Any) -> str:
-    """A value in a cell of a table: names in files of others hold anything."""
-    return f"`{re.sub(r'[`|]', ' ', shorten_text(str(value), 120))}`"
-
-
-def _plain(text: Any) -> str:
-    """Text without the signs that Markdown and HTML read."""
-    return re.sub(r"[`|<>*_\[\]]", " ", str(text))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from io import BytesIO
 from typing import Any
 
 from ..analysis import mixing_figure, mixing_summary, reference_layout
 from ..analysis.grids import middle_block
 from ..layouts.blocks import BlockLayout
 from ..training.matching.layers import mhla_layers
+from ..utils.figures import figure_image
 from ..utils.messages import check_choice
 from .limits import check_whole
 from .models import Comparison
@@ -20,7 +20,6 @@ from .models import Comparison
 ALL_HEADS = "mean of all heads"
 
 _PICTURES = 64
-_DPI = 110
 
 
 class MixingBrowser:
@@ -84,8 +83,6 @@ class MixingBrowser:
         return reference_layout(self._mhla(layer))
 
     def _drawn(self, layer: str, head: str, block: int) -> Any:
-        from PIL import Image
-
         # Without the weights of later blocks, which causal layers do not use.
         matrix = mixing_summary(self._mhla(layer)).matrix
         number = re.search(r"\.(\d+)\.", layer)
@@ -94,6 +91,4 @@ class MixingBrowser:
         if head != ALL_HEADS:
             key, matrix = f"{key}, head {head}", matrix[int(head)]
         figure = mixing_figure({key: matrix}, self._layout(layer), block=block)
-        with BytesIO() as file:
-            figure.savefig(file, dpi=_DPI, format="png", facecolor="white")
-            return Image.open(file).convert("RGB")
+        return figure_image(figure)

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..conversion.options import parse_dtype
 from ..conversion.report import describe_file
-from ..demo import base_pipeline_directory
-from ..models.registry import MHLA_CLASSES, family_for
+from ..demo import DemoConfig, base_pipeline_directory
+from ..models.registry import MHLA_CLASSES
 from ..models.source import (
     CONVERSION_RECORD,
     TRAINING_RECORD,
@@ -36,9 +36,6 @@ from ..utils.machine import choose_device
 
 DEMO_OUTPUT = Path("demo-output") / "mhla"
 """The pipeline that `make demo` recovers, opened where no model is named."""
-
-_DEMO_BLOCKS = (5, 4, 4)
-_DEMO_LAYERS = "2/3"
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,7 @@ class Comparison:
     @property
     def attention(self) -> str:
         """The original's kind of attention: SANA's is linear."""
-        part = self.source.component(self.components[0])
-        linear = not part.is_transformers and family_for(part.class_name).name in ("sana", "sana-video")
-        return "linear attention" if linear else "softmax attention"
+        return f"{self.source.component(self.components[0]).original_attention} attention"
 
     @property
     def is_recovered(self) -> bool:
@@ -125,12 +120,10 @@ def open_comparison(
     weights = parse_dtype(dtype or ("float32" if place.type == "cpu" else "bfloat16"))
     assert weights is not None
     source = open_source(model)
-    parts = [part for part in source.components if part.is_mhla]
-    if not parts:
-        raise ValueError(f"{model} is no MHLA model: convert it first (mhla-hf convert, mhla-hf recover).")
+    originals = originals_of(source, base)
+    parts = source.mhla_components
     path = source.root / CONVERSION_RECORD
     record = read_json(path, "the record") if path.is_file() else {}
-    originals = {part.name: original_of(source, part, base) for part in parts}
     shared: dict[str, Any] = {
         "name": _shown(model),
         "base": _shown(base if base is not None else next(iter(originals.values()))[0]),
@@ -151,29 +144,35 @@ def open_comparison(
     return Comparison(kind=kind, mhla=pipeline, original=_sharing(pipeline, softmax), **shared)
 
 
-def original_of(source: Source, part: Component, base: str | Path | None) -> tuple[str, Component]:
-    """The original of an MHLA model, with its location.
+def originals_of(source: Source, base: str | Path | None) -> dict[str, tuple[str, Component]]:
+    """The originals of the MHLA models in a directory, with their locations, by name.
 
     Args:
-        source: The directory of the MHLA model.
-        part: The MHLA model.
-        base: Directory or Hub id of the original; `None` to follow the records.
+        source: The directory.
+        base: Directory or Hub id of the originals; `None` to follow the records.
 
     Raises:
-        ValueError: If it is not found.
+        ValueError: If there is no MHLA model, or an original is not found.
     """
-    if base is not None:
-        found = softmax_version(open_source(base), part)
-        if found is None:
-            raise ValueError(
-                f"base {base} is no original of {source.location}: it has no softmax version of {part.name}."
-            )
-        return str(base), found
-    recorded = find_original(source, part) or _packaged_original(source, part)
-    if recorded is None:
-        named = f" (its record names {', '.join(source.records())})" if source.records() else ""
-        raise ValueError(f"the original of {source.location} is not found{named}; say where it is: --base")
-    return recorded
+    if not source.mhla_components:
+        raise ValueError(f"{source.location} is no MHLA model: convert it first (mhla-hf convert, mhla-hf recover).")
+    given = None if base is None else open_source(base)
+    originals: dict[str, tuple[str, Component]] = {}
+    for part in source.mhla_components:
+        if given is not None:
+            found = softmax_version(given, part)
+            if found is None:
+                raise ValueError(
+                    f"base {base} is no original of {source.location}: it has no softmax version of {part.name}."
+                )
+            originals[part.name] = (str(base), found)
+            continue
+        recorded = find_original(source, part) or _packaged_original(source, part)
+        if recorded is None:
+            named = f" (its record names {', '.join(source.records())})" if source.records() else ""
+            raise ValueError(f"the original of {source.location} is not found{named}; say where it is: --base")
+        originals[part.name] = recorded
+    return originals
 
 
 @contextmanager
@@ -193,8 +192,8 @@ def demo_model() -> Iterator[tuple[Path, Path]]:
 
     with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
         directory = Path(folder) / "digits-mhla"
-        options = {**default_recipe("wan").mhla, "grid": token_grid(base), "blocks": _DEMO_BLOCKS}
-        convert_pretrained(base, directory, options, layers=_DEMO_LAYERS, progress=False)
+        options = {**default_recipe("wan").mhla, "grid": token_grid(base), "blocks": DemoConfig.blocks}
+        convert_pretrained(base, directory, options, layers=DemoConfig.layers, progress=False)
         prompts = ["a zero moves down", "a one moves right", "a six moves up", "a three moves left"]
         calibrate_directory(directory, prompts=prompts, samples=16, steps=4)
         yield directory, base

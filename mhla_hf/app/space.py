@@ -16,7 +16,7 @@ from ..utils.destinations import claim_destination
 from ..utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
 from ..utils.source_files import list_files
 from .limits import Limits
-from .models import original_of
+from .models import originals_of
 
 
 MODEL_FOLDER, BASE_FOLDER = "model", "base"
@@ -109,10 +109,7 @@ def _models(staging: Path, model: str | Path | None, base: str | Path | None) ->
         return names, metadata
     root = Path(model).expanduser()
     source = read_source(root, str(model))
-    parts = [part for part in source.components if part.is_mhla]
-    if not parts:
-        raise ValueError(f"{model} is no MHLA model: convert it first (mhla-hf convert, mhla-hf recover).")
-    originals = {part.name: original_of(source, part, base) for part in parts}
+    originals = originals_of(source, base)
     _copy(root, list_files(root), staging / MODEL_FOLDER, model)
     names["model"] = f"HERE / {MODEL_FOLDER!r}"
     card = card_data(root)

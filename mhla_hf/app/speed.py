@@ -7,13 +7,12 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 from ..benchmarks.operator import OperatorOptions, measure_operator
 from ..benchmarks.shapes import OperatorShape
 from ..training.matching.layers import mhla_layers
-from ..utils.figures import new_figure
+from ..utils.figures import figure_image, new_figure
 from .models import Comparison
 from .work import Control, Progress
 
@@ -23,7 +22,6 @@ _MOST_TOKENS = {"cpu": 8192, "cuda": 65536}
 _LEAST_TOKENS = 256
 _SECONDS = 2.0
 _STYLES = {"softmax": ("#444444", "softmax"), "linear": ("#d95f02", "linear"), "mhla": ("#1f77b4", "MHLA")}
-_DPI = 110
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,6 @@ class SpeedResult:
 
     def picture(self) -> Any:
         """The curves, as a PIL image."""
-        from PIL import Image
-
         figure = new_figure(6.4, 4.2)
         axis = figure.subplots()
         for name, (color, label) in _STYLES.items():
@@ -68,9 +64,7 @@ class SpeedResult:
         axis.set(xlabel="tokens", ylabel="milliseconds, one layer forward")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
-        with BytesIO() as file:
-            figure.savefig(file, dpi=_DPI, format="png", facecolor="white")
-            return Image.open(file).convert("RGB")
+        return figure_image(figure)
 
 
 class SpeedMeter:

@@ -18,6 +18,7 @@ from ..recovery.report import PLOT
 from ..utils.files import atomic_file
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
+from ..utils.messages import one_line
 from ..utils.model_cards import (
     CARD,
     carried_metadata,
@@ -32,7 +33,7 @@ from .card_quality import comparison_title, eval_results, quality_section
 from .card_speed import is_benchmark, speed_sections
 from .card_training import training_section
 from .card_usage import usage
-from .markdown import code, joined, literal, one_line, plain
+from .markdown import LONGEST, code, joined, literal, plain
 from .metadata import card_data
 from .records import Records, entry, is_recovery, public_location, read_records
 
@@ -126,7 +127,7 @@ def model_card(
     data.datasets = [origin] if _LINKED.fullmatch(origin) else None
     data.eval_results = eval_results(records, data.pipeline_tag, text.dataset) or None
     title = text.name or _title(records, data.base_model, Path(destination or directory))
-    data.model_name = one_line(title) if data.eval_results else None
+    data.model_name = one_line(title, LONGEST) if data.eval_results else None
     sample = next((name for name in _SAMPLES if (directory / name).is_file()), None)
     if text.prompt is not None:
         output = {} if sample is None else {"output": {"url": sample}}

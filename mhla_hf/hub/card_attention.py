@@ -12,7 +12,8 @@ from ..layouts.windows import default_window_size
 from ..ops.feature_maps import FEATURE_MAPS
 from ..ops.normalizers import NORMALIZERS
 from ..training.loading import PipelineSource
-from .markdown import code, count, counted, plain, ranges, sizes, table
+from ..utils.messages import counted
+from .markdown import code, count, plain, ranges, sizes, table
 from .records import ModelPart, Records, Tower, entry
 
 

@@ -15,7 +15,8 @@ from huggingface_hub import EvalResult
 
 from ..recovery.report import TITLES
 from ..utils.locations import is_hub_id
-from .markdown import count, counted, number, one_line, plain, show, sizes, table
+from ..utils.messages import counted, one_line
+from .markdown import LONGEST, count, number, plain, show, sizes, table
 from .records import Records, entry
 
 
@@ -96,8 +97,8 @@ def eval_results(records: Records, task: str | None, dataset: str | None = None)
         return []
     origin, kind = entry(data, "origin", kind=str), entry(data, "kind", kind=str)
     identifier = origin.partition(":")[0] if is_hub_id(origin.partition(":")[0]) else "held-out"
-    held_out = f"Held-out {one_line(kind or 'samples')}"
-    name = dataset or (held_out if identifier == "held-out" else one_line(origin))
+    held_out = f"Held-out {one_line(kind or 'samples', LONGEST)}"
+    name = dataset or (held_out if identifier == "held-out" else one_line(origin, LONGEST))
     return [
         EvalResult(
             task_type=task,
@@ -134,8 +135,8 @@ def _check_same_data(report: dict[str, Any], other: dict[str, Any], title: str) 
         same = same and (first is None or (second is not None and math.isclose(first, second, rel_tol=_SAME)))
     if not same:
         raise ValueError(
-            f"{one_line(title)} was measured on other data than this model and cannot stand beside it: give the "
-            "report of a recovery of the same original, with the same data."
+            f"{one_line(title, LONGEST)} was measured on other data than this model and cannot stand beside it: give "
+            "the report of a recovery of the same original, with the same data."
         )
 
 

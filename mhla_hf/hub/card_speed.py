@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..utils.messages import counted
 from .card_training import machine_sentence
-from .markdown import code, count, counted, duration, number, plain, show, size, table
+from .markdown import code, count, duration, number, plain, show, size, table
 from .records import ModelPart, entry, public_location
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .markdown import code, count, counted, duration, plain, rate, show, sizes, table
+from ..utils.messages import counted
+from .markdown import code, count, duration, plain, rate, show, sizes, table
 from .records import Records, entry
 
 

@@ -9,33 +9,30 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..utils.messages import shorten_text
+from ..utils.messages import one_line
 
 
-_LONGEST = 120
+LONGEST = 120
+"""Letters of a name or text of others, at most."""
+
 # Characters that begin markup. Of the others, Markdown has no backslash.
 _SPECIAL = re.compile(r"[\\`*\[\]#!]|(?<![^\W_])_|_(?![^\W_])|[&<>|$~@]|(?<=:)//|(?<=www)\.", re.IGNORECASE)
 _BACKSLASHED = set("\\`*[]#!_")
 
 
-def one_line(text: object, length: int = _LONGEST) -> str:
-    """Text of others on one line, of printable characters."""
-    return shorten_text("".join(letter if letter.isprintable() else " " for letter in str(text)), length)
-
-
-def plain(text: object) -> str:
+def plain(text: object, length: int = LONGEST) -> str:
     """Text of others that Markdown shows as it is, addresses included."""
 
     def escape(found: re.Match[str]) -> str:
         first, rest = found[0][0], found[0][1:]
         return (f"\\{first}" if first in _BACKSLASHED else f"&#{ord(first)};") + rest
 
-    return _SPECIAL.sub(escape, one_line(text))
+    return _SPECIAL.sub(escape, one_line(text, length))
 
 
 def code(text: object) -> str:
     """A code span, in tables too."""
-    text = one_line(text).replace("`", "'").replace("|", "¦").strip()
+    text = one_line(text, LONGEST).replace("`", "'").replace("|", "¦").strip()
     return f"`{text}`" if text else ""
 
 
@@ -57,11 +54,6 @@ def number(value: Any) -> float | None:
 def count(value: Any) -> int | None:
     """The value if it is a whole number of at least 0 that a person can read, else `None`."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**15 else None
-
-
-def counted(value: int, noun: str) -> str:
-    """A number with its noun, in the plural but for 1."""
-    return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}s"
 
 
 def show(value: Any, form: str) -> str | None:

@@ -22,7 +22,6 @@ from .description import LAYER_COUNTS
 
 
 # Families whose own attention is linear already.
-_LINEAR = ("sana", "sana-video")
 _ADJECTIVES = ("vision", "multi-modal")
 _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct")
 
@@ -69,7 +68,7 @@ class ModelPart:
     @property
     def original_attention(self) -> str:
         """Kind of the attention that MHLA replaced."""
-        return "linear" if self.family in _LINEAR else "softmax"
+        return self.component.original_attention
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def read_records(directory: Path) -> Records:
     """
     source = read_source(directory)
     conversion = _optional(directory / CONVERSION_RECORD, "the record")
-    components = [part for part in source.components if part.is_mhla]
+    components = source.mhla_components
     if not components:
         raise ValueError(f"{directory} has no MHLA model; convert it first (mhla-hf convert).")
     recovery = _optional(directory / REPORT, "the report")

@@ -66,6 +66,12 @@ class Component:
         return any(part.get("mhla") is not None or part.get("attn_implementation") == "mhla" for part in parts)
 
     @property
+    def original_attention(self) -> str:
+        """Attention of the softmax or linear model behind it: `"linear"` for SANA's, else `"softmax"`."""
+        is_linear = not self.is_transformers and family_for(self.class_name).load_class().upstream_is_linear
+        return "linear" if is_linear else "softmax"
+
+    @property
     def names(self) -> FileNames:
         """Names of the weight files."""
         return TRANSFORMERS_FILES if self.is_transformers else DIFFUSERS_FILES
@@ -154,6 +160,11 @@ class Source:
     pipeline: dict[str, Any] | None
     components: tuple[Component, ...]
     origin: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mhla_components(self) -> list[Component]:
+        """The components that were saved as MHLA."""
+        return [part for part in self.components if part.is_mhla]
 
     def component(self, name: str | None = None) -> Component:
         """Returns the component of a name, or the first one.

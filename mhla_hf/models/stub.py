@@ -84,7 +84,7 @@ def stub_files(source: Source) -> dict[str, str]:
         The contents by path relative to the directory: the stub, and the configuration that names it. Empty for a
         directory without MHLA.
     """
-    parts = [part for part in source.components if part.is_mhla]
+    parts = source.mhla_components
     if not parts:
         return {}
     if source.pipeline is not None:

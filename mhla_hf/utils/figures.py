@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,12 @@ def save_figure(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png", facecolor="white")
+
+
+def figure_image(figure: Any, dpi: int = 110) -> Any:
+    """Draws a figure as a PIL image."""
+    from PIL import Image
+
+    with BytesIO() as file:
+        figure.savefig(file, dpi=dpi, format="png", facecolor="white")
+        return Image.open(file).convert("RGB")

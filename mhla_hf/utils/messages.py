@@ -22,6 +22,16 @@ def shorten_text(text: str, length: int = VALUE_LENGTH) -> str:
     return f"{text[:head]}...{text[head + 3 - length :]}"
 
 
+def one_line(text: object, length: int = VALUE_LENGTH) -> str:
+    """Text of others as [`shorten_text`] shows it, with spaces for what cannot be printed."""
+    return shorten_text("".join(letter if letter.isprintable() else " " for letter in str(text)), length)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, in the plural but for 1."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def shorten_value(value: Any, length: int = VALUE_LENGTH) -> str:
     """The `repr` of a value, its middle left out where it is long."""
     try:

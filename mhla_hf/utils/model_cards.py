@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .json_files import read_json
-from .messages import shorten_text
+from .messages import one_line
 
 
 CARD = "README.md"
@@ -131,14 +131,10 @@ def _usable(fields: dict[str, Any]) -> dict[str, str | list[str]]:
     for name in CARRIED_FIELDS:
         value = fields.get(name)
         if isinstance(value, str) and value.strip():
-            usable[name] = _one_line(value)
+            usable[name] = one_line(value, _LONGEST)
         elif isinstance(value, list) and value and all(isinstance(entry, str) and entry.strip() for entry in value):
-            usable[name] = [_one_line(entry) for entry in value[:_MOST_ENTRIES]]
+            usable[name] = [one_line(entry, _LONGEST) for entry in value[:_MOST_ENTRIES]]
     return usable
-
-
-def _one_line(text: str) -> str:
-    return shorten_text("".join(letter if letter.isprintable() else " " for letter in text), _LONGEST)
 
 
 def _digest(text: str) -> str:
