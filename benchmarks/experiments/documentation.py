@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of `docs/results.md`, made from the JSON files of the experiments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mhla_hf.utils.json_files import read_json
+
+from .registry import experiment_names, find_experiment
+
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+
+_MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def tables(results: Path = RESULTS) -> dict[str, str]:
+    """Markdown tables of all reports that are there, by the name of their section."""
+    found: dict[str, str] = {}
+    for name in experiment_names():
+        file = results / f"{name}.json"
+        if file.is_file():
+            report = read_json(file, "the report of an experiment:")
+            found.update({section: f"{text}\n\n{_source(report)}" for section, text in _tables(name, report).items()})
+    return found
+
+
+def with_tables(text: str, sections: Mapping[str, str]) -> str:
+    """Text with what is between markers, `<!-- results: NAME -->` and `<!-- end -->`, replaced by tables.
+
+    Raises:
+        ValueError: If a marker names no section.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        if match[2] not in sections:
+            raise ValueError(f"There is no section {match[2]!r}. Sections: {', '.join(sections)}.")
+        return f"{match[1]}\n{sections[match[2]]}\n\n{match[3]}"
+
+    return _MARKED.sub(replace, text)
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _tables(name: str, report: Mapping[str, Any]) -> Mapping[str, str]:
+    return find_experiment(name).tables(report)
+
+
+def _source(report: Mapping[str, Any]) -> str:
+    """Where the figures of a table come from."""
+    name, machine = report["experiment"], report["machine"]
+    seconds = sum(case["seconds"] for case in report["cases"].values())
+    return (
+        f"*`python -m benchmarks.experiments run {name}` on {machine['device']}, {machine['date']}, "
+        f"torch {machine['torch']}; {seconds / 60:.0f} minutes of one process with {machine['threads']} "
+        f"thread{'s' if machine['threads'] != 1 else ''} each time "
+        f"([JSON](../benchmarks/results/{name}.json)).*"
+    )
