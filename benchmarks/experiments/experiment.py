@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ class Case:
 
     Args:
         function: Function to call, `"module:name"`. It takes the options as keyword arguments and a
-            `torch.device` as `device`, and returns figures that are ready for JSON.
+            `torch.device` as `device`, and returns figures that are ready for JSON. If it has an argument `work`, it
+            gets the directory of the cases' results too, for data that cases share.
         options: Arguments ready for JSON.
     """
 
@@ -37,10 +39,12 @@ class Case:
         text = json.dumps([self.function, dict(self.options)], sort_keys=True)
         return f"{self.function.rpartition(':')[2]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
-    def run(self, device: Any) -> dict[str, Any]:
+    def run(self, device: Any, work: Path) -> dict[str, Any]:
         """Calls the function."""
         module, _, name = self.function.partition(":")
-        return getattr(import_module(module), name)(**self.options, device=device)
+        function = getattr(import_module(module), name)
+        shared = {"work": work} if "work" in inspect.signature(function).parameters else {}
+        return function(**self.options, **shared, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ def run_experiment(
 ) -> dict[str, Any]:
     """Runs the cases of an experiment that have no result yet.
 
+    Those of the setting `smoke` run in this process, since starting one would take longer than they do.
+
     Args:
         name: Name of the experiment.
         setting: One of `SETTINGS`.
@@ -64,10 +66,11 @@ def run_experiment(
         task = progress.add_task(name, total=len(pending))
 
         def measure(case: Case) -> None:
-            _run_in_process(case, _file(work, case), target, threads)
+            run = _run_here if setting == "smoke" else _run_in_process
+            run(case, _file(work, case), target, threads)
             progress.advance(task)
 
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(1 if setting == "smoke" else jobs) as pool:
             try:
                 list(pool.map(measure, pending.values()))
             except BaseException:
@@ -105,13 +108,20 @@ def run_case(text: str, file: Path, device: str, threads: int) -> None:
     function, options = json.loads(text)
     case = Case(function, options)
     start = time.perf_counter()
-    figures = case.run(torch.device(device))
+    figures = case.run(torch.device(device), file.parent)
     write_json(file, {"options": options, "seconds": round(time.perf_counter() - start, 2), "figures": figures})
 
 
+def _run_here(case: Case, file: Path, device: torch.device, threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        run_case(_text(case), file, str(device), threads)
+    finally:
+        torch.set_num_threads(before)
+
+
 def _run_in_process(case: Case, file: Path, device: torch.device, threads: int) -> None:
-    text = json.dumps([case.function, dict(case.options)])
-    command = [sys.executable, "-m", __package__ or "", "case", text, str(file), str(device), str(threads)]
+    command = [sys.executable, "-m", __package__ or "", "case", _text(case), str(file), str(device), str(threads)]
     root = str(Path(__file__).resolve().parents[2])
     environment = {
         **os.environ,
@@ -121,6 +131,10 @@ def _run_in_process(case: Case, file: Path, device: torch.device, threads: int) 
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{case.function} with {dict(case.options)} failed:\n{done.stderr[-3000:]}")
+
+
+def _text(case: Case) -> str:
+    return json.dumps([case.function, dict(case.options)])
 
 
 def _file(work: Path, case: Case) -> Path:

@@ -5,18 +5,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
+import torch
 
 from benchmarks.experiments import documentation, runner
 from benchmarks.experiments.__main__ import main
 from benchmarks.experiments.documentation import PAGE, markdown_table, tables, with_tables
-from benchmarks.experiments.experiment import SETTINGS, Case
+from benchmarks.experiments.experiment import SETTINGS, Case, Experiment
 from benchmarks.experiments.registry import experiment_names, find_experiment
 
 
 def double(number, device):
     return {"doubled": 2 * number, "device": str(device)}
+
+
+def describe(device, work):
+    return {"work": str(work), "device": str(device), "process": os.getpid()}
 
 
 @pytest.mark.parametrize("name", experiment_names())
@@ -47,6 +53,24 @@ def test_finished_cases_are_kept(tmp_path):
     stored = json.loads((tmp_path / f"{case.key}.json").read_text())
     assert stored["figures"] == {"doubled": 8, "device": "cpu"} and stored["options"] == {"number": 4}
     assert stored["seconds"] >= 0 and math.isfinite(stored["seconds"])
+
+
+@pytest.mark.parametrize("setting", ["cpu", "smoke"])
+def test_cases_run_in_processes_of_their_own(setting, tmp_path, monkeypatch):
+    experiment = Experiment(
+        title="",
+        cases=lambda setting: {"described": Case(f"{__name__}:describe", {})},
+        summarize=lambda figures: figures,
+        plot=lambda report, path: None,
+        tables=lambda report: {},
+    )
+    monkeypatch.setattr(runner, "find_experiment", lambda name: experiment)
+    threads = torch.get_num_threads()
+    report = runner.run_experiment("described", setting, tmp_path, device="cpu", show_progress=False)
+    found = report["summary"]["described"]
+    assert found["work"] == str(tmp_path) and found["device"] == "cpu"
+    assert (found["process"] == os.getpid()) == (setting == "smoke")
+    assert torch.get_num_threads() == threads
 
 
 def test_keys_follow_the_options():
