@@ -1,9 +1,9 @@
 # `make demo` and `make test` need only Python >= 3.10, make and the network to PyPI.
 # Variables: VENV (where the virtual environment goes), PYTHON (which interpreter makes it),
 # DEMO (the demo's output folder), WORKERS (test processes), PYTEST_ARGS (more arguments for pytest),
-# LOWEST (where the virtual environment with the lowest transformers goes), TRITON (which one compiles the kernels for
-# `make test-kernels`), HUB_KERNEL and REPO_ID (the folder of the exported kernel, and the repository on the Hub that it
-# is for).
+# NOTEBOOKS (those to execute), LOWEST (where the virtual environment with the lowest transformers goes), TRITON (which
+# one compiles the kernels for `make test-kernels`), HUB_KERNEL and REPO_ID (the folder of the exported kernel, and the
+# repository on the Hub that it is for).
 VENV ?= .venv
 LOWEST ?= .venv-lowest
 TRITON ?= 3.6.0
@@ -13,6 +13,7 @@ HUB_KERNEL ?= mhla-kernel
 REPO_ID ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
+NOTEBOOKS ?=
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10 python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$python && break; done)
 
@@ -24,7 +25,7 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 
 .DEFAULT_GOAL := help
 .PHONY: help demo hub-kernel test test-all coverage test-upstream test-lowest test-versions test-these-versions test-kernels \
-	style quality docs clean
+	style quality docs notebooks clean
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
@@ -36,6 +37,7 @@ help:
 	@echo "make hub-kernel  export the operator as a kernel for the Hub into $(HUB_KERNEL), for REPO_ID=owner/name"
 	@echo "make style      format the code;  make quality  check format, lint and types"
 	@echo "make docs       build the documentation into site/"
+	@echo "make notebooks  execute the notebooks, or NOTEBOOKS=notebooks/1_quick_start.ipynb, and save their outputs"
 	@echo "make clean      remove caches and build products"
 
 $(bin)/python:
@@ -114,6 +116,10 @@ quality: $(VENV)/.installed-dev
 # Strict: a link or reference that leads nowhere ends it.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict
+
+# Two minutes or so. A notebook that fails stays as it was.
+notebooks: $(VENV)/.installed-dev
+	$(bin)/python notebooks/execute.py $(NOTEBOOKS)
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov build dist site *.egg-info
