@@ -1,6 +1,8 @@
 # `make demo` and `make test` need only Python >= 3.10, make and the network to PyPI.
 # Variables: VENV (where the virtual environment goes), PYTHON (which interpreter makes it),
-# DEMO (the demo's output folder), WORKERS (test processes), PYTEST_ARGS (more arguments for pytest),
+# DEMO (the demo's output folder), WORKERS (test processes, trainings at a time), PYTEST_ARGS (more arguments for pytest),
+# RESULTS (where `make reproduce` writes JSON files, plots, the overview and the page of results; by default each goes to
+# its place in the repository), WORK (finished trainings and measurements, from which it resumes),
 # NOTEBOOKS (those to execute), LOWEST (where the virtual environment with the lowest transformers goes), TRITON (which
 # one compiles the kernels for `make test-kernels`), HUB_KERNEL and REPO_ID (the folder of the exported kernel, and the
 # repository on the Hub that it is for).
@@ -9,6 +11,8 @@ LOWEST ?= .venv-lowest
 TRITON ?= 3.6.0
 CONSTRAINTS ?= constraints.txt
 DEMO ?= demo-output
+RESULTS ?= benchmarks/results
+WORK ?= runs/reproduce
 HUB_KERNEL ?= mhla-kernel
 REPO_ID ?=
 WORKERS ?= 2
@@ -24,11 +28,13 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 	tests/hub/test_http*.py tests/hub/test_push.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_compat.py tests/utils/test_versions.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo hub-kernel test test-all coverage test-upstream test-lowest test-versions test-these-versions test-kernels \
-	style quality docs notebooks clean
+.PHONY: help demo reproduce reproduce-recovery hub-kernel test test-all coverage test-upstream test-lowest test-versions \
+	test-these-versions test-kernels style quality docs notebooks clean
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
+	@echo "make reproduce  run the experiments of docs/results.md on the CPU, about 40 minutes on two cores, into RESULTS=$(RESULTS)"
+	@echo "make reproduce-recovery  run the recoveries of docs/recovery.md and of the overview, about 40 minutes more"
 	@echo "make test       install into $(VENV) and run the fast tests"
 	@echo "make test-all   run the slow tests too, with coverage;  make coverage  the fast tests with coverage"
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
@@ -55,6 +61,21 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(bin)/python
 
 demo: $(VENV)/.installed-demo
 	$(bin)/mhla-hf demo $(DEMO)
+
+# The overview and the page of results lie elsewhere in the repository, but beside the other files of own RESULTS.
+in_place := $(filter benchmarks/results,$(patsubst %/,%,$(RESULTS)))
+overview := $(if $(in_place),docs/images,$(RESULTS))/overview.png
+results_page := $(if $(in_place),docs,$(RESULTS))/results.md
+
+reproduce: $(VENV)/.installed-dev
+	$(bin)/python -m benchmarks.experiments run --device cpu --jobs $(WORKERS) --work $(WORK)/experiments --output $(RESULTS)
+	$(bin)/python -m benchmarks.quality_dit --device cpu --work $(WORK)/quality_dit --output $(RESULTS)
+	$(bin)/python -m benchmarks.overview --results $(RESULTS) --image $(overview)
+	$(bin)/python -m benchmarks.experiments write --results $(RESULTS) --page $(results_page)
+
+reproduce-recovery: $(VENV)/.installed-dev
+	$(bin)/python benchmarks/recovery.py --jobs $(WORKERS) --work $(WORK)/recovery --json $(RESULTS)/recovery.json
+	$(bin)/python -m benchmarks.overview --results $(RESULTS) --image $(overview)
 
 hub-kernel: $(VENV)/.installed-hub-kernel
 	$(bin)/python -m conversion.hub_kernel $(HUB_KERNEL) $(if $(REPO_ID),--repo-id $(REPO_ID))

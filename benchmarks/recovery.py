@@ -8,8 +8,8 @@ MHLA, MHLA with a softmax window beside it, and linear attention (MHLA with one 
 of their family, alike in everything else, with several seeds. `--variants` names others for the demo's Wan, with ReLU,
 shared mixing weights or a window of blocks, which docs/choosing.md compares. Figures and a plot go to
 `benchmarks/results/`. Each job runs on one thread; CPU seconds are those of all its stages. Earlier results are kept,
-so an interrupted run resumes. The language model is left out unless its directory is given;
-`python_language_model.py` makes one.
+so an interrupted run resumes; with `--work` it resumes from that directory, and measures again what it does not hold.
+The language model is left out unless its directory is given; `python_language_model.py` makes one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from mhla_hf.utils.files import write_json
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -218,6 +220,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="recoveries at a time")
     parser.add_argument("--language-model", type=Path, help="directory of a language model and its held_out.txt")
+    parser.add_argument("--work", type=Path, help="directory of finished recoveries; default: those in --json")
     parser.add_argument("--json", type=Path, default=RESULTS / "recovery.json")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -239,7 +242,9 @@ def main() -> None:
         for variant in arguments.variants
         if variant in TITLES or model.startswith("digits")
     ]
-    pending = [case for case in cases if case.name not in results]
+    finished = {case.name: _finished_file(arguments.work, case) for case in cases} if arguments.work else {}
+    results |= {name: json.loads(file.read_text()) for name, file in finished.items() if file.is_file()}
+    pending = [case for case in cases if not (finished[case.name].is_file() if finished else case.name in results)]
 
     def measure(case: Case) -> None:
         command = [sys.executable, __file__, "--case", case.name]
@@ -250,6 +255,8 @@ def main() -> None:
         if not lines:
             raise RuntimeError(f"{case.name} failed: {done.stderr[-2000:]}")
         results[case.name] = json.loads(lines[-1].removeprefix("RESULT "))
+        if finished:
+            write_json(finished[case.name], results[case.name])
         write(arguments.json, results)
         last = points(results[case.name])[-1]
         print(f"{case.name}: {last[1]:.4g} in {last[0]:.0f} CPU s", flush=True)
@@ -261,13 +268,16 @@ def main() -> None:
     show(results)
 
 
+def _finished_file(work: Path, case: Case) -> Path:
+    return work / f"{case.name.replace('/', '-')}.json"
+
+
 def write(path: Path, results: Mapping[str, Any]) -> None:
     """Writes the figures with the machine that they were measured on."""
     import torch
     import transformers
 
     import mhla_hf
-    from mhla_hf.utils.files import write_json
     from mhla_hf.utils.machine import processor_name
 
     facts = {

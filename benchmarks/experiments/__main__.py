@@ -12,7 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
+
+from mhla_hf.utils.files import atomic_file
 
 from .documentation import PAGE, RESULTS, tables, with_tables
 from .experiment import SETTINGS
@@ -32,7 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
     run.add_argument("--jobs", type=int, help="cases at a time; default: one for each core, on a GPU one")
     run.add_argument("--device", help="default: a GPU if there is one")
     run.add_argument("--quiet", action="store_true", help="show no progress")
-    commands.add_parser("write", help="write the tables of docs/results.md")
+    write = commands.add_parser("write", help="write the tables of docs/results.md")
+    write.add_argument("--results", type=Path, default=RESULTS, help="directory of the JSON files")
+    write.add_argument("--page", type=Path, default=PAGE, help="file to write; default: docs/results.md itself")
     case = commands.add_parser("case")
     for name in ("text", "file", "device", "threads"):
         case.add_argument(name)
@@ -40,7 +45,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "case":
         run_case(options.text, Path(options.file), options.device, int(options.threads))
     elif options.command == "write":
-        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+        text = with_tables(PAGE.read_text(encoding="utf-8"), tables(options.results))
+        with atomic_file(options.page) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        print(f"wrote {options.page}")
     else:
         try:
             for name in options.names:
@@ -49,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(f"error: {error}")
         jobs = options.jobs or (1 if options.setting == "gpu" else os.cpu_count() or 1)
         for name in options.names or experiment_names():
+            start = time.perf_counter()
             report = run_experiment(
                 name,
                 options.setting,
@@ -57,8 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
                 device=options.device,
                 show_progress=not options.quiet,
             )
-            for path in write_report(report, options.output):
-                print(f"wrote {path}", flush=True)
+            paths = " and ".join(str(path) for path in write_report(report, options.output))
+            print(f"wrote {paths} after {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
 
 
 if __name__ == "__main__":
