@@ -8,7 +8,9 @@ from importlib import import_module
 from .experiment import Experiment
 
 
-_MODULES: dict[str, str] = {}
+_MODULES: dict[str, str] = {
+    "long_inputs": "long_inputs",
+}
 
 
 def experiment_names() -> list[str]:
