@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`from_preset`: the paper's language model as a plain Llama configuration that trains, saves and reloads."""
+"""`from_preset`: the paper's models by name, at full size on the meta device, and shallow ones that run and reload."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.presets import example_inputs, make_model
 from mhla_hf import MHLA, MHLAConfig, from_preset
 from mhla_hf.presets import PRESETS
 
@@ -106,14 +107,117 @@ def test_presets_are_not_shared():
     assert from_preset("mhla-lm-340m").mhla["block_size"] == [64]
 
 
+DEPTH = {"transformers": "num_hidden_layers", "diffusers": "num_layers"}
+
+
+def shallow(name, mhla=None, **overrides):
+    """A preset at its full width, with one layer; of a hybrid with two, the first of them softmax."""
+    layers = 1 if PRESETS[name].softmax_every is None else 2
+    torch.manual_seed(0)
+    return make_model(name, mhla, **{DEPTH[PRESETS[name].library]: layers, **overrides})
+
+
+def forward_and_backward(model, inputs):
+    model.train()
+    output = model(**inputs, return_dict=False)[0]
+    output.float().square().mean().backward()
+    return output
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_forward_and_backward_at_full_size(name):
+    with torch.device("meta"):
+        model = make_model(name)
+    inputs = example_inputs(model)
+    output = forward_and_backward(model, inputs)
+    layers = [module for module in model.modules() if isinstance(module, MHLA)]
+    depth = PRESETS[name].sizes[DEPTH[PRESETS[name].library]]
+    assert len(layers) == len(PRESETS[name].mhla_layers(depth) or range(depth))
+    assert output.is_meta
+    assert all(parameter.is_meta and parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PRESETS)
+def test_forward_and_backward_on_a_gpu(name):
+    with torch.device("cuda"):
+        model = make_model(name).to(torch.bfloat16)
+    if name.startswith("wan"):
+        model.enable_gradient_checkpointing()
+    output = forward_and_backward(model, example_inputs(model))
+    assert output.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_shallow_one_runs_saves_and_reloads(name, tmp_path):
+    model = shallow(name)
+    inputs = example_inputs(model, tokens=100, latents=(3, 10, 20))
+    output = forward_and_backward(model, inputs)
+    assert output.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.eval().save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert loaded.config.mhla == model.config.mhla
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    with torch.no_grad():
+        expected, found = (one(**inputs, return_dict=False)[0] for one in (model, loaded))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["deit-t", "dit-s-2-256", "sana-0.6b", "wan2.1-1.3b-hybrid", "mhla-lm-340m"])
+def test_false_gives_the_models_own_attention(name):
+    with torch.device("meta"):
+        model = shallow(name, mhla=False)
+        converted = shallow(name)
+    assert not any(isinstance(module, MHLA) for module in model.modules())
+    assert getattr(model.config, "mhla", None) is None
+    assert "MHLA" not in type(model).__name__
+    own = {key: value.shape for key, value in model.state_dict().items()}
+    assert own == {key: value.shape for key, value in converted.state_dict().items() if ".mhla." not in key}
+
+
+@pytest.mark.parametrize("name", ["dit-s-2-256", "wan2.1-1.3b-hybrid"])
+def test_options_of_diffusers_presets_can_be_replaced(name):
+    with torch.device("meta"):
+        model = shallow(name, mhla={"feature_map": "hedgehog", "output_gate": False})
+        whole = shallow(name, mhla=MHLAConfig(mixing_heads="per_head"))
+    assert (model.mhla_config.feature_map, model.mhla_config.output_gate) == ("hedgehog", False)
+    assert list(model.mhla_config.blocks) == PRESETS[name].mhla["blocks"]
+    assert (whole.mhla_config.mixing_heads, whole.mhla_config.output_gate) == ("per_head", False)
+    assert len(whole.mhla_layers) == whole.config.num_layers
+
+
+def test_the_hybrid_keeps_every_third_layer_softmax():
+    with torch.device("meta"):
+        assert from_preset("wan2.1-1.3b-hybrid", num_layers=7).mhla_layers == [1, 2, 4, 5]
+        assert from_preset("wan2.1-1.3b-hybrid", num_layers=7, mhla={"layers": [0]}).mhla_layers == [0]
+        kept = set(range(30)) - set(from_preset("wan2.1-1.3b-hybrid").mhla_layers)
+    assert kept == set(range(0, 30, 3))
+
+
+def test_a_table_entry_says_where_everything_comes_from():
+    for preset in PRESETS.values():
+        assert preset.description and preset.paper and preset.code and preset.chosen and preset.published
+        assert preset.library in DEPTH
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mhla-lm-7b", {}, "'mhla-lm-7b' is not a preset. Presets: mhla-lm-340m."),
-        ("mhla-lm-340m", {"num_layers": 2}, "LlamaConfig has no option num_layers"),
+        ("mhla-lm-7b", {}, "'mhla-lm-7b' is not a preset. Presets: deit-t, .*, mhla-lm-340m."),
+        (3, {}, "3 is not a preset"),
+        ("mhla-lm-340m", {"num_layers": 2}, "LlamaConfig has no option num_layers .* It has: .*num_hidden_layers"),
         ("mhla-lm-340m", {"mhla": {"chunk": 64}}, r"Unknown mhla option\(s\) chunk"),
+        ("mhla-lm-340m", {"hidden_size": "wide"}, "Preset 'mhla-lm-340m': .*'hidden_size' expected int"),
+        ("dit-s-2-256", {"depth": 2}, "DiTTransformer2DModel has no option depth .* It has: .*num_layers"),
+        ("dit-s-2-256", {"num_layers": 0}, "preset 'dit-s-2-256': num_layers=0 must be a positive integer"),
+        ("dit-s-2-256", {"mhla": {"chunk": 64}}, r"Unknown mhla option\(s\) chunk"),
+        ("wan2.1-1.3b", {"mhla": {"layers": [30]}}, r"layers names \[30\]"),
+        ("dit-s-2-256", {"mhla": True}, "mhla=True must be a dict of options, an MHLAConfig, None .* or False"),
+        ("deit-t", {"mhla": "linear"}, "mhla='linear' must be a dict of options"),
     ],
 )
 def test_mistakes(name, options, message):
-    with pytest.raises(ValueError, match=message):
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
         from_preset(name, **options)

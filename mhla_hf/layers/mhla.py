@@ -26,7 +26,7 @@ from ..ops.checks import check_layout, check_mixing, check_sequence_normalizer, 
 from ..ops.dispatch import attend_on
 from ..ops.kernel_check import kernels_pass
 from ..ops.mixing import repeat_heads
-from ..ops.numerics import Operands, accumulation_dtype
+from ..ops.numerics import Operands, accumulation_dtype, autocast_type
 from ..ops.sharded import TokenShard, sharded_mhla_attention
 from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
@@ -209,7 +209,7 @@ class MHLA(nn.Module):
         ):
             # The usual case, which need not touch autocast.
             return self.mixing
-        with torch.autocast(self.mixing.device.type, enabled=False):
+        with torch.autocast(autocast_type(self.mixing.device), enabled=False):
             weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
             if layout is None or self.config.causal:
                 return weights
@@ -368,7 +368,7 @@ class MHLA(nn.Module):
         """
         window, size = self.config.window, self.window_size
         assert window is not None and size is not None
-        with torch.autocast(query.device.type, enabled=False):
+        with torch.autocast(autocast_type(query.device), enabled=False):
             if rotary is not None:
                 query, key = rotary(query), rotary(key)
             tokens = query.to(value.dtype), key.to(value.dtype), value
@@ -416,7 +416,7 @@ class MHLA(nn.Module):
                 backend = "torch"
         changed = rotary is not None or scaling is not None
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
-        with torch.autocast(query.device.type, enabled=False):
+        with torch.autocast(autocast_type(query.device), enabled=False):
             query, key = query.to(dtype), key.to(dtype)
             (query, plain_query), (key, plain_key) = (
                 features_and_plain(config, tokens, learned, rotary, scaling, backend)
@@ -476,7 +476,7 @@ class MHLA(nn.Module):
             check_layout(layout, self.config.normalizer, self.config.causal)
             blocks = layout
         options: dict[str, Any] = {"rotary": rotary, "norms": norms, "scaling": scaling}
-        with torch.autocast(query.device.type, enabled=False):
+        with torch.autocast(autocast_type(query.device), enabled=False):
             maps: Any = self._feature_maps
             output = fused_hedgehog_attention(self.config, query, key, value, maps, mixing, blocks, **options)
             return (output if self.output_norm is None else self.output_norm(output)).to(value.dtype)

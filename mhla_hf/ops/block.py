@@ -12,7 +12,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from .checks import check_form
 from .mixing import mix_summaries
-from .numerics import Operands, from_head_blocks, head_blocks
+from .numerics import Operands, autocast_type, from_head_blocks, head_blocks
 
 
 def block_mhla_attention(
@@ -50,7 +50,7 @@ def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
     plain_query, plain_key, dtype, entry = operands.plain_query, operands.plain_key, operands.dtype, operands.entry
     mixing = mixing.to(dtype)
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(autocast_type(query.device), enabled=False):
         query_blocks, key_blocks, value_blocks = (head_blocks(x, layout, dtype) for x in operands.tokens)
         summary = key_blocks.transpose(-1, -2) @ value_blocks
         output = from_head_blocks(query_blocks @ mix_summaries(mixing, summary, query.shape[2]), layout)

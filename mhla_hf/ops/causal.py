@@ -12,7 +12,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, earlier_blocks
 from .checks import check_form
 from .mixing import prefix_and_own, repeat_heads
-from .numerics import Operands, from_head_blocks, head_blocks
+from .numerics import Operands, autocast_type, from_head_blocks, head_blocks
 
 
 def causal_mhla_attention(
@@ -55,7 +55,7 @@ def attend_by_chunk(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
     """[`causal_mhla_attention`] without its checks."""
     query, dtype, entry = operands.query, operands.dtype, operands.entry
     mixing = mixing.to(dtype)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(autocast_type(query.device), enabled=False):
         *clean, bad = finite_tokens(operands)
         key, plain_key, value = (head_blocks(x, layout, dtype) for x in clean)
         output = from_head_blocks(prefix_and_own(head_blocks(query, layout, dtype), key, value, mixing)[0], layout)

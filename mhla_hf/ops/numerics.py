@@ -17,6 +17,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocast_type(device: torch.device) -> str:
+    """Returns the type of device to turn autocast off for; the meta device, which has no autocast, counts as a CPU."""
+    return "cpu" if device.type == "meta" else device.type
+
+
 def records_gradients(*tensors: torch.Tensor | None) -> bool:
     """Returns whether autograd records results of any of these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

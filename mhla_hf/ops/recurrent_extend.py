@@ -15,7 +15,7 @@ from ..layouts.tables import cached, indices
 from .backends import choose_backend
 from .causal import finite_tokens, spoilt_tokens
 from .mixing import mix_summaries, prefix_and_own
-from .numerics import Operands, from_head_blocks, head_blocks
+from .numerics import Operands, autocast_type, from_head_blocks, head_blocks
 from .recurrent import (
     MHLAState,
     block_summary_at,
@@ -90,7 +90,7 @@ def extend(
     first = current_block(state.position, state.block_size)
     blocks = first[:, None] + indices(layout.num_blocks, query.device)
     position = state.position + (query.shape[1] if valid is None else valid.sum(dim=1))
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(autocast_type(query.device), enabled=False):
         if state.is_empty:
             own, past = extend_mixing(mixing, layout.num_blocks, causal=True), None
         else:

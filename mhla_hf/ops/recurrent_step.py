@@ -13,7 +13,7 @@ from ..layouts.sequences import mixing_at
 from ..layouts.tables import indices
 from .backends import choose_backend
 from .mixing import mix_summaries, repeat_heads
-from .numerics import Operands, records_gradients
+from .numerics import Operands, autocast_type, records_gradients
 from .recurrent import MHLAState, check_recurrent, serves_kernels
 
 
@@ -70,7 +70,7 @@ def step(
         return _step_by_kernel(operands, mixing, state, valid)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(autocast_type(query.device), enabled=False):
         state = _start_block(state, mixing, block, (offset == 0) & (block > 0) & counted.bool())
         key, plain_key, value_row = (x.to(dtype).transpose(1, 2) for x in (key, operands.plain_key, value))
         added = torch.cat([key.transpose(-1, -2) @ value_row, plain_key.transpose(-1, -2)], dim=-1)

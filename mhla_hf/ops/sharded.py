@@ -18,7 +18,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.tables import cached
 from .checks import check_blocks, check_layout, check_mixing, check_operands
 from .mixing import mix_summaries, repeat_heads
-from .numerics import Operands
+from .numerics import Operands, autocast_type
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def sharded_mhla_attention(
     plain_query, plain_key = operands.plain_query, operands.plain_key
     touched = cached(_touched_blocks, layout, *shard.run, query.device)
     table = cached(_token_table, layout, *shard.run, query.device)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(autocast_type(query.device), enabled=False):
         own_mixing = mixing.to(dtype)[..., touched, :]
         query_blocks, key_blocks, value_blocks = (_group(tokens, table, dtype) for tokens in (query, key, value))
         summary = key_blocks.transpose(-1, -2) @ value_blocks

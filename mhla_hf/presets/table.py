@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of presets: what each model is, its sizes and MHLA options, and where they come from.
+
+"The paper" is arXiv 2601.07832, "its code" the repository of its authors, github.com/DAGroup-PKU/MHLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A named model.
+
+    Attributes:
+        description: One line.
+        model: Name of the configuration class in transformers, or of the softmax model's class in diffusers.
+        sizes: Arguments of that class.
+        mhla: Options of [`mhla_hf.MHLAConfig`]. Grids that they leave open follow the model.
+        softmax_every: Every so many layers, from the first on, one stays softmax; `None` for none.
+        paper: What the paper states about it.
+        code: What the paper's code states.
+        chosen: What neither states, and is chosen here.
+        published: Parameters and multiply-adds of the softmax model as they were published, with the source.
+    """
+
+    description: str
+    model: str
+    sizes: Mapping[str, Any]
+    mhla: Mapping[str, Any]
+    softmax_every: int | None = None
+    paper: str
+    code: str
+    chosen: str
+    published: str = ""
+
+    @property
+    def library(self) -> str:
+        """`"transformers"`, whose configuration a preset is, or `"diffusers"`, whose model it is."""
+        return "transformers" if self.model.endswith("Config") else "diffusers"
+
+    def mhla_layers(self, num_layers: int) -> list[int] | None:
+        """Indices of the MHLA layers of a model with so many layers; `None` for all."""
+        if self.softmax_every is None:
+            return None
+        return [index for index in range(num_layers) if index % self.softmax_every]
+
+
+def _deit(size: str, width: int, heads: int, published: str) -> Preset:
+    return Preset(
+        description=f"DeiT-{size} for ImageNet-1K at 256 pixels",
+        model="DeiTConfig",
+        sizes={
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": 12,
+            "num_attention_heads": heads,
+            "image_size": 256,
+            "patch_size": 16,
+            "num_labels": 1000,
+        },
+        mhla={"blocks": [4, 4], "lepe_kernel": 3, "feature_map_eps": 1e-6},
+        paper="M = 16, for which images of 224 pixels are padded to 256; the normaliser; the linear start of the"
+        " mixing weights; a depthwise convolution with a kernel of 3",
+        code="ReLU plus 1e-6 as the feature map; the convolution acts on the values (with a kernel of 5 there)",
+        chosen="class and distillation tokens, as transformers' DeiT has them, in a block of their own; the code has"
+        " none",
+        published=published,
+    )
+
+
+def _vlt(size: str, width: int, layers: int, side: int, pixels: int, published: str) -> Preset:
+    return Preset(
+        description=f"variant of DeiT with the size and the layers of VLT-{size}, for ImageNet-1K at {pixels} pixels",
+        model="DeiTConfig",
+        sizes={
+            "hidden_size": width,
+            "intermediate_size": width * 7 // 2,
+            "num_hidden_layers": layers,
+            "num_attention_heads": width // 64,
+            "image_size": pixels,
+            "patch_size": 16,
+            "num_labels": 1000,
+        },
+        mhla={"blocks": [side, side], "lepe_kernel": 5, "output_gate": True, "feature_map_eps": 1e-6},
+        paper="M = 49 and 16; padding to 256 pixels for M = 16; the normaliser; the linear start of the mixing"
+        " weights",
+        code="ReLU plus 1e-6 as the feature map; a convolution of the values with a kernel of 5",
+        chosen="everything else. Published models of this design (github.com/qhfan/MALA) are pyramids of four stages,"
+        " which transformers does not have. This is a plain DeiT with as many parameters, whose layers have what"
+        " theirs have: output gate, heads 64 wide, an MLP ratio of 3.5. The two M are taken for those of T and S; they"
+        " may be those of two stages",
+        published=published,
+    )
+
+
+_DIT_SIZES = {"s": (12, 6, 64), "b": (12, 12, 64), "l": (24, 16, 64), "xl": (28, 16, 72)}
+_DIT_PUBLISHED = {
+    "s": ("33M", {256: "6.06"}),
+    "b": ("130M", {256: "23.0"}),
+    "l": ("458M", {256: "80.7"}),
+    "xl": ("675M", {256: "119", 512: "525"}),
+}
+
+
+def _dit(size: str, pixels: int) -> Preset:
+    layers, heads, width = _DIT_SIZES[size]
+    parameters, operations = _DIT_PUBLISHED[size]
+    counted = f", {operations[pixels]} GMACs" if pixels in operations else ""
+    return Preset(
+        description=f"DiT-{size.upper()}/2 for ImageNet-1K at {pixels} pixels",
+        model="DiTTransformer2DModel",
+        sizes={
+            "num_attention_heads": heads,
+            "attention_head_dim": width,
+            "num_layers": layers,
+            "in_channels": 4,
+            "out_channels": 8,
+            "patch_size": 2,
+            "sample_size": pixels // 8,
+            "num_embeds_ada_norm": 1000,
+        },
+        mhla={"blocks": [4, 4], "lepe_kernel": 3, "output_gate": True},
+        paper="M = 16; the normaliser; the linear start of the mixing weights; depthwise convolution and output gate,"
+        " the best of its variants",
+        code="the convolution acts on the values",
+        chosen="ReLU as the feature map; a kernel of 3, as for DeiT; SiLU in the gate, as for Wan",
+        published=f"{parameters}{counted} (arXiv 2212.09748)",
+    )
+
+
+def _wan(softmax_every: int | None) -> Preset:
+    part = "in all layers" if softmax_every is None else "in two thirds of the layers"
+    return Preset(
+        description=f"Wan2.1-T2V-1.3B with MHLA {part}",
+        model="WanTransformer3DModel",
+        # Wan-AI/Wan2.1-T2V-1.3B-Diffusers, transformer/config.json.
+        sizes={
+            "num_attention_heads": 12,
+            "attention_head_dim": 128,
+            "ffn_dim": 8960,
+            "num_layers": 30,
+            "text_dim": 4096,
+        },
+        mhla={
+            "blocks": [3, 5, 10],
+            "feature_map": "relu",
+            "feature_map_eps": 1e-6,
+            "rope": "after_feature_map",
+            "normalizer": "none",
+            "output_norm": True,
+            "output_gate": True,
+        },
+        softmax_every=softmax_every,
+        paper="81 frames of 480 × 800, 21 × 30 × 50 tokens; MHLA " + part,
+        code="3 × 5 × 10 blocks; ReLU plus 1e-6, rotary embedding after it, no normaliser; RMSNorm on each head's"
+        " output and a SiLU gate; no convolution"
+        + ("" if softmax_every is None else "; layers 0, 3, 6, …, 27 stay softmax"),
+        chosen="the linear start of the mixing weights as the paper defines it, with normalised rows; the code"
+        " normalises columns",
+        published="1.3B (Wan-AI/Wan2.1-T2V-1.3B)",
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    "deit-t": _deit("T", 192, 3, "5.7M with the convolution (arXiv 2601.07832)"),
+    "deit-s": _deit("S", 384, 6, "22M (arXiv 2601.07832)"),
+    "vlt-t": _vlt("T", 320, 12, 7, 224, "15M, 2.4 GMACs for RAVLT-T of the same design (arXiv 2411.07635)"),
+    "vlt-s": _vlt("S", 384, 14, 4, 256, "26M, 4.6 GMACs for RAVLT-S of the same design (arXiv 2411.07635)"),
+    **{f"dit-{size}-2-{pixels}": _dit(size, pixels) for size in _DIT_SIZES for pixels in (256, 512)},
+    "sana-0.6b": Preset(
+        description="SANA-0.6B at 512 pixels",
+        model="SanaTransformer2DModel",
+        # Efficient-Large-Model/Sana_600M_512px_diffusers, transformer/config.json.
+        sizes={
+            "num_attention_heads": 36,
+            "attention_head_dim": 32,
+            "num_layers": 28,
+            "num_cross_attention_heads": 16,
+            "cross_attention_head_dim": 72,
+            "cross_attention_dim": 1152,
+            "caption_channels": 2304,
+            "mlp_ratio": 2.5,
+            "sample_size": 16,
+        },
+        mhla={"blocks": [4, 4]},
+        paper="SANA-0.6B, fine-tuned with MHLA",
+        code="nothing: no code for it was released",
+        chosen="512 pixels; M = 16, as for DiT; equal mixing weights to start with, which are SANA's own linear"
+        " attention",
+        published="0.6B (Efficient-Large-Model/Sana_600M_512px)",
+    ),
+    "wan2.1-1.3b": _wan(None),
+    "wan2.1-1.3b-hybrid": _wan(3),
+    "mhla-lm-340m": Preset(
+        description="causal language model of 338M parameters, as a Llama",
+        model="LlamaConfig",
+        sizes={
+            "vocab_size": 32_000,
+            "hidden_size": 1024,
+            "intermediate_size": 2432,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+        mhla={
+            "causal": True,
+            "block_size": [64],
+            "feature_map": "relu",
+            "rope": "after_feature_map",
+            "normalizer": "none",
+            "mixing_init": "uniform",
+            "output_norm": True,
+            "output_gate": True,
+        },
+        paper="340M parameters; a context of 2,048 tokens in 32 chunks of 64",
+        code="mixing weights that start equal over the prefix; rotary embedding after the feature map; no normaliser",
+        chosen="ReLU, as in the image and video models; RMSNorm on each head's output and the gate, as for Wan; 24"
+        " layers of width 1024 with 16 heads, 32,000 tokens of vocabulary and an RMSNorm eps of 1e-6, as models of"
+        " this size in flash-linear-attention; tied embeddings and an MLP width of 2432 in place of its 2816, which"
+        " make room for the gates",
+        published="340M (arXiv 2601.07832)",
+    ),
+}
+"""All presets by name."""
