@@ -13,13 +13,16 @@ from ..utils.lazy import lazy_names
 
 _PUBLIC_NAMES = {
     "AttentionSummary": "findings",
+    "AttentionTracker": "tracking",
     "DistanceDecay": "mixing",
     "InspectionReport": "directories",
     "LayerInspection": "findings",
     "LayerTokens": "tokens",
     "MixingSummary": "mixing",
     "ModelInspection": "findings",
-    "attention_modules": "inspection",
+    "TrackingCallback": "callbacks",
+    "attention_matrices": "tracking",
+    "attention_modules": "recording",
     "attention_statistics": "statistics",
     "distance_decay": "mixing",
     "effective_rank": "statistics",
@@ -47,12 +50,15 @@ _PUBLIC_NAMES = {
 
 __all__ = [
     "AttentionSummary",
+    "AttentionTracker",
     "DistanceDecay",
     "InspectionReport",
     "LayerInspection",
     "LayerTokens",
     "MixingSummary",
     "ModelInspection",
+    "TrackingCallback",
+    "attention_matrices",
     "attention_modules",
     "attention_statistics",
     "distance_decay",
@@ -80,10 +86,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .callbacks import TrackingCallback
     from .directories import InspectionReport, inspect_directory
     from .findings import AttentionSummary, LayerInspection, ModelInspection
     from .html import render_html, write_html
-    from .inspection import attention_modules, inspect_model
+    from .inspection import inspect_model
     from .matrices import linear_matrix, mhla_matrix, softmax_matrix, window_mask
     from .mixing import (
         DistanceDecay,
@@ -95,6 +102,7 @@ if TYPE_CHECKING:
         relative_distance,
     )
     from .plots import mixing_figure, plot_mixing
+    from .recording import attention_modules
     from .statistics import (
         attention_statistics,
         effective_rank,
@@ -105,6 +113,7 @@ if TYPE_CHECKING:
         top_share,
     )
     from .tokens import LayerTokens, layer_tokens
+    from .tracking import AttentionTracker, attention_matrices
 
 
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)

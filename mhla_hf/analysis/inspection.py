@@ -5,23 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..conversion.options import parse_layers
-from ..layers.mhla import MHLA
-from ..models.registry import is_mhla_class
-from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
 from .findings import AttentionSummary, LayerInspection, ModelInspection
 from .mixing import mixing_summary
+from .recording import AttentionTokens, attention_modules, check_memory, query_rows, recorded_attention
 from .statistics import TOLERANCE, attention_statistics, rank_bound, spread
-from .tokens import KINDS, LayerTokens, layer_tokens
+from .tokens import KINDS, LayerTokens
 
 
 Progress = Callable[[int, int], None]
@@ -29,30 +25,6 @@ Progress = Callable[[int, int], None]
 
 DEFAULT_TOKENS = 512
 """Query tokens of a sample that attention matrices are computed for."""
-MAX_BYTES = 4 * 2**30
-"""Memory that the rows of one head's attention matrix may take, with room to work on them."""
-# A matrix in float64, its scores, mask and absolute values, sorted and not.
-_COPIES = 6
-
-
-def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The self-attention modules of a model with MHLA layers by name, in order, whatever they compute.
-
-    Args:
-        model: An MHLA model of diffusers or transformers.
-    """
-    if is_mhla_class(type(model).__name__):
-        own: Any = model
-        names = {id(module): name for name, module in model.named_modules()}
-        return [(names[id(module)], module) for module in own._self_attentions()]
-    from ..integrations.transformers.geometry import dispatches, is_cross_attention
-
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module._modules.get("mhla"), MHLA)
-        or (dispatches(module) and not is_cross_attention(name, module))
-    ]
 
 
 def inspect_model(
@@ -124,9 +96,9 @@ def inspect_model(
             progress(done, total)
 
     with evaluating(model), torch.no_grad():
-        attention = _AttentionProbe({name: converted[name].mhla for name in wanted}, linear, tokens, tolerance, seed)
+        attention = _AttentionProbe({name: converted[name].attention for name in wanted}, tokens, tolerance, seed)
         for batch in batches:
-            with attention.watching():
+            with recorded_attention(model, attention.layers, attention.add):
                 run(model, on_device(batch, model))
             advance()
         for name, summary in attention.summaries().items():
@@ -142,36 +114,17 @@ def inspect_model(
 class _AttentionProbe:
     """Statistics of the attention matrices of some layers, gathered while a model runs."""
 
-    def __init__(self, layers: Mapping[str, MHLA], linear: bool, tokens: int, tolerance: float, seed: int) -> None:
-        self.layers, self.linear, self.tokens, self.tolerance, self.seed = layers, linear, tokens, tolerance, seed
+    def __init__(self, layers: Mapping[str, nn.Module], tokens: int, tolerance: float, seed: int) -> None:
+        self.layers, self.tokens, self.tolerance, self.seed = layers, tokens, tolerance, seed
         self.found: dict[str, AttentionSummary] = {}
         self.values: dict[str, dict[str, dict[str, list[torch.Tensor]]]] = {}
 
-    def watching(self) -> ExitStack:
-        """A context in which the calls of the layers are observed."""
-        hooks = ExitStack()
-
-        def observe(name: str) -> Callable[..., None]:
-            def hook(module: MHLA, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                for sample in layer_tokens(module, *args, **kwargs, linear=self.linear):
-                    self.add(name, sample)
-
-            return hook
-
-        for name, mhla in self.layers.items():
-            hooks.callback(mhla.register_forward_hook(observe(name), with_kwargs=True).remove)
-        return hooks
-
-    def add(self, name: str, sample: LayerTokens) -> None:
+    def add(self, name: str, sample: AttentionTokens) -> None:
         """Adds one sample of a layer, head by head."""
-        rows = self._rows(sample)
+        assert isinstance(sample, LayerTokens)
+        rows = query_rows(sample.num_tokens, self.tokens, self.seed)
         count = sample.num_tokens if rows is None else len(rows)
-        needed = 8 * _COPIES * count * sample.num_tokens
-        if needed > MAX_BYTES:
-            raise ValueError(
-                f"tokens={self.tokens} of {sample.num_tokens} would take {needed / 2**30:.1f} GiB for the attention "
-                f"matrix of a head; at most {MAX_BYTES / 2**30:.0f} GiB are taken, so give fewer (--tokens)."
-            )
+        check_memory(count, sample.num_tokens, f"tokens={self.tokens}", "--tokens")
         summary = self.found.setdefault(name, AttentionSummary())
         summary.samples += 1
         summary.tokens, summary.rows = max(summary.tokens, sample.num_tokens), max(summary.rows, count)
@@ -179,9 +132,7 @@ class _AttentionProbe:
             summary.linear_bound = min(summary.rows, sample.num_features)
             if sample.mhla.window_gain is None:
                 summary.rank_bound = min(summary.rows, rank_bound(sample.layout, sample.num_features))
-        visible = None
-        if sample.causal:
-            visible = (torch.arange(sample.num_tokens) if rows is None else rows) + 1
+        visible = sample.visible(rows)
         values = self.values.setdefault(name, {kind: {} for kind in KINDS})
         for kind in KINDS:
             for head in range(sample.num_heads):
@@ -191,13 +142,6 @@ class _AttentionProbe:
                 figures = attention_statistics(matrix, tolerance=self.tolerance, visible=visible)
                 for statistic, value in figures.items():
                     values[kind].setdefault(statistic, []).append(value.cpu())
-
-    def _rows(self, sample: LayerTokens) -> torch.Tensor | None:
-        if sample.num_tokens <= self.tokens:
-            return None
-        # The same tokens in every layer.
-        generator = torch.Generator().manual_seed(stable_seed(self.seed, "rows", sample.num_tokens))
-        return torch.randperm(sample.num_tokens, generator=generator)[: self.tokens].sort().values
 
     def summaries(self) -> dict[str, AttentionSummary]:
         """The statistics by layer."""

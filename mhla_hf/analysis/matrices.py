@@ -127,6 +127,7 @@ def softmax_matrix(
     scale: float | None = None,
     causal: bool = False,
     seen: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The matrix of softmax attention.
@@ -137,6 +138,7 @@ def softmax_matrix(
         scale: Scale of q·k; `None` for K^-1/2.
         causal: Token t sees j ≤ t only.
         seen: Mask of the tokens that each row sees, BoolTensor `[R, T]`; `None` for all.
+        bias: Added to the logits, `[R, T]` or `[H, R, T]`; `None` for nothing.
         rows: Query tokens whose rows are wanted, LongTensor `[R]`; `None` for all T.
 
     Returns:
@@ -147,6 +149,8 @@ def softmax_matrix(
     """
     rows = _checked_rows(rows, query)
     logits = _scores(query, key, rows) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        logits = logits + bias
     if causal:
         logits = logits.masked_fill(~_seen(rows, query.shape[1]), float("-inf"))
     if seen is not None:

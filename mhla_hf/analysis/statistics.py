@@ -62,9 +62,18 @@ def numerical_rank(singular: torch.Tensor, tolerance: float = TOLERANCE) -> torc
         >>> numerical_rank(singular_values(torch.ones(8, 8)))
         tensor(1)
     """
+    return (singular > check_tolerance(tolerance) * singular[..., :1]).sum(-1)
+
+
+def check_tolerance(tolerance: float) -> float:
+    """Returns `tolerance`.
+
+    Raises:
+        ValueError: Unless it is one that a numerical rank can have.
+    """
     if isinstance(tolerance, bool) or not isinstance(tolerance, float) or not _LEAST_TOLERANCE <= tolerance < 1:
         raise ValueError(f"tolerance={shorten_value(tolerance)} must be from {_LEAST_TOLERANCE:g} to less than 1.")
-    return (singular > tolerance * singular[..., :1]).sum(-1)
+    return tolerance
 
 
 def effective_rank(singular: torch.Tensor) -> torch.Tensor:

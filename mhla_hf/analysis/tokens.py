@@ -33,7 +33,7 @@ Tokens = dict[str, torch.Tensor | None]
 
 # SANA's own attention, see `mhla_hf.layers.original`.
 _LINEAR = MHLAConfig(feature_map="relu", rope="after_feature_map")
-_LINEAR_EPS = 1e-15
+LINEAR_EPS = 1e-15
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,26 @@ class LayerTokens:
         return matrix if head is None else matrix[0]
 
     @property
+    def kind(self) -> str:
+        """`"mhla"`, or `"linear"` for one block of all tokens without a softmax window."""
+        return "linear" if self.layout.num_blocks == 1 and self.mhla.window_gain is None else "mhla"
+
+    def attention_matrix(self, *, head: int | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The matrix of what the layer computes: [`LayerTokens.matrix`][mhla_hf.analysis.LayerTokens] of MHLA."""
+        return self.matrix("mhla", head=head, rows=rows)
+
+    def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Number of tokens that each row sees, `[R]`; `None` for all T."""
+        return count_seen(self.num_tokens, rows) if self.causal else None
+
+    @property
     def _options(self) -> dict[str, Any]:
         config = self.mhla.config
         return {"normalizer": config.normalizer, "causal": self.causal, "eps": config.eps}
 
     def _original(self, heads: slice, rows: torch.Tensor | None) -> torch.Tensor:
         if self.original is not None:
-            return linear_matrix(**_of_heads(self.original, heads), eps=_LINEAR_EPS, rows=rows)
+            return linear_matrix(**_of_heads(self.original, heads), eps=LINEAR_EPS, rows=rows)
         query, key = self.query[:, :, heads], self.key[:, :, heads]
         return softmax_matrix(query, key, scale=self.scaling, causal=self.causal, rows=rows)
 
@@ -221,6 +234,11 @@ def layer_tokens(
             )
         )
     return samples
+
+
+def count_seen(num_tokens: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Number of tokens that each row of causal attention sees, `[R]`."""
+    return (torch.arange(num_tokens) if rows is None else rows) + 1
 
 
 def _features(

@@ -11,7 +11,7 @@ import torch
 
 import mhla_hf
 from mhla_hf.analysis import attention_statistics, inspect_model, layer_tokens, softmax_matrix
-from mhla_hf.analysis.inspection import attention_modules
+from mhla_hf.analysis.recording import attention_modules
 from mhla_hf.training.matching.layers import run
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
@@ -192,7 +192,7 @@ def test_mistakes(monkeypatch):
         inspect_model(model, tokens=1)
     with pytest.raises(ValueError, match="base: teacher has MHLA layers"):
         inspect_model(model, batches, base=copy.deepcopy(model))
-    monkeypatch.setattr("mhla_hf.analysis.inspection.MAX_BYTES", 1000)
+    monkeypatch.setattr("mhla_hf.analysis.recording.MAX_BYTES", 1000)
     with pytest.raises(ValueError, match=r"GiB for the attention matrix of a head.*\(--tokens\)"):
         inspect_model(model, batches)
     with torch.no_grad():

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of any layer as it is computed: MHLA, softmax and linear layers of transformers and diffusers.
+
+MHLA layers are observed at their `mhla` module. Softmax layers are observed where they call
+`torch.nn.functional.scaled_dot_product_attention`, which both libraries do; models of transformers that use another
+implementation (`eager`, FlashAttention) compute with that one while they are observed.
+
+Shape letters: B batch, T tokens, R query tokens, H heads, H_kv key/value heads, K query/key width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..layers.mhla import MHLA
+from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
+from ..ops.mixing import repeat_heads
+from ..training.data.batches import stable_seed
+from .matrices import linear_matrix, softmax_matrix
+from .tokens import LINEAR_EPS, LayerTokens, count_seen, layer_tokens
+
+
+MAX_BYTES = 4 * 2**30
+"""Memory that the rows of one head's attention matrix may take, with room to work on them."""
+# A matrix in float64, its scores, mask and absolute values, sorted and not.
+_COPIES = 6
+
+
+@dataclass(frozen=True)
+class SoftmaxTokens:
+    """One sample of a softmax layer's call, without padding, in float64; makes its attention matrix.
+
+    Attributes:
+        query: `[1, T, H, K]`, as the model hands them to softmax.
+        key: `[1, T, H, K]`, likewise.
+        scaling: Scale of q·k; `None` for K^-1/2.
+        causal: Whether token t sees j ≤ t only, where no `bias` says what it sees.
+        bias: Added to the logits, -infinity for tokens out of sight, `[1 or H, T, T]`; `None` for nothing.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    scaling: float | None = None
+    causal: bool = False
+    bias: torch.Tensor | None = None
+
+    kind = "softmax"
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.query.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.query.shape[2]
+
+    def attention_matrix(self, *, head: int | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The attention matrix, see [`LayerTokens.matrix`][mhla_hf.analysis.LayerTokens]."""
+        heads = slice(None) if head is None else slice(head, head + 1)
+        rows = None if rows is None else rows.to(self.query.device)
+        bias = self.bias
+        if bias is not None:
+            bias = bias[heads] if bias.shape[0] > 1 else bias
+            bias = bias if rows is None else bias[:, rows]
+        matrix = softmax_matrix(
+            self.query[:, :, heads],
+            self.key[:, :, heads],
+            scale=self.scaling,
+            causal=self.causal,
+            bias=bias,
+            rows=rows,
+        )[0]
+        return matrix if head is None else matrix[0]
+
+    def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Number of tokens that each row sees, `[R]`; `None` for all T."""
+        if self.bias is not None:
+            seen = (self.bias[0] > float("-inf")).sum(-1)
+            return seen if rows is None else seen[rows.to(seen.device)]
+        return count_seen(self.num_tokens, rows) if self.causal else None
+
+
+@dataclass(frozen=True)
+class LinearTokens:
+    """One sample of a layer of diffusers that computes plain linear attention, as SANA's, in float64.
+
+    Attributes:
+        query: Feature-mapped queries `[1, T, H, K]`.
+        key: Feature-mapped keys `[1, T, H, K]`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+
+    kind = "linear"
+    causal = False
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.query.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.query.shape[2]
+
+    def attention_matrix(self, *, head: int | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The attention matrix, see [`LayerTokens.matrix`][mhla_hf.analysis.LayerTokens]."""
+        heads = slice(None) if head is None else slice(head, head + 1)
+        rows = None if rows is None else rows.to(self.query.device)
+        matrix = linear_matrix(self.query[:, :, heads], self.key[:, :, heads], eps=LINEAR_EPS, rows=rows)[0]
+        return matrix if head is None else matrix[0]
+
+    def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
+        """`None`: every row sees all T tokens."""
+        return None
+
+
+AttentionTokens = LayerTokens | SoftmaxTokens | LinearTokens
+"""One sample of the call of an attention layer. All have `kind`, `attention_matrix` and `visible`."""
+
+Observer = Callable[[str, AttentionTokens], None]
+"""Called with the name of a layer and each sample of its calls."""
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The self-attention modules of a model by name, in order, whatever they compute.
+
+    Args:
+        model: A model of diffusers or transformers, with MHLA layers or without.
+    """
+    name = type(model).__name__
+    names = {id(module): name for name, module in model.named_modules()}
+    own: Any = model
+    if is_mhla_class(name):
+        return [(names[id(module)], module) for module in own._self_attentions()]
+    if name in FAMILIES:
+        return [(names[id(module)], module) for module in mhla_class_for(name)._self_attentions(own)]
+    if any(base.__module__.startswith("diffusers.") for base in type(model).__mro__):
+        return [(name, module) for name, module in model.named_modules() if _is_of_diffusers(name, module)]
+    from ..integrations.transformers.geometry import dispatches, is_cross_attention
+
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module._modules.get("mhla"), MHLA)
+        or (dispatches(module) and not is_cross_attention(name, module))
+    ]
+
+
+@contextmanager
+def recorded_attention(model: nn.Module, modules: Mapping[str, nn.Module], observe: Observer) -> Iterator[None]:
+    """A context in which the calls of a model's attention layers are observed. It changes no output.
+
+    Args:
+        model: The model.
+        modules: Its attention modules by name, see
+            [`attention_modules`][mhla_hf.analysis.attention_modules]. Of each, calls in which tokens attend to each
+            other are observed; cross-attention is not.
+        observe: Called with each sample of each call.
+    """
+    linear = bool(getattr(model, "upstream_is_linear", False))
+    calls = _SoftmaxCalls(observe)
+    with ExitStack() as stack:
+        softmax = False
+        for name, module in modules.items():
+            mhla = module._modules.get("mhla")
+            if isinstance(mhla, MHLA):
+                handle = mhla.register_forward_hook(_mhla_hook(name, observe, linear), with_kwargs=True)
+                stack.callback(handle.remove)
+            elif _is_linear(module):
+                stack.callback(_observe_linear(name, module, observe))
+            else:
+                softmax = True
+                stack.callback(module.register_forward_pre_hook(calls.entering(name)).remove)
+                stack.callback(module.register_forward_hook(calls.leaving, always_call=True).remove)
+        if softmax:
+            stack.enter_context(_through_torch(model))
+            stack.enter_context(calls)
+        yield
+
+
+def query_rows(num_tokens: int, most: int, seed: int) -> torch.Tensor | None:
+    """Query tokens whose rows are computed: all, or as many as are wanted, drawn at random.
+
+    Args:
+        num_tokens: T.
+        most: Rows that are wanted at most.
+        seed: Seed of the draw, which gives the same tokens in every layer.
+
+    Returns:
+        LongTensor `[most]` in ascending order; `None` for all.
+    """
+    if num_tokens <= most:
+        return None
+    generator = torch.Generator().manual_seed(stable_seed(seed, "rows", num_tokens))
+    return torch.randperm(num_tokens, generator=generator)[:most].sort().values
+
+
+def check_memory(rows: int, num_tokens: int, option: str, argument: str = "") -> None:
+    """Checks that the rows of an attention matrix fit into memory.
+
+    Args:
+        rows: R.
+        num_tokens: T.
+        option: The option that makes them fewer, with its value.
+        argument: The command line's name of it, if it has one.
+
+    Raises:
+        ValueError: If they would take more than `MAX_BYTES`.
+    """
+    needed = 8 * _COPIES * rows * num_tokens
+    if needed > MAX_BYTES:
+        raise ValueError(
+            f"{option} of {num_tokens} would take {needed / 2**30:.1f} GiB for the attention matrix of a head; at "
+            f"most {MAX_BYTES / 2**30:.0f} GiB are taken, so give fewer{argument and f' ({argument})'}."
+        )
+
+
+class _SoftmaxCalls(TorchFunctionMode):
+    """Observes softmax attention inside of the modules that are being called."""
+
+    def __init__(self, observe: Observer) -> None:
+        super().__init__()
+        self.observe = observe
+        self.inside: list[str] = []
+
+    def entering(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self.inside.append(name)
+
+        return hook
+
+    def leaving(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.inside.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and self.inside:
+            for sample in softmax_tokens(*args, **(kwargs or {})):
+                self.observe(self.inside[-1], sample)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def softmax_tokens(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **unused: Any,
+) -> list[SoftmaxTokens]:
+    """The samples of one call of `torch.nn.functional.scaled_dot_product_attention`, whose arguments these are.
+
+    Args:
+        query: `[B, H, T, K]`.
+        key: `[B, H_kv, T, K]`.
+        value: `[B, H_kv, T, V]`.
+        attn_mask: What each token sees, or what is added to the logits, broadcast to `[B, H, T, T]`.
+        dropout_p: Ignored, like all that follow but `is_causal` and `scale`.
+
+    Returns:
+        One entry for each sample; tokens that do not see themselves are padding, and left out. None at all for
+        attention to other tokens.
+    """
+    count, length = query.shape[0], query.shape[2]
+    if key.shape[2] != length:
+        return []
+    query, key = (tokens.transpose(1, 2).double() for tokens in (query, key))
+    key = repeat_heads(key, query.shape[2], 2)
+    samples = []
+    for index in range(count):
+        keep: slice | torch.Tensor = slice(None)
+        bias = None
+        if attn_mask is not None:
+            mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+            mask = mask[index if mask.shape[0] > 1 else 0].expand(-1, length, length)
+            bias = _as_bias(mask)
+            valid = (bias.diagonal(dim1=-2, dim2=-1) > float("-inf")).any(0)
+            if not valid.all():
+                keep = valid
+                bias = bias[:, valid][:, :, valid]
+            if not bias.any():
+                bias = None
+        own = slice(index, index + 1)
+        samples.append(SoftmaxTokens(query[own, keep], key[own, keep], scale, is_causal, bias))
+    return samples
+
+
+def _as_bias(mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=torch.double, device=mask.device).masked_fill(~mask, float("-inf"))
+    # Masks hold the least number of their type, or half of it, in place of infinity.
+    return mask.double().masked_fill(mask <= torch.finfo(mask.dtype).min / 4, float("-inf"))
+
+
+def _mhla_hook(name: str, observe: Observer, linear: bool) -> Callable[..., None]:
+    def hook(module: MHLA, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        for sample in layer_tokens(module, *args, **kwargs, linear=linear):
+            observe(name, sample)
+
+    return hook
+
+
+def _is_of_diffusers(name: str, module: nn.Module) -> bool:
+    """Whether a module is one for self-attention, as those of diffusers; others are told by their calls."""
+    projections = (getattr(module, part, None) for part in ("to_q", "to_k", "to_v"))
+    return name.rpartition(".")[2] != "attn2" and all(isinstance(part, nn.Module) for part in projections)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(getattr(module, "processor", None)).__name__ == "SanaLinearAttnProcessor2_0"
+
+
+def _observe_linear(name: str, module: Any, observe: Observer) -> Callable[[], None]:
+    """Observes an attention module of SANA; returns what ends that."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(which: str) -> Callable[..., None]:
+        def hook(part: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            found[which] = output.detach().relu().double().unflatten(2, (module.heads, -1))
+
+        return hook
+
+    def leave(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        query, key = found.pop("query"), found.pop("key")
+        for index in range(len(query) if query.shape == key.shape else 0):
+            observe(name, LinearTokens(query[index : index + 1], key[index : index + 1]))
+
+    parts = {"query": module.norm_q or module.to_q, "key": module.norm_k or module.to_k}
+    handles = [part.register_forward_hook(keep(which)) for which, part in parts.items()]
+    handles.append(module.register_forward_hook(leave))
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+@contextmanager
+def _through_torch(model: nn.Module) -> Iterator[None]:
+    """A context in which the softmax layers of a model of transformers call the attention of torch."""
+    if not hasattr(type(model), "_supports_sdpa"):
+        yield
+        return
+    from transformers import PreTrainedConfig
+
+    from ..utils.compat.transformers import attention_of, set_attention, supports_sdpa
+
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    others = [
+        config
+        for config in configs.values()
+        if isinstance(config, PreTrainedConfig) and attention_of(config) not in ("sdpa", "mhla", None)
+    ]
+    if others and not supports_sdpa(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot compute its attention by torch's scaled_dot_product_attention, where its "
+            "matrices would be observed."
+        )
+    before = [attention_of(config) for config in others]
+    try:
+        for config in others:
+            set_attention(config, "sdpa")
+        yield
+    finally:
+        for config, implementation in zip(others, before):
+            set_attention(config, implementation)
