@@ -6,29 +6,29 @@ Nothing is downloaded, and an interrupted run resumes from its last checkpoint:
 
     python benchmarks/python_language_model.py python-lm --minutes 60
 
-The model is saved as transformers does. The last files, `held_out.txt` in its directory, are not trained on.
+The model is saved as transformers does. Whole files are held out, see `experiments/language_data.py`; the first of
+them are `held_out.txt` in its directory.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
-import sysconfig
+import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
-from rich.progress import track
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mhla_hf.utils.files import atomic_file
 
 
-PACKAGES = ("torch", "transformers", "diffusers", "accelerate", "peft", "sklearn", "scipy", "pandas", "matplotlib")
-"""Beside the standard library; those that are not installed are left out."""
+# The repository is not on the path of a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.experiments.language_data import END, CorpusOptions, load_corpus
+
 
 VOCABULARY = 8192
 CONTEXT = 256
@@ -39,65 +39,22 @@ MATRIX_RATE = 4e-3
 OTHER_RATE = 2e-3
 CHECKPOINT_EVERY = 100
 HELD_OUT_BYTES = 400_000
-END = "<|endoftext|>"
-
-
-def source_files(seed: int = 0) -> list[Path]:
-    """Python files of the standard library and of `PACKAGES`, shuffled."""
-    roots = [Path(sysconfig.get_path("stdlib")), *(Path(sysconfig.get_path("purelib")) / name for name in PACKAGES)]
-    files = []
-    for root in roots:
-        files += [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.relative_to(root).parts]
-    random.Random(seed).shuffle(files)
-    return files
-
-
-def texts(files: list[Path]) -> Iterator[str]:
-    """Contents of the files, each once."""
-    seen = set()
-    for path in files:
-        content = path.read_text(encoding="utf-8", errors="ignore")
-        if len(content) > 200 and hash(content) not in seen:
-            seen.add(hash(content))
-            yield content
-
-
-def train_tokenizer(training: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(training, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
 
 
 def prepare(directory: Path, megabytes: float) -> tuple[PreTrainedTokenizerFast, torch.Tensor]:
-    """Tokenizer and training tokens, kept in the directory."""
-    tokens_file = directory / "tokens.pt"
-    if tokens_file.exists():
-        return PreTrainedTokenizerFast.from_pretrained(directory), torch.load(tokens_file, weights_only=True)
-    directory.mkdir(parents=True, exist_ok=True)
-    held_out, training, size = [], [], 0
-    for text in texts(source_files()):
-        if sum(map(len, held_out)) < HELD_OUT_BYTES:
-            held_out.append(text)
-            continue
-        training.append(text)
-        size += len(text)
-        if size > megabytes * 1e6:
-            break
-    tokenizer = train_tokenizer(training[: len(training) // 4])
-    (directory / "held_out.txt").write_text("\n\n".join(held_out)[:HELD_OUT_BYTES], encoding="utf-8")
+    """Tokenizer and training tokens, kept in the directory with `held_out.txt`."""
+    options = CorpusOptions(megabytes=megabytes, vocabulary=VOCABULARY, tokenizer_megabytes=megabytes / 4)
+    corpus = load_corpus(directory, options)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, eos_token=END, bos_token=END, pad_token=END)
     tokenizer.save_pretrained(directory)
-    ids: list[int] = []
-    for text in track(training, "Tokenise"):
-        ids += [tokenizer.eos_token_id, *tokenizer(text, verbose=False)["input_ids"]]
-    tokens = torch.tensor(ids, dtype=torch.int32)
-    torch.save(tokens, tokens_file)
-    return tokenizer, tokens
+    with atomic_file(directory / "held_out.txt") as temporary:
+        text = "\n\n".join(corpus.held_out_text()).encode()[:HELD_OUT_BYTES]
+        temporary.write_text(text.decode(errors="ignore"), encoding="utf-8")
+    print(
+        f"{corpus.facts['training_megabytes']:,.0f} MB of text to train on, {corpus.facts['megabytes_found']:,.0f} MB "
+        "found"
+    )
+    return tokenizer, torch.from_numpy(corpus.training.astype(np.int32))
 
 
 def build_model() -> LlamaForCausalLM:

@@ -9,6 +9,7 @@ from .experiment import Experiment
 
 
 _MODULES: dict[str, str] = {
+    "language": "language",
     "long_inputs": "long_inputs",
 }
 

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language models from scratch: making one, training it, and its bits per byte by position."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import mhla_hf
+from conversion.digits.muon import Muon
+from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.utils.machine import synchronize
+
+from .language_data import Corpus, CorpusOptions, load_corpus
+
+
+BLOCK_SIZE = 64
+WARMUP_SHARE = 0.05
+GRADIENT_CLIP = 1.0
+CURVE_POINTS = 50
+
+# Logits of so many tokens are in memory at a time when a model is evaluated.
+_HEAD_TOKENS = 4096
+
+
+def language_case(
+    *,
+    attention: str,
+    mhla: Mapping[str, Any],
+    frozen_mixing: bool,
+    seed: int,
+    sizes: Mapping[str, int],
+    corpus: Mapping[str, Any],
+    context: int,
+    longest: int,
+    batch: int,
+    steps: int,
+    rates: Mapping[str, float],
+    dtype: str,
+    windows: int,
+    long_windows: int,
+    device: torch.device,
+    work: Path,
+) -> dict[str, Any]:
+    """Trains a model and measures it.
+
+    Args:
+        attention: `"softmax"`, `"mhla"`, or `"gla"` from flash-linear-attention.
+        mhla: Options that replace those of [`mhla_options`].
+        frozen_mixing: Do not train the mixing weights.
+        seed: Seed of the weights and of the order of the data.
+        sizes: Arguments of [`make_model`].
+        corpus: Arguments of [`CorpusOptions`].
+        context: Tokens that are trained on at a time.
+        longest: Tokens of the longest text that is evaluated.
+        batch: Contexts of a step.
+        steps: Number of steps.
+        rates: Peak learning rates: `matrix` of Muon, `other` and `mixing` of AdamW.
+        dtype: Dtype of matrix products.
+        windows: Held-out texts of `context` tokens to evaluate.
+        long_windows: Held-out texts of `longest` tokens to evaluate.
+        device: Device to run on.
+        work: Directory for the corpus.
+
+    Returns:
+        The figures, or only `skipped` with the reason if flash-linear-attention or a GPU is missing.
+    """
+    if attention == "gla" and (find_spec("fla") is None or device.type != "cuda"):
+        return {"skipped": "needs a GPU and flash-linear-attention (pip install flash-linear-attention)"}
+    data = load_corpus(work, CorpusOptions(**corpus))
+    options = {} if attention != "mhla" else mhla_options(context, **mhla)
+    model = make_model(attention, options, vocabulary=len(data.token_bytes), context=context, seed=seed, **sizes)
+    model.to(device)
+    if frozen_mixing:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith("mhla.mixing"))
+    started, processor = time.perf_counter(), time.process_time()
+    precision = getattr(torch, dtype)
+    losses = train(model, data, context=context, batch=batch, steps=steps, rates=rates, seed=seed, dtype=precision)
+    synchronize(device)
+    seconds, processor = time.perf_counter() - started, time.process_time() - processor
+    model.eval()
+    files = long_file_windows(data, longest, long_windows)
+
+    def measure(texts: Sequence[np.ndarray], restart: int | None = None) -> dict[str, Any]:
+        return bits_by_position(model, texts, data.token_bytes, dtype=precision, restart=restart)
+
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens": batch * context * steps,
+        "training_seconds": round(seconds, 2),
+        "training_cpu_seconds": round(processor, 2),
+        "corpus": data.facts,
+        "loss": loss_curve(losses, batch * context),
+        "held_out": measure(packed_windows(data, context, windows)),
+        "long": {"texts": len(files), "whole": measure(files), "restarted": measure(files, context)},
+    }
+
+
+def mhla_options(context: int, **changes: Any) -> dict[str, Any]:
+    """Options of MHLA as in the preset `mhla-lm-340m`, for a context of `context` tokens, and changes to them."""
+    from mhla_hf.presets import PRESETS
+
+    return {**PRESETS["mhla-lm-340m"].mhla, "block_size": [BLOCK_SIZE], "grid": [context], **changes}
+
+
+def make_model(
+    attention: str,
+    mhla: Mapping[str, Any],
+    *,
+    vocabulary: int,
+    context: int,
+    seed: int,
+    width: int,
+    layers: int,
+    heads: int,
+    intermediate: int,
+) -> Any:
+    """A Llama, or the GLA model of flash-linear-attention of the same width and depth, with tied embeddings.
+
+    Llamas of one seed have equal weights, but for those that MHLA adds.
+    """
+    torch.manual_seed(stable_seed("language", seed))
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    if attention == "gla":
+        from fla.models import GLAConfig, GLAForCausalLM
+
+        return GLAForCausalLM(GLAConfig(**sizes, num_heads=heads, norm_eps=1e-6, fuse_cross_entropy=False))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
+    if attention == "softmax":
+        return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))
+    return mhla_hf.convert(model, mhla)
+
+
+def train(
+    model: Any,
+    data: Corpus,
+    *,
+    context: int,
+    batch: int,
+    steps: int,
+    rates: Mapping[str, float],
+    seed: int,
+    dtype: torch.dtype,
+) -> list[float]:
+    """Trains a model in place.
+
+    Returns:
+        Bits for each byte of every step's text.
+
+    Raises:
+        FloatingPointError: If the loss is not finite.
+    """
+    optimizers = make_optimizers(model, rates)
+    token_bytes = torch.from_numpy(data.token_bytes).to(model.device)
+    bits = []
+    model.train()
+    for step in range(steps):
+        factor = min(1.0, (step + 1) / max(1, round(WARMUP_SHARE * steps)), (steps - step) / steps * 2)
+        tokens = training_batch(data.training, context, batch, seed, step).to(model.device)
+        loss = token_losses(model, tokens, dtype)
+        loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        bits.append(loss.detach().sum() / math.log(2) / token_bytes[tokens[:, 1:]].sum())
+    values = torch.stack(bits).tolist()
+    if not all(map(math.isfinite, values)):
+        raise FloatingPointError("The loss is no longer finite.")
+    return values
+
+
+def make_optimizers(model: Any, rates: Mapping[str, float]) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings and vectors, and at a rate of its own for mixing weights."""
+    groups: dict[str, list[torch.nn.Parameter]] = {"matrix": [], "other": [], "mixing": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            matrix = parameter.ndim == 2 and ".layers." in name
+            groups["mixing" if name.endswith("mhla.mixing") else "matrix" if matrix else "other"].append(parameter)
+    vectors = [{"params": groups[name], "peak_lr": rates[name]} for name in ("other", "mixing") if groups[name]]
+    return [
+        Muon([{"params": groups["matrix"], "peak_lr": rates["matrix"]}], weight_decay=0.0),
+        torch.optim.AdamW(vectors, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def token_losses(model: Any, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cross-entropy of each token after the first, `[B, T - 1]`, float32; matrix products are in `dtype`."""
+    with torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32):
+        hidden = model.model(input_ids=tokens[:, :-1], use_cache=False)[0].flatten(0, 1)
+        parts = [
+            F.cross_entropy(model.lm_head(part).float(), targets, reduction="none")
+            for part, targets in zip(hidden.split(_HEAD_TOKENS), tokens[:, 1:].flatten().split(_HEAD_TOKENS))
+        ]
+    return torch.cat(parts).view(tokens.shape[0], -1)
+
+
+def training_batch(tokens: np.ndarray, context: int, batch: int, seed: int, step: int) -> torch.Tensor:
+    """The texts of a step, int64 `[batch, context + 1]`: every token is seen once before any is seen twice."""
+    places = (len(tokens) - 1) // context
+    if not places:
+        raise ValueError(f"The corpus has {len(tokens)} tokens, fewer than a context of {context}.")
+    rows = []
+    for number in range(step * batch, (step + 1) * batch):
+        epoch, index = divmod(number, places)
+        start = context * int(_order(places, seed, epoch)[index])
+        rows.append(tokens[start : start + context + 1].astype(np.int64))
+    return torch.from_numpy(np.stack(rows))
+
+
+def packed_windows(data: Corpus, context: int, count: int) -> list[np.ndarray]:
+    """Held-out texts of `context + 1` tokens, spread over all held-out files one after another, as in training."""
+    end = np.zeros(1, dtype=np.uint16)
+    stream = np.concatenate([part for tokens in data.held_out for part in (end, tokens)])
+    places = (len(stream) - 1) // context
+    chosen = np.unique(np.linspace(0, places - 1, min(count, places)).astype(int))
+    return [stream[place * context : (place + 1) * context + 1] for place in chosen]
+
+
+def long_file_windows(data: Corpus, length: int, count: int) -> list[np.ndarray]:
+    """Texts of `length + 1` tokens from the inside of held-out files that are long enough, one from each.
+
+    They begin anywhere in their files, so that a token's position in the text says nothing about its place in the
+    file.
+    """
+    long_enough = [tokens for tokens in data.held_out if len(tokens) > length]
+    windows = []
+    for number, tokens in enumerate(long_enough[:count]):
+        start = stable_seed("language", "long", number) % (len(tokens) - length)
+        windows.append(tokens[start : start + length + 1])
+    return windows
+
+
+def position_edges(length: int) -> list[int]:
+    """Ends of buckets of positions, each twice as far as the one before: 16, 32, ... up to `length`."""
+    edges = [min(16, length)]
+    while edges[-1] < length:
+        edges.append(min(2 * edges[-1], length))
+    return edges
+
+
+@torch.no_grad()
+def bits_by_position(
+    model: Any,
+    texts: Sequence[np.ndarray],
+    token_bytes: np.ndarray,
+    *,
+    dtype: torch.dtype,
+    restart: int | None = None,
+) -> dict[str, Any]:
+    """Bits per byte of texts of equal length, by the number of tokens before the predicted one.
+
+    Args:
+        model: A language model in evaluation mode.
+        texts: Tokens of each text, one more than are predicted.
+        token_bytes: Bytes of each token of the vocabulary.
+        dtype: Dtype of matrix products.
+        restart: Let the model see no more than a text's tokens since the last multiple of this number.
+
+    Returns:
+        `bits_per_byte` over all; `edges`, the ends of buckets of positions; `bits` and `bytes` in each bucket.
+    """
+    length = len(texts[0]) - 1
+    piece = length if restart is None else restart
+    edges = position_edges(length)
+    bits, size = np.zeros(len(edges)), np.zeros(len(edges), dtype=np.int64)
+    bucket = np.searchsorted(edges, np.arange(1, length + 1))
+    for text in texts:
+        pieces = np.stack([text[start : start + piece + 1] for start in range(0, length, piece)])
+        losses = token_losses(model, torch.from_numpy(pieces.astype(np.int64)).to(model.device), dtype)
+        bits += np.bincount(bucket, losses.double().cpu().numpy().ravel() / math.log(2), minlength=len(edges))
+        size += np.bincount(bucket, token_bytes[text[1:]], minlength=len(edges)).astype(np.int64)
+    return {
+        "bits_per_byte": float(bits.sum() / size.sum()),
+        "edges": edges,
+        "bits": [round(float(value), 2) for value in bits],
+        "bytes": size.tolist(),
+    }
+
+
+def loss_curve(bits: Sequence[float], tokens: int) -> dict[str, list[float]]:
+    """Means of consecutive steps: `bits_per_byte`, and the number of `tokens` that each ends at."""
+    steps = -(-len(bits) // CURVE_POINTS)
+    parts = [bits[start : start + steps] for start in range(0, len(bits), steps)]
+    ends = np.cumsum([len(part) for part in parts]) * tokens
+    return {"tokens": ends.tolist(), "bits_per_byte": [round(float(np.mean(part)), 4) for part in parts]}
+
+
+def _order(places: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng(stable_seed("language", "order", seed, epoch)).permutation(places)
