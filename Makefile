@@ -69,7 +69,7 @@ results_page := $(if $(in_place),docs,$(RESULTS))/results.md
 
 reproduce: $(VENV)/.installed-dev
 	$(bin)/python -m benchmarks.experiments run --device cpu --jobs $(WORKERS) --work $(WORK)/experiments --output $(RESULTS)
-	$(bin)/python -m benchmarks.quality_dit --device cpu --work $(WORK)/quality_dit --output $(RESULTS)
+	$(bin)/python -m benchmarks.quality_dit --device cpu --jobs $(WORKERS) --work $(WORK)/quality_dit --output $(RESULTS)
 	$(bin)/python -m benchmarks.overview --results $(RESULTS) --image $(overview)
 	$(bin)/python -m benchmarks.experiments write --results $(RESULTS) --page $(results_page)
 

@@ -7,13 +7,13 @@ Shapes: B images of a batch, S their side in pixels.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from mhla_hf.training.data.batches import DataOrder, stable_seed
 from mhla_hf.training.data.digits import load_scans
-from mhla_hf.training.stages.noise_prediction import NoiseSchedule, add_noise, timesteps_from_uniform
+from mhla_hf.training.stages.flow_matching import add_noise, shift_sigmas
 
 from .options import QualityOptions
 
@@ -38,16 +38,17 @@ class Digits:
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """Noisy images and their noise `[B, 1, S, S]`, timesteps and labels `[B]`."""
+    """Clean images, noise and their mixtures `[B, 1, S, S]`, noise levels in (0, 1) and labels `[B]`."""
 
-    noisy: torch.Tensor
+    clean: torch.Tensor
     noise: torch.Tensor
-    timesteps: torch.Tensor
+    noisy: torch.Tensor
+    sigmas: torch.Tensor
     labels: torch.Tensor
 
     def to(self, device: torch.device) -> NoisyBatch:
         """The batch on another device."""
-        return NoisyBatch(*(value.to(device) for value in (self.noisy, self.noise, self.timesteps, self.labels)))
+        return NoisyBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 def load_digits(split: str, size: int) -> Digits:
@@ -61,28 +62,25 @@ def load_digits(split: str, size: int) -> Digits:
     return Digits(torch.from_numpy(scans)[:, None] * 2 - 1, torch.from_numpy(labels).long())
 
 
-def training_batch(
-    digits: Digits, options: QualityOptions, schedule: NoiseSchedule, seed: int, step: int
-) -> NoisyBatch:
-    """The batch of a step: a fresh order of the images every epoch, uniform timesteps, some classes left out."""
+def training_batch(digits: Digits, options: QualityOptions, seed: int, step: int) -> NoisyBatch:
+    """The batch of a step: a fresh order of the images every epoch, random noise levels, some classes left out."""
     order = DataOrder(dataset_size=len(digits), batch_size=options.batch_size, seed=seed, stage="quality")
     indices = torch.tensor([order.dataset_index(number) for number in order.sample_numbers(step)])
     generator = torch.Generator().manual_seed(stable_seed(seed, "quality", "draws", step))
     clean, labels = digits.images[indices], digits.labels[indices]
     noise = torch.randn(clean.shape, generator=generator)
-    uniform = torch.rand(2, len(clean), generator=generator, dtype=torch.float64)
-    timesteps = timesteps_from_uniform(uniform[0], schedule)
+    uniform = torch.rand(2, len(clean), generator=generator)
     labels = labels.masked_fill(uniform[1] < options.class_dropout, NUM_CLASSES)
-    return NoisyBatch(add_noise(clean, noise, timesteps, schedule), noise, timesteps, labels)
+    sigmas = shift_sigmas(uniform[0], options.flow_shift)
+    return NoisyBatch(clean, noise, add_noise(clean, noise, sigmas), sigmas, labels)
 
 
-def held_out_batches(digits: Digits, options: QualityOptions, schedule: NoiseSchedule) -> Iterator[NoisyBatch]:
-    """Noisy held-out images, the same for every model: timesteps lie evenly over all, in random order."""
+def held_out_batches(digits: Digits, options: QualityOptions) -> Iterator[NoisyBatch]:
+    """Noisy held-out images, the same for every model: noise levels as in training, evenly spread, in random order."""
     generator = torch.Generator().manual_seed(stable_seed("quality", "held-out"))
     count = len(digits) * options.held_out_draws
-    uniform = (torch.randperm(count, generator=generator).double() + 0.5) / count
-    timesteps = timesteps_from_uniform(uniform, schedule)
+    sigmas = shift_sigmas((torch.randperm(count, generator=generator) + 0.5) / count, options.flow_shift)
     for chosen in torch.arange(count).split(EVALUATION_BATCH):
         clean, labels = digits.images[chosen % len(digits)], digits.labels[chosen % len(digits)]
         noise = torch.randn(clean.shape, generator=generator)
-        yield NoisyBatch(add_noise(clean, noise, timesteps[chosen], schedule), noise, timesteps[chosen], labels)
+        yield NoisyBatch(clean, noise, add_noise(clean, noise, sigmas[chosen]), sigmas[chosen], labels)

@@ -76,6 +76,15 @@ def accuracy(classifier: DigitClassifier, images: torch.Tensor, labels: torch.Te
     return (classifier(images).argmax(1) == labels).float().mean().item()
 
 
+def nearest_distance(images: torch.Tensor, scans: torch.Tensor) -> float:
+    """Mean distance of images `[N, 1, S, S]` to the nearest of the scans `[K, 1, S, S]`, at the scans' own 8x8 pixels.
+
+    Copies of scans have a distance of 0.
+    """
+    images, scans = (F.interpolate(x, size=(8, 8), mode="area").flatten(1) for x in (images, scans))
+    return torch.cdist(images, scans).amin(1).mean().item()
+
+
 class FeatureStatistics(NamedTuple):
     """Mean `[FEATURES]` and covariance `[FEATURES, FEATURES]`, float64."""
 

@@ -34,11 +34,11 @@ class QualityOptions:
         matrix_learning_rate: Peak learning rate of Muon, which trains the matrices of the transformer blocks.
         learning_rate: Peak learning rate of AdamW, which trains everything else.
         warmup_steps: Steps in which both rise to the peak; then they fall to zero along a cosine.
-        beta_schedule: Noise schedule of 1,000 steps, as diffusers names it.
+        flow_shift: Shift of the noise levels of training and sampling towards 1; see `shift_sigmas`.
         class_dropout: Share of classes replaced by none in training, for guidance.
         seeds: One training of each variant for each of them.
-        held_out_draws: Timesteps and noises for each held-out image.
-        sampling_steps: Steps of DDIM.
+        held_out_draws: Noise levels and noises for each held-out image.
+        sampling_steps: Euler steps.
         guidance_scale: Guidance of the images of the grid; the Fréchet distance is of samples without guidance.
         dtype: `"float32"`, or `"bfloat16"` for autocasting; weights are float32.
 
@@ -58,7 +58,7 @@ class QualityOptions:
     matrix_learning_rate: float = 8e-3
     learning_rate: float = 4e-3
     warmup_steps: int = 20
-    beta_schedule: str = "linear"
+    flow_shift: float = 3.0
     class_dropout: float = 0.1
     seeds: tuple[int, ...] = (0, 1, 2)
     held_out_draws: int = 4
@@ -82,6 +82,8 @@ class QualityOptions:
         for name in ("matrix_learning_rate", "learning_rate"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be finite and above 0.")
+        if not 0 < self.flow_shift < math.inf:
+            raise ValueError(f"flow_shift={self.flow_shift} must be finite and above 0.")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps} must be at least 0.")
         if not 0 < self.class_dropout < 1:

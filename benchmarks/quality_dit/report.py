@@ -18,8 +18,8 @@ from mhla_hf.utils.figures import new_figure, save_figure
 from .options import VARIANTS
 
 
-METRICS = ("held_out_loss", "frechet_distance", "class_accuracy")
-"""Figures of a run that are summed up; the first two are better when smaller."""
+METRICS = ("held_out_loss", "frechet_distance", "class_accuracy", "nearest_distance")
+"""Figures of a run that are summed up; the first two are better when smaller, the last is best at 1."""
 
 BASELINES = ("softmax", "linear")
 """Baseline of every other variant."""
@@ -91,43 +91,46 @@ def _paired(values: Sequence[float], baselines: Sequence[float]) -> dict[str, fl
 
 
 def plot_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Plots losses over the steps (means over seeds), held-out losses and Fréchet distances (a dot for each seed).
+    """Plots held-out losses, Fréchet distances and classes that are seen: means, and a dot for each seed.
 
     Args:
         path: PNG file to write.
         report: As `measure_quality` returns it.
     """
-    figure = new_figure(14, 4.2)
-    axes = figure.subplots(1, 3)
-    for variant in VARIANTS:
-        curves = [run["curve"] for run in report["runs"] if run["variant"] == variant]
-        mean = np.mean([curve["loss"] for curve in curves], axis=0)
-        axes[0].plot(curves[0]["step"], mean, color=COLORS[variant], label=TITLES[variant].replace("\n", " "))
-    axes[0].set(title="Training", xlabel="step", ylabel="noise-prediction loss", yscale="log")
-    axes[0].legend(frameon=False)
-    panels = {"held_out_loss": "Held-out noise-prediction loss", "frechet_distance": "Fréchet distance of samples"}
-    for axis, (metric, title) in zip(axes[1:], panels.items()):
+    figure = new_figure(11, 3.8)
+    classifier = report["classifier"]
+    panels = {
+        "held_out_loss": ("Held-out loss (lower is better)", None, "%.3g"),
+        "frechet_distance": (
+            "Fréchet distance of samples (lower is better)",
+            classifier["frechet_distance_of_held_out_digits"],
+            "%.3g",
+        ),
+        "class_accuracy": ("Samples of the class asked for", classifier["held_out_accuracy"], "{:.0%}"),
+    }
+    for axis, (metric, (title, real, form)) in zip(figure.subplots(1, 3), panels.items()):
         for place, variant in enumerate(VARIANTS):
             values = [run[metric] for run in report["runs"] if run["variant"] == variant]
-            bars = axis.bar(place, np.mean(values), 0.7, color=COLORS[variant], alpha=0.75)
+            bars = axis.bar(place, statistics.fmean(values), 0.7, color=COLORS[variant], alpha=0.85)
             axis.plot([place] * len(values), values, "o", color="black", markersize=3)
-            axis.bar_label(bars, fmt="%.4g", fontsize=9, label_type="center", color="white")
-        axis.set_xticks(range(len(VARIANTS)), [TITLES[variant] for variant in VARIANTS], fontsize=9)
-        axis.set(title=title)
-    floor = report["classifier"]["frechet_distance_of_held_out_digits"]
-    axes[2].axhline(floor, color="black", linestyle=":", linewidth=1, label=f"held-out digits: {floor:.3g}")
-    axes[2].legend(frameon=False)
+            axis.bar_label(bars, fmt=form, label_type="center", color="white", fontweight="bold")
+        axis.set_xticks(range(len(VARIANTS)), [TITLES[variant] for variant in VARIANTS])
+        axis.set_title(title, fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+        if real is not None:
+            axis.axhline(real, color="black", linestyle=":", linewidth=1)
+            axis.annotate("real held-out digits", (3.4, real), ha="right", va="bottom", fontsize=9)
     options, machine = report["options"], report["machine"]
     figure.suptitle(
-        f"{report['setting']} setting, {options['steps']:,} steps, {len(options['seeds'])} seeds; "
-        f"{machine['device']}, {machine['date']}",
+        f"{report['setting']} setting, {options['steps']:,} steps of {options['batch_size']} images, "
+        f"{len(options['seeds'])} seeds; {machine['device']}, {machine['date']}",
         fontsize=10,
     )
     save_figure(figure, path)
 
 
 def plot_samples(path: Path, samples: Mapping[str, torch.Tensor], columns: int) -> None:
-    """Lays out images, a strip for each name, from top to bottom.
+    """Lays out images, a strip for each name, from top to bottom, under the numbers of the columns.
 
     Args:
         path: PNG file to write.
@@ -136,14 +139,17 @@ def plot_samples(path: Path, samples: Mapping[str, torch.Tensor], columns: int) 
     """
     strips = {name: _mosaic(images, columns) for name, images in samples.items()}
     heights = [strip.shape[0] for strip in strips.values()]
+    length = next(iter(strips.values())).shape[1]
     width = 11.0
-    scale = (width - 1.5) / next(iter(strips.values())).shape[1]
-    figure = new_figure(width, scale * sum(heights) + 0.12 * len(heights))
+    figure = new_figure(width, (width - 1.5) / length * sum(heights) + 0.12 * len(heights) + 0.3)
     axes = figure.subplots(len(strips), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (name, strip) in zip(axes, strips.items()):
         axis.imshow(strip, cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
         axis.set(xticks=[], yticks=[])
-        axis.set_ylabel(TITLES.get(name, name), rotation=0, ha="right", va="center", labelpad=8)
+        axis.set_ylabel(TITLES.get(name, name), rotation=0, ha="right", va="center", labelpad=8, fontsize=12)
+    axes[0].xaxis.tick_top()
+    axes[0].tick_params(length=0, labelsize=14)
+    axes[0].set_xticks([(number + 0.5) * length / columns - 0.5 for number in range(columns)], range(columns))
     # The layout underestimates labels of two lines.
     figure.get_layout_engine().set(rect=(0.02, 0, 0.98, 1))
     save_figure(figure, path)

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +32,7 @@ from .fidelity import (
     accuracy,
     feature_statistics,
     frechet_distance,
+    nearest_distance,
     train_classifier,
 )
 from .models import make_model
@@ -58,6 +63,7 @@ class _Reference:
     held_out: Digits
     classifier: DigitClassifier
     statistics: FeatureStatistics
+    nearest_distance: float
 
 
 def measure_quality(
@@ -66,6 +72,7 @@ def measure_quality(
     *,
     setting: str = "own",
     device: str | None = None,
+    jobs: int = 1,
     show_progress: bool = False,
 ) -> Measurement:
     """Trains and evaluates every variant with every seed.
@@ -75,6 +82,7 @@ def measure_quality(
         work_directory: Directory of finished trainings; those that exist are not repeated.
         setting: Name of the options in the report.
         device: Device to run on; None for a GPU if there is one.
+        jobs: Trainings at a time; several are processes of their own, each with a share of the cores.
         show_progress: Show bars on standard error.
 
     Returns:
@@ -83,23 +91,27 @@ def measure_quality(
         variant and seed, with its own machine), and `summary` and `differences` as `summarize` returns them.
 
     Raises:
-        ValueError: If the work directory holds trainings with other options or is in use, or the device is unknown.
+        ValueError: If the work directory holds trainings with other options or is in use, the device is unknown, or
+            `jobs` is below 1.
         FloatingPointError: If a loss is not finite.
     """
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1.")
     target = choose_device(device)
     with _claim(work_directory, options) or nullcontext():
+        wanted = [(variant, seed) for seed in options.seeds for variant in VARIANTS]
+        pending = [pair for pair in wanted if not _directory(work_directory, *pair).is_dir()]
         with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
             task = progress.add_task("classifier", total=1)
             reference = _make_reference(options, work_directory)
             progress.advance(task)
-            for seed in options.seeds:
-                for variant in VARIANTS:
-                    directory = _directory(work_directory, variant, seed)
-                    task = progress.add_task(f"{variant}, seed {seed}", total=options.steps)
-                    if not directory.is_dir():
-                        _run(directory, options, variant, seed, reference, target, partial(progress.advance, task))
-                    progress.update(task, completed=options.steps)
-        directories = [_directory(work_directory, variant, seed) for seed in options.seeds for variant in VARIANTS]
+            if jobs > 1:
+                task = progress.add_task("trainings", total=len(wanted), completed=len(wanted) - len(pending))
+                _run_in_processes(pending, work_directory, options, target, jobs, partial(progress.advance, task))
+            for variant, seed in pending if jobs == 1 else []:
+                task = progress.add_task(f"{variant}, seed {seed}", total=options.steps)
+                _run(work_directory, options, variant, seed, reference, target, partial(progress.advance, task))
+        directories = [_directory(work_directory, *pair) for pair in wanted]
         what = "the result of a training (remove its directory to repeat it):"
         runs = [read_json(directory / _RESULT, what) for directory in directories]
         held_out = reference.held_out
@@ -135,20 +147,42 @@ def write_measurement(measurement: Measurement, directory: Path, stem: str) -> l
     return paths
 
 
+def _run_in_processes(
+    pairs: list[tuple[str, int]],
+    work_directory: Path,
+    options: QualityOptions,
+    device: torch.device,
+    jobs: int,
+    advance: Callable[[], None],
+) -> None:
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        runs = [pool.submit(_run, work_directory, options, *pair, None, device) for pair in pairs]
+        try:
+            for run in as_completed(runs):
+                run.result()
+                advance()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 def _run(
-    directory: Path,
+    work_directory: Path,
     options: QualityOptions,
     variant: str,
     seed: int,
-    reference: _Reference,
+    reference: _Reference | None,
     device: torch.device,
-    advance: Any,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> None:
+    reference = reference or _make_reference(options, work_directory)
     model = make_model(options, variant, seed).to(device)
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     losses = train(model, reference.train, options, seed, advance)
     synchronize(device)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     labels = reference.held_out.labels
     images = sample(model, labels, options)
     statistics = feature_statistics(reference.classifier, images)
@@ -160,13 +194,15 @@ def _run(
         **held_out_losses(model, reference.held_out, options),
         "frechet_distance": frechet_distance(statistics, reference.statistics),
         "class_accuracy": accuracy(reference.classifier, images, labels),
+        "nearest_distance": nearest_distance(images, reference.train.images) / reference.nearest_distance,
         "training_seconds": seconds,
+        "training_cpu_seconds": cpu_seconds,
         "curve": curve(losses),
         "machine": machine_facts(device),
     }
     classes = torch.arange(NUM_CLASSES).repeat(GRID_ROWS)
     grid = sample(model, classes, options, guidance_scale=options.guidance_scale, name="grid")
-    with atomic_directory(directory) as temporary:
+    with atomic_directory(_directory(work_directory, variant, seed)) as temporary:
         save_file({"images": ((grid + 1) * 127.5).round().to(torch.uint8)}, temporary / _GRID)
         write_json(temporary / _RESULT, result)
 
@@ -187,7 +223,8 @@ def _make_reference(options: QualityOptions, work_directory: Path) -> _Reference
         with atomic_file(file) as temporary:
             save_file(classifier.state_dict(), temporary)
     statistics = feature_statistics(classifier, digits.images)
-    return _Reference(digits, load_digits("held_out", options.image_size), classifier, statistics)
+    held_out = load_digits("held_out", options.image_size)
+    return _Reference(digits, held_out, classifier, statistics, nearest_distance(held_out.images, digits.images))
 
 
 def _claim(work_directory: Path, options: QualityOptions) -> IO[str] | None:

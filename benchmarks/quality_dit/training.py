@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from diffusers import DDIMScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from conversion.digits.muon import Muon
 from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
-from mhla_hf.training.stages.noise_prediction import NoiseSchedule, own_class_dropping_off, squared_errors
+from mhla_hf.training.stages.flow_matching import flow_matching_losses, timesteps_from_sigmas, unshift_sigmas
+from mhla_hf.training.stages.noise_prediction import own_class_dropping_off
 
 from .data import EVALUATION_BATCH, NUM_CLASSES, Digits, NoisyBatch, held_out_batches, training_batch
 from .options import QualityOptions
@@ -22,11 +22,6 @@ from .options import QualityOptions
 # Gradients of norms above this are scaled down to it.
 GRADIENT_CLIP = 1.0
 QUARTERS = 4
-
-
-def make_scheduler(options: QualityOptions) -> DDIMScheduler:
-    """The sampler, whose noise schedule is that of training; it clips predictions to [-1, 1], the range of images."""
-    return DDIMScheduler(beta_schedule=options.beta_schedule, clip_sample=True, timestep_spacing="trailing")
 
 
 def train(
@@ -47,7 +42,6 @@ def train(
     Raises:
         FloatingPointError: If the loss is not finite.
     """
-    schedule = NoiseSchedule.from_config(make_scheduler(options).config)
     optimizers = make_optimizers(model, options)
     losses: list[torch.Tensor] = []
     model.train()
@@ -58,7 +52,7 @@ def train(
             )
             for optimizer in optimizers:
                 set_learning_rate(optimizer, factor)
-            batch = training_batch(digits, options, schedule, seed, step).to(model.device)
+            batch = training_batch(digits, options, seed, step).to(model.device)
             loss = batch_losses(model, batch, options).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
@@ -92,25 +86,23 @@ def make_optimizers(model: Any, options: QualityOptions) -> list[torch.optim.Opt
 
 
 def batch_losses(model: Any, batch: NoisyBatch, options: QualityOptions) -> torch.Tensor:
-    """Mean squared error of the predicted noise of each image, `[B]`, fp32."""
-    with _precision(model, options):
-        prediction = model(batch.noisy, timestep=batch.timesteps, class_labels=batch.labels, return_dict=False)[0]
-    return squared_errors(prediction, batch.noise)
+    """Mean squared error of the predicted direction from image to noise, for each image, `[B]`, fp32."""
+    prediction = _predict(model, batch.noisy, batch.sigmas, batch.labels, options)
+    return flow_matching_losses(prediction, batch.clean, batch.noise)
 
 
 @torch.no_grad()
 def held_out_losses(model: Any, digits: Digits, options: QualityOptions) -> dict[str, Any]:
-    """Loss on held-out images, over all timesteps and over each quarter of them, small noise first.
+    """Loss on held-out images, over all noise levels and over each quarter of their draws, little noise first.
 
     Returns:
         `held_out_loss`, a number, and `held_out_loss_by_quarter`, a list of four.
     """
-    schedule = NoiseSchedule.from_config(make_scheduler(options).config)
-    losses, timesteps = [], []
-    for batch in held_out_batches(digits, options, schedule):
+    losses, uniform = [], []
+    for batch in held_out_batches(digits, options):
         losses.append(batch_losses(model, batch.to(model.device), options).cpu())
-        timesteps.append(batch.timesteps)
-    loss, quarter = torch.cat(losses), torch.cat(timesteps) * QUARTERS // schedule.num_timesteps
+        uniform.append(unshift_sigmas(batch.sigmas, options.flow_shift))
+    loss, quarter = torch.cat(losses), (torch.cat(uniform) * QUARTERS).long()
     return {
         "held_out_loss": loss.mean().item(),
         "held_out_loss_by_quarter": [loss[quarter == number].mean().item() for number in range(QUARTERS)],
@@ -121,7 +113,7 @@ def held_out_losses(model: Any, digits: Digits, options: QualityOptions) -> dict
 def sample(
     model: Any, labels: torch.Tensor, options: QualityOptions, *, guidance_scale: float = 1.0, name: str = "samples"
 ) -> torch.Tensor:
-    """Samples images with DDIM; the initial noise is the same for every model.
+    """Samples images by Euler steps; the initial noise is the same for every model.
 
     Args:
         model: A trained model.
@@ -144,23 +136,24 @@ def sample(
 def _sample_batch(
     model: Any, images: torch.Tensor, labels: torch.Tensor, options: QualityOptions, guidance_scale: float
 ) -> torch.Tensor:
-    scheduler = make_scheduler(options)
-    scheduler.set_timesteps(options.sampling_steps)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=options.flow_shift)
+    scheduler.set_timesteps(options.sampling_steps, device=images.device)
     guided = guidance_scale > 1
     classes = torch.cat([labels, torch.full_like(labels, NUM_CLASSES)]) if guided else labels
-    for timestep in scheduler.timesteps:
+    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas):
         inputs = torch.cat([images, images]) if guided else images
-        with _precision(model, options):
-            noise = model(
-                inputs, timestep=timestep.to(labels).expand(len(inputs)), class_labels=classes, return_dict=False
-            )[0].float()
+        velocity = _predict(model, inputs, sigma.expand(len(inputs)), classes, options)
         if guided:
-            with_class, without = noise.chunk(2)
-            noise = without + guidance_scale * (with_class - without)
-        images = scheduler.step(noise, timestep, images).prev_sample
+            with_class, without = velocity.chunk(2)
+            velocity = without + guidance_scale * (with_class - without)
+        images = scheduler.step(velocity, timestep, images).prev_sample
     return images
 
 
-def _precision(model: Any, options: QualityOptions) -> AbstractContextManager[Any]:
+def _predict(
+    model: Any, noisy: torch.Tensor, sigmas: torch.Tensor, labels: torch.Tensor, options: QualityOptions
+) -> torch.Tensor:
     dtype = getattr(torch, options.dtype)
-    return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
+    with torch.autocast(noisy.device.type, dtype, enabled=dtype != torch.float32):
+        prediction = model(noisy, timestep=timesteps_from_sigmas(sigmas), class_labels=labels, return_dict=False)[0]
+    return prediction.float()

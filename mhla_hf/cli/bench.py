@@ -248,20 +248,22 @@ def quality_command(
     guidance: Annotated[float | None, typer.Option(help="Guidance of the images that are shown; 1 for none.")] = None,
     device: Device = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
+    jobs: Annotated[int, typer.Option(help="Trainings at a time, each with its share of the cores.")] = 1,
     quiet: Quiet = False,
 ) -> None:
     """Train small DiTs that differ in attention alone, and compare.
 
     MHLA, softmax and linear attention learn handwritten digits from the same weights, data and noise. Reported are the
-    noise-prediction loss on held-out digits, the Fréchet distance of samples on features of a small classifier, and
-    sample images. Needs a checkout of the repository.
+    loss on held-out digits, the Fréchet distance of samples on features of a small classifier, how often that sees the
+    class asked for, how far samples are from the scans of training, and sample images. Needs a checkout of the
+    repository.
     """
     from ..utils.checkout import import_from_checkout
 
     given: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "guidance_scale": guidance}
     given["seeds"] = None if seeds is None else _numbers(seeds, "seeds")
     comparison = import_from_checkout("benchmarks.quality_dit.command", "mhla-hf bench quality")
-    comparison.compare(setting, output, work, given, device=device, threads=threads, quiet=quiet)
+    comparison.compare(setting, output, work, given, device=device, threads=threads, jobs=jobs, quiet=quiet)
 
 
 def _measure_models(

@@ -17,18 +17,18 @@ from benchmarks.quality_dit.fidelity import (
     accuracy,
     feature_statistics,
     frechet_distance,
+    nearest_distance,
     train_classifier,
 )
 from benchmarks.quality_dit.models import make_model
 from benchmarks.quality_dit.report import METRICS, curve, summarize
 from benchmarks.quality_dit.runner import measure_quality, write_measurement
-from benchmarks.quality_dit.training import held_out_losses, make_scheduler, sample, train
+from benchmarks.quality_dit.training import held_out_losses, sample, train
 from mhla_hf.cli.main import app
-from mhla_hf.training.stages.noise_prediction import NoiseSchedule
+from mhla_hf.training.stages.flow_matching import add_noise, unshift_sigmas
 
 
 SMOKE = SETTINGS["smoke"]
-SCHEDULE = NoiseSchedule.from_config(make_scheduler(SMOKE).config)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,10 @@ def test_every_variant_starts_from_the_same_weights():
 def test_a_fresh_model_predicts_nothing_as_dit_does(digits):
     model = make_model(SMOKE, "mhla", seed=0).eval()
     losses = held_out_losses(model, digits, SMOKE)
-    assert losses["held_out_loss"] == pytest.approx(1.0, abs=0.01)
-    assert losses["held_out_loss_by_quarter"] == pytest.approx([1.0] * 4, abs=0.03)
+    # All of noise - image is left: the noise has a variance of 1.
+    expected = 1 + digits.images.square().mean().item()
+    assert losses["held_out_loss"] == pytest.approx(expected, abs=0.01)
+    assert losses["held_out_loss_by_quarter"] == pytest.approx([expected] * 4, abs=0.04)
 
 
 @pytest.mark.parametrize("setting", ["small", "large"])
@@ -89,23 +91,24 @@ def test_splits_are_disjoint_and_lie_between_black_and_white(digits):
 
 def test_batches_follow_from_seed_and_step(digits):
     options = replace(SMOKE, batch_size=500, class_dropout=0.25)
-    first = training_batch(digits, options, SCHEDULE, 0, 7)
-    again = training_batch(digits, options, SCHEDULE, 0, 7)
+    first = training_batch(digits, options, 0, 7)
+    again = training_batch(digits, options, 0, 7)
     assert torch.equal(first.noisy, again.noisy)
     assert torch.equal(first.labels, again.labels)
-    assert not torch.equal(first.noise, training_batch(digits, options, SCHEDULE, 0, 8).noise)
-    assert not torch.equal(first.noise, training_batch(digits, options, SCHEDULE, 1, 7).noise)
+    assert not torch.equal(first.noisy, training_batch(digits, options, 0, 8).noisy)
+    assert not torch.equal(first.sigmas, training_batch(digits, options, 1, 7).sigmas)
     assert (first.labels == NUM_CLASSES).float().mean().item() == pytest.approx(0.25, abs=0.06)
-    assert first.timesteps.float().mean().item() == pytest.approx(500, abs=50)
+    assert unshift_sigmas(first.sigmas, options.flow_shift).mean().item() == pytest.approx(0.5, abs=0.05)
     assert first.noise.std().item() == pytest.approx(1.0, abs=0.01)
+    assert torch.equal(add_noise(first.clean, first.noise, first.sigmas), first.noisy)
 
 
-def test_held_out_timesteps_are_spread_evenly(digits):
-    batches = list(held_out_batches(digits, replace(SMOKE, held_out_draws=2), SCHEDULE))
-    timesteps = torch.cat([batch.timesteps for batch in batches])
-    counts = torch.bincount(timesteps, minlength=1000)
-    assert len(timesteps) == 2 * len(digits)
-    assert set(counts.tolist()) <= {2, 3}
+def test_held_out_noise_levels_are_spread_evenly(digits):
+    options = replace(SMOKE, held_out_draws=2)
+    batches = list(held_out_batches(digits, options))
+    levels = unshift_sigmas(torch.cat([batch.sigmas for batch in batches]), options.flow_shift)
+    assert len(levels) == 2 * len(digits)
+    assert torch.allclose(levels.sort().values, (torch.arange(len(levels)) + 0.5) / len(levels), atol=1e-4)
     assert all((batch.labels < NUM_CLASSES).all() for batch in batches)
 
 
@@ -168,6 +171,13 @@ def test_the_classifier_knows_digits_and_its_features_tell_them_from_noise(digit
     assert frechet_distance(feature_statistics(classifier, noise), real) > 10 * floor
 
 
+def test_copies_are_nearest_to_the_scans_that_they_are_of(digits):
+    assert nearest_distance(digits.images[:20], digits.images) == pytest.approx(0, abs=1e-2)
+    held_out = load_digits("held_out", SMOKE.image_size).images
+    noise = torch.rand(held_out.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    assert 1 < nearest_distance(held_out, digits.images) < 0.6 * nearest_distance(noise, digits.images)
+
+
 def test_curves_are_means_of_windows():
     assert curve([4.0, 2.0]) == {"step": [1, 2], "loss": [4.0, 2.0]}
     long = curve([float(number) for number in range(120)])
@@ -220,11 +230,22 @@ def test_a_stopped_run_goes_on_and_other_options_are_refused(work):
     redone.rmdir()
     again = measure_quality(SMOKE, directory, device="cpu")
     for old, new in zip(measurement.report["runs"], again.report["runs"]):
-        assert {**old, "training_seconds": 0} == {**new, "training_seconds": 0}
+        times = {"training_seconds": 0, "training_cpu_seconds": 0}
+        assert {**old, **times} == {**new, **times}
     unchanged = [path for path, time in before.items() if path.stat().st_mtime_ns == time]
     assert len(unchanged) == 7
     with pytest.raises(ValueError, match="another steps"):
         measure_quality(replace(SMOKE, steps=3), directory, device="cpu")
+    with pytest.raises(ValueError, match="jobs=0"):
+        measure_quality(SMOKE, directory, device="cpu", jobs=0)
+
+
+def test_processes_give_the_same_figures(work, tmp_path):
+    options = replace(SMOKE, seeds=(0,))
+    again = measure_quality(options, tmp_path, device="cpu", jobs=2)
+    for old, new in zip(work[1].report["runs"], again.report["runs"]):
+        assert (old["variant"], old["seed"]) == (new["variant"], new["seed"])
+        assert [new[metric] for metric in METRICS] == pytest.approx([old[metric] for metric in METRICS], rel=1e-3)
 
 
 def test_the_command_writes_a_table_and_three_files(work, tmp_path):
@@ -267,6 +288,7 @@ def test_mistakes_on_the_command_line_are_told_before_any_work(tmp_path, monkeyp
         ({"blocks": 17}, "blocks=17 must be at most 16"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"warmup_steps": -1}, "warmup_steps"),
+        ({"flow_shift": 0.0}, "flow_shift"),
         ({"class_dropout": 0.0}, "class_dropout"),
         ({"guidance_scale": 0.5}, "guidance_scale"),
         ({"seeds": (1, 1)}, "seeds"),

@@ -85,7 +85,9 @@ def test_demo_options(options, message, tmp_path):
         DemoConfig(output=tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", ["guidance_scale", "learning_rate", "matrix_learning_rate", "class_dropout"])
+@pytest.mark.parametrize(
+    "name", ["guidance_scale", "learning_rate", "matrix_learning_rate", "class_dropout", "flow_shift"]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_quality_options(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be"):
