@@ -29,7 +29,7 @@ def long_inputs():
             "softmax": tokens**2 / 1e5 if tokens < 8192 else None,
         }.items()
     ]
-    return {"machine": {"device": "CPU", "date": "2026-01-01"}, "cases": {"times": {"figures": {"rows": rows}}}}
+    return {"machine": {"device": "CPU", "date": "2026-01-01"}, "summary": {"rows": rows}}
 
 
 def test_recovery_lines_are_those_of_the_results(recovery):
@@ -48,7 +48,12 @@ def test_time_lines_look_both_ways_and_end_where_nothing_was_measured(long_input
     assert lines["softmax"][-1] == (4096, pytest.approx(167.8, abs=0.1))
 
 
-def test_picture_is_as_wide_as_the_readme_needs(recovery, long_inputs, tmp_path):
+def test_picture_of_times_that_end_early(recovery, long_inputs, tmp_path):
     draw(recovery, long_inputs, tmp_path / "overview.png")
-    with Image.open(tmp_path / "overview.png") as image:
-        assert image.size == (1440, 648)
+    assert (tmp_path / "overview.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_of_the_committed_results_has_the_size_of_the_one_in_the_readme(tmp_path):
+    overview.main(["--image", str(tmp_path / "overview.png")])
+    with Image.open(tmp_path / "overview.png") as image, Image.open(overview.IMAGE) as committed:
+        assert image.size == committed.size == (1440, 648)
