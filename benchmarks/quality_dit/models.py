@@ -13,6 +13,8 @@ from mhla_hf.models.converting import convert_model
 from mhla_hf.training.data.batches import stable_seed
 
 from .data import NUM_CLASSES
+from .gated import VARIANT as GATED
+from .gated import use_gated_attention
 from .options import QualityOptions
 
 
@@ -21,7 +23,7 @@ def make_model(options: QualityOptions, variant: str, seed: int) -> Any:
 
     Args:
         options: Sizes.
-        variant: One of `VARIANTS`.
+        variant: One of `VARIANTS`, or `"dig"`.
         seed: Chooses the weights.
     """
     torch.manual_seed(stable_seed(seed, "quality", "weights"))
@@ -35,6 +37,8 @@ def make_model(options: QualityOptions, variant: str, seed: int) -> Any:
         num_embeds_ada_norm=NUM_CLASSES,
     )
     initialize_as_dit(model)
+    if variant == GATED:
+        return use_gated_attention(model)
     mhla = options.mhla(variant)
     return model if mhla is None else convert_model(model, mhla)
 
