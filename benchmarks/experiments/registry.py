@@ -10,6 +10,8 @@ from .experiment import Experiment
 
 _MODULES: dict[str, str] = {
     "language": "language",
+    "recall": "recall",
+    "needle": "needle",
     "long_inputs": "long_inputs",
 }
 
