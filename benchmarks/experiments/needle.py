@@ -128,7 +128,7 @@ def _cases(setting: str) -> Mapping[str, Case]:
 
 
 def _summarize(results: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """For each kind of attention `accuracy` by test length and depth, and its `mean`, `lowest` and `highest` by length."""
+    """For each kind of attention `accuracy` by test length and depth; `mean`, `lowest` and `highest` by length."""
     summary = {}
     for name in NAMES:
         runs = np.array([figures["accuracy"] for label, figures in results.items() if label.split("/")[0] == name])
