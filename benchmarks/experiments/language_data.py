@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -129,13 +130,14 @@ def source_files() -> list[tuple[str, Path]]:
 
     Copies of other packages inside a package are left out.
     """
-    roots = [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))]
-    found = {}
-    for root in roots:
-        for path in root.rglob("*.py"):
-            name = path.relative_to(root)
-            if _COPIES.isdisjoint(name.parts) and path.is_file():
-                found.setdefault(name.as_posix(), path)
+    found: dict[str, Path] = {}
+    for root in dict.fromkeys(sysconfig.get_path(kind) for kind in ("stdlib", "purelib")):
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in _COPIES]
+            prefix = os.path.relpath(folder, root).replace(os.sep, "/")
+            for name in names:
+                if name.endswith(".py"):
+                    found.setdefault(name if prefix == "." else f"{prefix}/{name}", Path(folder, name))
     return sorted(found.items(), key=lambda item: _digest(item[0].encode()))
 
 

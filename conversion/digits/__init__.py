@@ -4,8 +4,19 @@
 `python -m conversion.digits` is the command. The result ships with the package as `mhla_hf/assets/digits_wan`.
 """
 
-from .pretraining import pretrain
-from .transformer import PretrainingConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mhla_hf.utils.lazy import lazy_names
+
+
+if TYPE_CHECKING:
+    from .pretraining import pretrain
+    from .transformer import PretrainingConfig
 
 
 __all__ = ["PretrainingConfig", "pretrain"]
+
+# What uses the optimiser alone need not import diffusers.
+__getattr__, __dir__ = lazy_names(__name__, {"pretrain": "pretraining", "PretrainingConfig": "transformer"})
