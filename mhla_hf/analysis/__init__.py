@@ -15,6 +15,7 @@ _PUBLIC_NAMES = {
     "AttentionSummary": "findings",
     "AttentionTracker": "tracking",
     "DistanceDecay": "mixing",
+    "FailureSignature": "signatures",
     "InspectionReport": "directories",
     "LayerInspection": "findings",
     "LayerTokens": "tokens",
@@ -26,6 +27,7 @@ _PUBLIC_NAMES = {
     "attention_statistics": "statistics",
     "distance_decay": "mixing",
     "effective_rank": "statistics",
+    "failure_signatures": "diagnosis",
     "inspect_directory": "directories",
     "inspect_model": "inspection",
     "layer_tokens": "tokens",
@@ -52,6 +54,7 @@ __all__ = [
     "AttentionSummary",
     "AttentionTracker",
     "DistanceDecay",
+    "FailureSignature",
     "InspectionReport",
     "LayerInspection",
     "LayerTokens",
@@ -63,6 +66,7 @@ __all__ = [
     "attention_statistics",
     "distance_decay",
     "effective_rank",
+    "failure_signatures",
     "inspect_directory",
     "inspect_model",
     "layer_tokens",
@@ -87,6 +91,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .callbacks import TrackingCallback
+    from .diagnosis import failure_signatures
     from .directories import InspectionReport, inspect_directory
     from .findings import AttentionSummary, LayerInspection, ModelInspection
     from .html import render_html, write_html
@@ -103,6 +108,7 @@ if TYPE_CHECKING:
     )
     from .plots import mixing_figure, plot_mixing
     from .recording import attention_modules
+    from .signatures import FailureSignature
     from .statistics import (
         attention_statistics,
         effective_rank,

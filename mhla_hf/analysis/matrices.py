@@ -61,7 +61,7 @@ def mhla_matrix(
     """
     operands = Operands(query, key, key, normalizer_query, normalizer_key, normalizer, eps)
     check_attention(operands, mixing, layout, causal)
-    entry, rows = operands.entry, _checked_rows(rows, query)
+    rows = _checked_rows(rows, query)
     if causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
     mixing = mixing.to(query.dtype)
@@ -69,15 +69,37 @@ def mhla_matrix(
     weights = _scores(query, key, rows) * mixing[..., block[rows][:, None], block]
     if causal:
         weights = weights * _seen(rows, query.shape[1])
-    plain_query, plain_key = (head_blocks(x, layout) for x in (operands.plain_query, operands.plain_key))
-    if causal and entry.chunked is not None:
-        product = entry.chunked(plain_query, plain_key, mixing)
-    elif entry.block is not None:
-        product = entry.block(plain_query, plain_key.sum(dim=-2), mixing)
-    else:
-        return weights
-    divisor = entry.divisor(from_head_blocks(product, layout), eps)
-    return weights / divisor[:, rows].transpose(1, 2)
+    divisor = _divisor(operands, mixing, layout, causal)
+    return weights if divisor is None else weights / divisor[:, rows].transpose(1, 2)
+
+
+def mhla_divisor(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout,
+    *,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    causal: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor | None:
+    """What the rows of [`mhla_matrix`][mhla_hf.analysis.mhla_matrix] are divided by.
+
+    Args:
+        query: As there, like the other arguments.
+
+    Returns:
+        `[B, T, H, 1]` in the dtype of `query`, `eps` included; `None` for the normaliser `"none"`.
+
+    Raises:
+        ValueError: As there.
+    """
+    operands = Operands(query, key, key, normalizer_query, normalizer_key, normalizer, eps)
+    check_attention(operands, mixing, layout, causal)
+    mixing = extend_mixing(mixing, layout.num_blocks, causal=True) if causal else mixing
+    return _divisor(operands, mixing.to(query.dtype), layout, causal)
 
 
 def linear_matrix(
@@ -182,6 +204,18 @@ def window_mask(window: str, layout: BlockLayout, *, causal: bool = False, rows:
     seen = seen | (block < 0) | (block[rows] < 0)[:, None]
     # Looking back, blocks ahead are out of sight as well.
     return seen & _seen(rows, layout.num_tokens) if causal else seen
+
+
+def _divisor(operands: Operands, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor | None:
+    entry = operands.entry
+    plain_query, plain_key = (head_blocks(x, layout) for x in (operands.plain_query, operands.plain_key))
+    if causal and entry.chunked is not None:
+        product = entry.chunked(plain_query, plain_key, mixing)
+    elif entry.block is not None:
+        product = entry.block(plain_query, plain_key.sum(dim=-2), mixing)
+    else:
+        return None
+    return entry.divisor(from_head_blocks(product, layout), operands.eps)
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -10,20 +10,24 @@ Shape letters: B batch, T tokens, R query tokens, H heads, H_kv key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..conversion.options import parse_layers
 from ..layers.mhla import MHLA
 from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
 from ..ops.mixing import repeat_heads
 from ..training.data.batches import stable_seed
+from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
+from ..utils.messages import shorten_list
 from .matrices import linear_matrix, softmax_matrix
 from .tokens import LINEAR_EPS, LayerTokens, count_seen, layer_tokens
 
@@ -189,6 +193,49 @@ def recorded_attention(model: nn.Module, modules: Mapping[str, nn.Module], obser
             stack.enter_context(_through_torch(model))
             stack.enter_context(calls)
         yield
+
+
+@torch.no_grad()
+def observe_batch(
+    model: nn.Module,
+    batch: Batch,
+    layers: str | Iterable[int] | None,
+    observe: Observer,
+    seed: int = 0,
+) -> None:
+    """Runs a batch, and observes the calls of a model's self-attention layers; changes no state but the observer's.
+
+    Args:
+        model: A model of diffusers or transformers; wrapped for several devices or compiled, if it is.
+        batch: Keyword arguments of its `forward`.
+        layers: The layers, as numbers or text such as `"1,2,4"`; `None` for all.
+        observe: Called with each sample of each call.
+        seed: Seed of models that draw numbers themselves.
+
+    Raises:
+        ValueError: If the model has no attention layer that can be observed, or `layers` is wrong.
+    """
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    modules = attention_modules(model)
+    chosen = parse_layers(layers, len(modules))
+    wanted = {name: module for index, (name, module) in enumerate(modules) if chosen is None or index in chosen}
+    if not wanted:
+        raise ValueError(f"This {type(model).__name__} has no attention layer that can be observed.")
+    reached: set[str] = set()
+
+    def seen(name: str, sample: AttentionTokens) -> None:
+        reached.add(name)
+        observe(name, sample)
+
+    with evaluating(model), _own_random_numbers(model, seed), torch.compiler.set_stance("force_eager"):
+        batch = on_device(batch, model)
+        with recorded_attention(model, wanted, seen):
+            run(trunk_for(model, batch), batch)
+    if not reached:
+        raise ValueError(
+            f"This {type(model).__name__} has no attention layer that can be observed: {shorten_list(wanted)} do not "
+            "compute softmax by torch, and are not MHLA."
+        )
 
 
 def query_rows(num_tokens: int, most: int, seed: int) -> torch.Tensor | None:
@@ -380,3 +427,15 @@ def _through_torch(model: nn.Module) -> Iterator[None]:
     finally:
         for config, implementation in zip(others, before):
             set_attention(config, implementation)
+
+
+@contextmanager
+def _own_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+    """A context in which random numbers are those of a seed, and after which they go on as if it had not been."""
+    devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(devices)):
+        torch.random.default_generator.manual_seed(seed)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

@@ -22,7 +22,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import extend_mixing
 from ..ops.mixing import repeat_heads
 from ..utils.messages import check_choice
-from .matrices import linear_matrix, mhla_matrix, softmax_matrix, window_mask
+from .matrices import linear_matrix, mhla_divisor, mhla_matrix, softmax_matrix, window_mask
 
 
 KINDS = ("original", "mhla", "linear")
@@ -118,6 +118,29 @@ class LayerTokens:
     def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
         """Number of tokens that each row sees, `[R]`; `None` for all T."""
         return count_seen(self.num_tokens, rows) if self.causal else None
+
+    def normalizer_terms(
+        self, *, head: int, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What MHLA's normaliser divides, and what it divides by.
+
+        Args:
+            head: A head.
+            rows: Query tokens, LongTensor `[R]`; `None` for all T.
+
+        Returns:
+            Sum of each row's absolute weights before they are divided, `[R]`, and the divisors, `[R]`, `eps` included
+            (`None` for the normaliser `"none"`); without output norm and window.
+        """
+        rows = None if rows is None else rows.to(self.query.device)
+        mixing = self.mixing if self.mixing.dim() == 2 else self.mixing[head : head + 1]
+        features = _of_heads(self.features, slice(head, head + 1))
+        options = {**self._options, "layout": self.layout, "mixing": mixing}
+        weights = mhla_matrix(**features, **{**options, "normalizer": "none"}, rows=rows)[0, 0]
+        divisor = mhla_divisor(**features, **options)
+        if divisor is not None:
+            divisor = divisor[0, :, 0, 0] if rows is None else divisor[0, rows, 0, 0]
+        return weights.abs().sum(-1), divisor
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -3,29 +3,33 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from ..conversion.options import parse_layers
+from ..layers.mhla import MHLA
 from ..layouts.blocks import is_integer
-from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
+from ..training.matching.layers import Batch
 from ..utils.files import write_json
 from ..utils.json_files import check_fields, read_json
-from ..utils.messages import shorten_list, shorten_value
-from .recording import AttentionTokens, attention_modules, check_memory, query_rows, recorded_attention
+from ..utils.messages import shorten_value
+from .recording import AttentionTokens, check_memory, observe_batch, query_rows
+from .signatures import FailureSignature, probe_figures, probe_signatures, weight_signatures
 from .statistics import TOLERANCE, attention_statistics, check_tolerance, rank_bound
 from .tokens import LayerTokens
 
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_ROWS = 256
 """Query tokens of a sample that attention matrices are computed for, while a model trains."""
+STATISTICS = ("rank", "effective_rank", "entropy", "relative_entropy", "top_share", "negative_share")
+"""Statistics of attention matrices that the history keeps."""
 LOGGED = ("rank", "effective_rank", "relative_entropy", "top_share")
 """Statistics that go into logs."""
 # Matrices of several heads are handled together up to this size.
@@ -66,7 +70,7 @@ def attention_matrices(
         check_memory(sample.num_heads * count, sample.num_tokens, f"rows={count}")
         found.setdefault(name, []).append(sample.attention_matrix(rows=rows))
 
-    _observe(model, batch, layers, observe)
+    observe_batch(model, batch, layers, observe)
     return found
 
 
@@ -85,13 +89,17 @@ class AttentionTracker:
             always the same. Keys are never left out. Ranks are at most this.
         samples: Samples of the probe that matrices are computed for, from its first one on; `None` for all.
         tolerance: Of the numerical rank, see [`numerical_rank`][mhla_hf.analysis.numerical_rank].
+        settle: Steps after which mixing weights that started equal should have left that: a failure signature from
+            then on.
         seed: Seed of the rows that are drawn, and of models that draw numbers themselves.
 
     Attributes:
         history: One row for each record, ready for JSON: `step`, `seconds`, and `layers`, which holds for each layer
             by name its `kind` (`"softmax"`, `"linear"` or `"mhla"`), the means over heads and samples of
             [`attention_statistics`][mhla_hf.analysis.attention_statistics], the `tokens` and `rows` of its matrices,
-            and the `rank_bound`, where there is one. Statistics are `None` where attention is not finite.
+            and the `rank_bound`, where there is one. Statistics are `None` where attention is not finite. Under
+            `signatures` it has the failure signatures of MHLA layers; a warning is logged for the first of each
+            name and layer.
 
     Raises:
         ValueError: If an argument is wrong.
@@ -117,19 +125,22 @@ class AttentionTracker:
         rows: int = DEFAULT_ROWS,
         samples: int | None = None,
         tolerance: float = TOLERANCE,
+        settle: int = 200,
         seed: int = 0,
     ) -> None:
         self.batches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not self.batches or not all(isinstance(one, Mapping) for one in self.batches):
             raise ValueError("batch must hold keyword arguments of the model's forward by name, or be a list of such.")
-        least = {"every": (every, 1), "rows": (rows, 2), **({} if samples is None else {"samples": (samples, 1)})}
+        least = {"every": (every, 1), "rows": (rows, 2), "settle": (settle, 0)}
+        if samples is not None:
+            least["samples"] = (samples, 1)
         for name, (value, minimum) in least.items():
             if not is_integer(value) or value < minimum:
                 raise ValueError(f"{name}={shorten_value(value)} must be a whole number of at least {minimum}.")
         self.heads = None if heads is None else sorted(set(heads))
         if self.heads is not None and not (self.heads and all(is_integer(head) and head >= 0 for head in self.heads)):
             raise ValueError(f"heads={shorten_value(self.heads)} must be numbers of heads, from 0 on.")
-        self.every, self.rows, self.samples, self.seed = every, rows, samples, seed
+        self.every, self.rows, self.samples, self.settle, self.seed = every, rows, samples, settle, seed
         self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
         self.tolerance = check_tolerance(tolerance)
         self.history: list[dict[str, Any]] = []
@@ -153,12 +164,35 @@ class AttentionTracker:
             ValueError: If the model has no attention layer that can be observed, or an option does not suit it.
         """
         began = time.perf_counter()
-        gathered = _Gathered(self)
-        for batch in self.batches:
-            _observe(model, batch, self.layers, gathered.add, self.seed)
-        row = {"step": step, "layers": gathered.layers(), "seconds": round(time.perf_counter() - began, 4)}
+        layers, signatures = self.probe(model, step)
+        told = {(each["name"], each["layer"]) for row in self.history for each in row.get("signatures", ())}
+        for signature in signatures:
+            if (signature.name, signature.layer) not in told:
+                logger.warning("step %d: %s", step, signature)
+        row = {
+            "step": step,
+            "layers": layers,
+            "signatures": [signature.to_dict() for signature in signatures],
+            "seconds": round(time.perf_counter() - began, 4),
+        }
         self.history.append(row)
         return row
+
+    def probe(self, model: nn.Module, step: int = 0) -> tuple[dict[str, dict[str, Any]], list[FailureSignature]]:
+        """Runs the probe, and adds nothing to the history.
+
+        Args:
+            model: As for `record`.
+            step: Likewise.
+
+        Returns:
+            What a row holds of the layers, and the failure signatures.
+        """
+        gathered = _Gathered(self)
+        for batch in self.batches:
+            observe_batch(model, batch, self.layers, gathered.add, self.seed)
+        layers = gathered.layers()
+        return layers, gathered.signatures(layers, bool(getattr(model, "upstream_is_linear", False)), step)
 
     def restore(self, history: Iterable[Mapping[str, Any]], step: int) -> None:
         """Continues a history, as a resumed run does.
@@ -215,6 +249,7 @@ class _Gathered:
         self.facts: dict[str, dict[str, Any]] = {}
         self.values: dict[str, dict[str, list[torch.Tensor]]] = {}
         self.seen: dict[str, int] = {}
+        self.mhla: dict[str, MHLA] = {}
 
     def add(self, name: str, sample: AttentionTokens) -> None:
         tracker = self.tracker
@@ -233,6 +268,10 @@ class _Gathered:
         if bound is not None:
             facts["rank_bound"] = max(facts["rank_bound"] or 0, min(bound, count))
         values = self.values.setdefault(name, {})
+        if isinstance(sample, LayerTokens):
+            self.mhla[name] = sample.mhla
+            for figure, share in probe_figures(sample, heads, rows).items():
+                values.setdefault(figure, []).append(torch.tensor([share], dtype=torch.double))
         for matrix in _matrices(sample, heads, rows):
             if not torch.isfinite(matrix).all():
                 facts["finite"] = False
@@ -242,16 +281,30 @@ class _Gathered:
                 values.setdefault(statistic, []).append(value.flatten().cpu())
 
     def layers(self) -> dict[str, dict[str, Any]]:
-        names = ("rank", "effective_rank", "entropy", "relative_entropy", "top_share", "negative_share")
+        """What the history keeps of each layer."""
         found = {}
         for name, facts in self.facts.items():
-            finite = facts.pop("finite", True)
-            means = {
-                statistic: torch.cat(self.values[name][statistic]).mean().item() if finite else None
-                for statistic in names
+            means: dict[str, float | None] = {
+                figure: torch.cat(values).mean().item() for figure, values in self.values[name].items()
             }
-            found[name] = {"kind": facts["kind"], **means, **facts}
+            if not facts.pop("finite", True):
+                means.update(dict.fromkeys(STATISTICS))
+            found[name] = {"kind": facts["kind"], **{statistic: means.pop(statistic) for statistic in STATISTICS}}
+            found[name].update(facts)
+            found[name].update(means)
         return found
+
+    def signatures(self, layers: Mapping[str, Any], linear: bool, step: int) -> list[FailureSignature]:
+        """Failure signatures of the MHLA layers, each name once for a layer."""
+        found: dict[tuple[str, str], FailureSignature] = {}
+        for name, mhla in self.mhla.items():
+            settled = step >= self.tracker.settle
+            for signature in (
+                *probe_signatures(name, layers[name], linear),
+                *weight_signatures(mhla, name, linear=linear, settled=settled),
+            ):
+                found.setdefault((name, signature.name), signature)
+        return list(found.values())
 
 
 def _bound(sample: AttentionTokens) -> int | None:
@@ -271,47 +324,3 @@ def _matrices(sample: AttentionTokens, heads: Sequence[int], rows: torch.Tensor 
         return
     for head in heads:
         yield sample.attention_matrix(head=head, rows=rows)[None]
-
-
-@torch.no_grad()
-def _observe(
-    model: nn.Module,
-    batch: Batch,
-    layers: str | Iterable[int] | None,
-    observe: Callable[[str, AttentionTokens], None],
-    seed: int = 0,
-) -> None:
-    """Runs a batch, and observes the calls of the model's attention layers. Changes no state but the observer's."""
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
-    modules = attention_modules(model)
-    chosen = parse_layers(layers, len(modules))
-    wanted = {name: module for index, (name, module) in enumerate(modules) if chosen is None or index in chosen}
-    if not wanted:
-        raise ValueError(f"This {type(model).__name__} has no attention layer that can be observed.")
-    reached: set[str] = set()
-
-    def seen(name: str, sample: AttentionTokens) -> None:
-        reached.add(name)
-        observe(name, sample)
-
-    with evaluating(model), _own_random_numbers(model, seed), torch.compiler.set_stance("force_eager"):
-        batch = on_device(batch, model)
-        with recorded_attention(model, wanted, seen):
-            run(trunk_for(model, batch), batch)
-    if not reached:
-        raise ValueError(
-            f"This {type(model).__name__} has no attention layer that can be observed: {shorten_list(wanted)} do not "
-            "compute softmax by torch, and are not MHLA."
-        )
-
-
-@contextmanager
-def _own_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
-    """A context in which random numbers are those of a seed, and after which they go on as if it had not been."""
-    devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices)):
-        torch.random.default_generator.manual_seed(seed)
-        for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield

@@ -34,8 +34,9 @@ def doctor_command(
     """Check a model's directory, or the kernels on this machine.
 
     With MODEL, its files, index, configuration and weights are checked: what is missing, damaged or contradictory,
-    and what to do. Without, versions, the device and the reason why kernels do not run are shown; with --kernels all
-    of them are tested. The exit code is 1 if something is wrong.
+    and what to do. Warnings name layers whose mixing weights show a failure of training, such as uniform-mixing.
+    Without, versions, the device and the reason why kernels do not run are shown; with --kernels all of them are
+    tested. The exit code is 1 if something is wrong, and 0 for warnings.
     """
     hub = given(options, HUB)
     if model is not None:
@@ -53,7 +54,8 @@ def doctor_command(
 def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, Any]) -> None:
     from dataclasses import asdict
 
-    from ..hub.checks import check_directory
+    from ..analysis.diagnosis import directory_signatures
+    from ..hub.checks import Problem, check_directory
     from ..hub.description import describe_directory
     from ..utils.locations import find_directory
 
@@ -61,7 +63,17 @@ def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, A
     problems = check_directory(directory, values=values, progress=True)
     description = describe_directory(directory)
     errors = sum(problem.level == "error" for problem in problems)
-    report = {"source": origin, **description.to_dict(), "problems": [asdict(problem) for problem in problems]}
+    signatures = [] if errors else directory_signatures(directory)
+    problems += [
+        Problem(folder.relative_to(directory).as_posix(), str(signature), "warning")
+        for folder, signature in signatures
+    ]
+    report = {
+        "source": origin,
+        **description.to_dict(),
+        "problems": [asdict(problem) for problem in problems],
+        "failure_signatures": [signature.to_dict() for _, signature in signatures],
+    }
     write_report(json_file, {**report, "errors": errors, "warnings": len(problems) - errors})
     _show_description(description)
     _show_problems(problems)

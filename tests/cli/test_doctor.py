@@ -164,6 +164,23 @@ class TestModel:
         assert "model: LlamaForCausalLM; 2 MHLA, 1 softmax layers; blocks of 8 tokens; " in output
         assert "1 warning." in output
 
+    def test_failure_signatures_are_warnings(self, pipeline, tmp_path):
+        folder = Path(shutil.copytree(pipeline, tmp_path / "copy"))
+        path = folder / "transformer/diffusion_pytorch_model.safetensors"
+        tensors = load_file(path)
+        tensors["blocks.1.attn1.mhla.mixing"].fill_(0.25)
+        save_file(tensors, path, metadata={"format": "pt"})
+        output = run(str(folder), "--json", str(tmp_path / "report.json"))
+        warning, last = output.splitlines()[-2:]
+        assert warning.startswith(
+            "warning transformer: blocks.1.attn1: uniform-mixing: its mixing weights differ from equal ones by 0.00%, "
+        )
+        assert last == "1 warning."
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert report["errors"] == 0 and report["warnings"] == 1
+        (signature,) = report["failure_signatures"]
+        assert (signature["name"], signature["layer"], signature["figure"]) == ("uniform-mixing", "blocks.1.attn1", 0)
+
     @pytest.mark.parametrize(
         "damage",
         [
