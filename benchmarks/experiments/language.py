@@ -21,13 +21,13 @@ TITLES = {
     "linear": "linear",
     "gla": "GLA",
     "mhla": "MHLA",
-    "hybrid": "MHLA, every fourth layer softmax",
+    "hybrid": "hybrid of MHLA and softmax",
     "mhla-locality": "MHLA, locality initialisation",
     "mhla-per-head": "MHLA, mixing weights per head",
-    "mhla-rope-before": "MHLA, RoPE before the feature map",
+    "mhla-rope-before": "MHLA, RoPE before φ",
     "mhla-hedgehog": "MHLA, hedgehog features",
 }
-"""Contestants. `mhla` has uniform initialisation, shared mixing weights, RoPE after the feature map, and ReLU."""
+"""Contestants. `mhla` has uniform initialisation, shared mixing weights, RoPE after the feature map φ, and ReLU."""
 
 CORE = ("softmax", "linear", "gla", "mhla", "hybrid")
 COLORS = {"softmax": "#444444", "linear": "#d95f02", "gla": "#e6ab02", "mhla": "#1f77b4", "hybrid": "#9467bd"}
@@ -43,8 +43,8 @@ _MHLA: dict[str, dict[str, Any]] = {
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {
-        "sizes": {"width": 128, "layers": 4, "heads": 2, "intermediate": 352},
-        "corpus": {"megabytes": 4.0, "held_out_megabytes": 3.0, "vocabulary": 2048, "tokenizer_megabytes": 3.0},
+        "sizes": {"width": 128, "layers": 2, "heads": 2, "intermediate": 352},
+        "corpus": {"megabytes": 7.0, "held_out_megabytes": 3.0, "vocabulary": 2048, "tokenizer_megabytes": 3.0},
         "context": 2048,
         "longest": 16384,
         "batch": 1,
@@ -67,7 +67,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "long_windows": 32,
     },
     "smoke": {
-        "sizes": {"width": 16, "layers": 4, "heads": 2, "intermediate": 32},
+        "sizes": {"width": 16, "layers": 2, "heads": 2, "intermediate": 32},
         "corpus": {"megabytes": 0.2, "held_out_megabytes": 0.05, "vocabulary": 300, "tokenizer_megabytes": 0.1},
         "context": 128,
         "longest": 512,
@@ -117,7 +117,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     core = {name: summary[name] for name in CORE if name in summary}
     context = next(iter(report["cases"].values()))["options"]["context"]
     figure = new_figure(11, 8)
-    (curves, positions), (long, bars) = figure.subplots(2, 2)
+    (curves, positions), (long, contestants) = figure.subplots(2, 2)
     for name, row in core.items():
         style = {"color": COLORS[name], "label": TITLES[name]}
         curves.plot([tokens / 1e6 for tokens in row["loss"]["tokens"]], row["loss"]["bits_per_byte"], **style)
@@ -125,16 +125,20 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
             curve = row[key]
             axis.plot(_middle(curve["edges"]), curve["bits_per_byte"], line, marker="o", markersize=3, **style)
     curves.set(title="Training", xlabel="million tokens", ylabel="bits per byte")
-    positions.set(title=f"Held-out text, context {context:,}", xlabel="tokens before", ylabel="bits per byte")
-    long.set(title="Longer held-out files", xlabel="tokens before", ylabel="bits per byte")
-    long.axvline(context, color="black", linestyle=":", linewidth=1)
+    curves.legend(frameon=False)
+    positions.set(title=f"Held-out text, {context:,} tokens at a time", xlabel="tokens before", ylabel="bits per byte")
+    long.set(
+        title=f"Inside long held-out files; dotted: restarted every {context:,}",
+        xlabel="tokens before",
+        ylabel="bits per byte",
+    )
+    long.axvline(context, color="black", linestyle="--", linewidth=1)
     for axis in (positions, long):
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     for axis in (curves, positions, long):
         axis.grid(alpha=0.3)
-    curves.legend(frameon=False)
-    _draw_contestants(bars, summary)
+    _draw_contestants(contestants, summary)
     save_figure(figure, path)
 
 
@@ -142,6 +146,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """The table of `docs/results.md`."""
     options = next(iter(report["cases"].values()))["options"]
     context, longest = options["context"], options["longest"]
+    on_gpu = report["machine"]["cuda"] is not None
     header = ["attention", "parameters", f"context {context:,}", f"its last {context // 2:,} tokens"]
     for start, end in ((context, longest // 2), (longest // 2, longest)):
         header += [f"tokens {start:,} to {end:,}", "restarted"]
@@ -153,13 +158,16 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
             continue
         cells = [row["held_out_bits_per_byte"], row["last_half"]]
         cells += [row[part][kind] for part in ("to_half", "to_end") for kind in ("whole", "restarted")]
-        minutes = statistics.fmean(row["training_cpu_seconds"]) / 60
+        # Other programs share a CPU, and a process waits for a GPU.
+        minutes = statistics.fmean(row["training_seconds" if on_gpu else "training_cpu_seconds"]) / 60
         rows.append([TITLES[name], f"{row['parameters']:,}", *map(_spread, cells), f"{minutes:.1f} min"])
     return {"language": markdown_table(header, rows)}
 
 
 def _hybrid(layers: int) -> dict[str, Any]:
-    return {"layers": [index for index in range(layers) if index % 4 != 3]}
+    """Softmax in every fourth layer; in the last one if there are fewer."""
+    period = min(4, layers)
+    return {"layers": [index for index in range(layers) if index % period != period - 1]}
 
 
 def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -217,7 +225,8 @@ def _draw_contestants(axis: Any, summary: Mapping[str, Mapping[str, Any]]) -> No
         color = COLORS.get(name, COLORS["mhla"])
         axis.plot(values, [place] * len(values), "o", color=color, alpha=0.8 if name in CORE else 0.45)
         axis.annotate(f"{statistics.fmean(values):.3f}", (max(values), place), (7, -4), textcoords="offset points")
-    axis.set_yticks(range(len(names)), [TITLES[name] for name in names])
+    labels = [TITLES[name].replace(" of ", "\nof ").replace(", ", ",\n").replace("weights ", "") for name in names]
+    axis.set_yticks(range(len(names)), labels, fontsize=9)
     axis.margins(x=0.15)
     axis.grid(alpha=0.3, axis="x")
     axis.set(title="Held-out text, all positions", xlabel="bits per byte")

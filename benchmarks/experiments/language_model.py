@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language models from scratch: making one, training it, and its bits per byte by position."""
+"""Language models from scratch: making one and training it."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import mhla_hf
 from conversion.digits.muon import Muon
@@ -20,15 +18,13 @@ from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.utils.machine import synchronize
 
 from .language_data import Corpus, CorpusOptions, load_corpus
+from .language_evaluation import bits_by_position, long_file_windows, packed_windows, token_losses
 
 
 BLOCK_SIZE = 64
 WARMUP_SHARE = 0.05
 GRADIENT_CLIP = 1.0
 CURVE_POINTS = 50
-
-# Logits of so many tokens are in memory at a time when a model is evaluated.
-_HEAD_TOKENS = 4096
 
 
 def language_case(
@@ -73,8 +69,8 @@ def language_case(
     Returns:
         The figures, or only `skipped` with the reason if flash-linear-attention or a GPU is missing.
     """
-    if attention == "gla" and (find_spec("fla") is None or device.type != "cuda"):
-        return {"skipped": "needs a GPU and flash-linear-attention (pip install flash-linear-attention)"}
+    if attention == "gla" and (reason := _no_gla(device)):
+        return {"skipped": reason}
     data = load_corpus(work, CorpusOptions(**corpus))
     options = {} if attention != "mhla" else mhla_options(context, **mhla)
     model = make_model(attention, options, vocabulary=len(data.token_bytes), context=context, seed=seed, **sizes)
@@ -143,7 +139,8 @@ def make_model(
     if attention == "gla":
         from fla.models import GLAConfig, GLAForCausalLM
 
-        return GLAForCausalLM(GLAConfig(**sizes, num_heads=heads, norm_eps=1e-6, fuse_cross_entropy=False))
+        # Keys and queries have half the width, as in the GLA paper.
+        return GLAForCausalLM(GLAConfig(**sizes, num_heads=max(1, heads // 2), norm_eps=1e-6))
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
@@ -208,17 +205,6 @@ def make_optimizers(model: Any, rates: Mapping[str, float]) -> list[torch.optim.
     ]
 
 
-def token_losses(model: Any, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cross-entropy of each token after the first, `[B, T - 1]`, float32; matrix products are in `dtype`."""
-    with torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32):
-        hidden = model.model(input_ids=tokens[:, :-1], use_cache=False)[0].flatten(0, 1)
-        parts = [
-            F.cross_entropy(model.lm_head(part).float(), targets, reduction="none")
-            for part, targets in zip(hidden.split(_HEAD_TOKENS), tokens[:, 1:].flatten().split(_HEAD_TOKENS))
-        ]
-    return torch.cat(parts).view(tokens.shape[0], -1)
-
-
 def training_batch(tokens: np.ndarray, context: int, batch: int, seed: int, step: int) -> torch.Tensor:
     """The texts of a step, int64 `[batch, context + 1]`: every token is seen once before any is seen twice."""
     places = (len(tokens) - 1) // context
@@ -232,82 +218,23 @@ def training_batch(tokens: np.ndarray, context: int, batch: int, seed: int, step
     return torch.from_numpy(np.stack(rows))
 
 
-def packed_windows(data: Corpus, context: int, count: int) -> list[np.ndarray]:
-    """Held-out texts of `context + 1` tokens, spread over all held-out files one after another, as in training."""
-    end = np.zeros(1, dtype=np.uint16)
-    stream = np.concatenate([part for tokens in data.held_out for part in (end, tokens)])
-    places = (len(stream) - 1) // context
-    chosen = np.unique(np.linspace(0, places - 1, min(count, places)).astype(int))
-    return [stream[place * context : (place + 1) * context + 1] for place in chosen]
-
-
-def long_file_windows(data: Corpus, length: int, count: int) -> list[np.ndarray]:
-    """Texts of `length + 1` tokens from the inside of held-out files that are long enough, one from each.
-
-    They begin anywhere in their files, so that a token's position in the text says nothing about its place in the
-    file.
-    """
-    long_enough = [tokens for tokens in data.held_out if len(tokens) > length]
-    windows = []
-    for number, tokens in enumerate(long_enough[:count]):
-        start = stable_seed("language", "long", number) % (len(tokens) - length)
-        windows.append(tokens[start : start + length + 1])
-    return windows
-
-
-def position_edges(length: int) -> list[int]:
-    """Ends of buckets of positions, each twice as far as the one before: 16, 32, ... up to `length`."""
-    edges = [min(16, length)]
-    while edges[-1] < length:
-        edges.append(min(2 * edges[-1], length))
-    return edges
-
-
-@torch.no_grad()
-def bits_by_position(
-    model: Any,
-    texts: Sequence[np.ndarray],
-    token_bytes: np.ndarray,
-    *,
-    dtype: torch.dtype,
-    restart: int | None = None,
-) -> dict[str, Any]:
-    """Bits per byte of texts of equal length, by the number of tokens before the predicted one.
-
-    Args:
-        model: A language model in evaluation mode.
-        texts: Tokens of each text, one more than are predicted.
-        token_bytes: Bytes of each token of the vocabulary.
-        dtype: Dtype of matrix products.
-        restart: Let the model see no more than a text's tokens since the last multiple of this number.
-
-    Returns:
-        `bits_per_byte` over all; `edges`, the ends of buckets of positions; `bits` and `bytes` in each bucket.
-    """
-    length = len(texts[0]) - 1
-    piece = length if restart is None else restart
-    edges = position_edges(length)
-    bits, size = np.zeros(len(edges)), np.zeros(len(edges), dtype=np.int64)
-    bucket = np.searchsorted(edges, np.arange(1, length + 1))
-    for text in texts:
-        pieces = np.stack([text[start : start + piece + 1] for start in range(0, length, piece)])
-        losses = token_losses(model, torch.from_numpy(pieces.astype(np.int64)).to(model.device), dtype)
-        bits += np.bincount(bucket, losses.double().cpu().numpy().ravel() / math.log(2), minlength=len(edges))
-        size += np.bincount(bucket, token_bytes[text[1:]], minlength=len(edges)).astype(np.int64)
-    return {
-        "bits_per_byte": float(bits.sum() / size.sum()),
-        "edges": edges,
-        "bits": [round(float(value), 2) for value in bits],
-        "bytes": size.tolist(),
-    }
-
-
 def loss_curve(bits: Sequence[float], tokens: int) -> dict[str, list[float]]:
     """Means of consecutive steps: `bits_per_byte`, and the number of `tokens` that each ends at."""
     steps = -(-len(bits) // CURVE_POINTS)
     parts = [bits[start : start + steps] for start in range(0, len(bits), steps)]
     ends = np.cumsum([len(part) for part in parts]) * tokens
     return {"tokens": ends.tolist(), "bits_per_byte": [round(float(np.mean(part)), 4) for part in parts]}
+
+
+def _no_gla(device: torch.device) -> str | None:
+    """Why the GLA model cannot run; `None` if it can."""
+    if device.type != "cuda":
+        return "not run: needs a GPU"
+    try:
+        from fla.models import GLAForCausalLM  # noqa: F401
+    except ImportError as error:
+        return f"not run: flash-linear-attention cannot be imported ({error})"
+    return None
 
 
 def _order(places: int, seed: int, epoch: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.experiments import language_data
+from benchmarks.experiments import language, language_data
 from benchmarks.experiments.language_data import (
     CorpusOptions,
     is_held_out,
@@ -24,17 +24,14 @@ from benchmarks.experiments.language_data import (
     train_tokenizer,
     unique_texts,
 )
-from benchmarks.experiments.language_model import (
+from benchmarks.experiments.language_evaluation import (
     bits_by_position,
     long_file_windows,
-    loss_curve,
-    make_model,
-    mhla_options,
     packed_windows,
     position_edges,
     token_losses,
-    training_batch,
 )
+from benchmarks.experiments.language_model import loss_curve, make_model, mhla_options, training_batch
 
 
 OPTIONS = CorpusOptions(megabytes=None, held_out_megabytes=1.0, vocabulary=300, tokenizer_megabytes=0.02)
@@ -223,6 +220,20 @@ def test_losses_are_those_of_transformers():
         expected = model()(tokens, labels=tokens).loss
     assert losses.shape == (2, 69)
     torch.testing.assert_close(losses.mean(), expected)
+
+
+def test_gla_needs_a_gpu(tmp_path):
+    case = language.cases("gpu")["gla/0"]
+    figures = case.run(torch.device("cpu"), tmp_path)
+    assert figures == {"skipped": "not run: needs a GPU"}
+    summary = language.summarize({"gla/0": figures, "gla/1": figures})
+    report = {"summary": summary, "cases": {"gla/0": {"options": case.options}}, "machine": {"cuda": None}}
+    assert "| GLA | not run: needs a GPU |" in language.tables(report)["language"]
+
+
+def test_hybrids_have_softmax_in_every_fourth_layer():
+    assert language.cases("gpu")["hybrid/0"].options["mhla"] == {"layers": [0, 1, 2, 4, 5, 6, 8, 9, 10]}
+    assert language.cases("cpu")["hybrid/0"].options["mhla"] == {"layers": [0]}
 
 
 def test_loss_curve():
