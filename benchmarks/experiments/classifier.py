@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of transformers' DeiT on digits at random places, which the experiments about classification share.
 
-A scan of scikit-learn's digits is enlarged to a random size and put at a random place of a black image, so that a
-model has to find the digit first and then relate its parts to one another; every patch of four pixels is a token.
 Contestants of a seed start from the same weights and see the same images in the same order.
 """
 
@@ -10,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,61 +18,19 @@ from torch import nn
 
 from conversion.digits.muon import Muon
 from mhla_hf import convert
-from mhla_hf.analysis import mean_distance, mixing_summary
+from mhla_hf.analysis import AttentionTracker, mean_distance, mixing_summary
 from mhla_hf.benchmarks.measuring import peak_memory
 from mhla_hf.layers import MHLA
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.data.digits import load_scans
 from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
+
+from .digit_canvases import DigitCanvases
 
 
 NUM_CLASSES = 10
 GRADIENT_CLIP = 1.0
-EVALUATION_BATCH = 64
 SMALL_MIXING = 20
 """Blocks up to which mixing weights are kept in reports, the one of class and distillation token included."""
-
-
-class DigitCanvases:
-    """Digits of random size at random places of black images.
-
-    Args:
-        split: `"train"` or `"held_out"`; no scan is in both.
-        image_size: Side of an image in pixels.
-        digit_sizes: Sides in pixels that scans are enlarged to, one of them drawn for each image.
-    """
-
-    def __init__(self, split: str, image_size: int, digit_sizes: Sequence[int]) -> None:
-        self.split, self.image_size, self.digit_sizes = split, image_size, tuple(digit_sizes)
-        self.scans = {size: load_scans(split, size)[0] for size in self.digit_sizes}
-        self.labels = load_scans(split, self.digit_sizes[0])[1]
-
-    def training_batch(self, count: int, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images of one step, a function of seed and step alone, and their digits.
-
-        Returns:
-            `[count, 1, image_size, image_size]` float32 in -1..1, and `[count]`.
-        """
-        random = np.random.default_rng([stable_seed(seed, "canvases", step)])
-        return self._images(random.integers(len(self.labels), size=count), random)
-
-    def probe(self, count: int) -> torch.Tensor:
-        """Images `[count, 1, image_size, image_size]` of the first scans, always the same."""
-        return self._images(np.arange(count), np.random.default_rng([0]))[0]
-
-    def evaluation_batches(self, copies: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Every scan at `copies` places, always the same, in batches."""
-        random = np.random.default_rng([0])
-        images, labels = self._images(np.tile(np.arange(len(self.labels)), copies), random)
-        yield from zip(images.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True)
-
-    def _images(self, chosen: np.ndarray, random: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        images = np.full((len(chosen), 1, self.image_size, self.image_size), -1.0, dtype=np.float32)
-        for image, index in zip(images[:, 0], chosen, strict=True):
-            size = int(random.choice(self.digit_sizes))
-            row, column = random.integers(self.image_size - size + 1, size=2)
-            image[row : row + size, column : column + size] = self.scans[size][index] * 2 - 1
-        return torch.from_numpy(images), torch.from_numpy(self.labels[chosen]).long()
 
 
 def make_classifier(
@@ -142,11 +98,25 @@ def make_optimizers(
             others.append(parameter)
     groups = [{"params": others, "peak_lr": learning_rate}]
     if mixing:
-        groups.append({"params": mixing, "peak_lr": mixing_learning_rate})
+        groups.append({"params": mixing, "peak_lr": mixing_learning_rate / mixing[0].shape[-1]})
     return [
         Muon([{"params": matrices, "peak_lr": matrix_learning_rate}], weight_decay=0.0),
         torch.optim.AdamW(groups, weight_decay=0.0),
     ]
+
+
+def train_classifiers_case(*, seeds: Sequence[int], device: torch.device, **options: Any) -> dict[str, Any]:
+    """Trains a classifier with each of some seeds.
+
+    Args:
+        seeds: The seeds.
+        device: Device to train on.
+        **options: See [`train_classifier_case`].
+
+    Returns:
+        `runs`, what that returns for each seed.
+    """
+    return {"runs": [train_classifier_case(seed=seed, device=device, **options) for seed in seeds]}
 
 
 def train_classifier_case(
@@ -159,14 +129,14 @@ def train_classifier_case(
     batch_size: int = 16,
     image_size: int = 56,
     patch_size: int = 4,
-    digit_sizes: Sequence[int] = (36, 40, 44),
+    digit_sizes: Sequence[int] = (40, 44, 48),
     layers: int = 3,
     hidden_size: int = 64,
     heads: int = 2,
     mlp_ratio: float = 2.0,
     matrix_learning_rate: float = 8e-3,
     learning_rate: float = 4e-3,
-    mixing_learning_rate: float = 4e-3,
+    mixing_learning_rate: float = 3e-2,
     warmup_steps: int = 20,
     held_out_copies: int = 4,
     track_every: int = 0,
@@ -186,7 +156,7 @@ def train_classifier_case(
         digit_sizes: See [`DigitCanvases`].
         matrix_learning_rate: Peak learning rate of Muon, which trains the matrices of the transformer blocks.
         learning_rate: Peak learning rate of AdamW, which trains the rest.
-        mixing_learning_rate: That of the mixing weights, by AdamW too.
+        mixing_learning_rate: That of the mixing weights, by AdamW too, relative to their mean of one over the blocks.
         warmup_steps: Steps in which all rise to the peak; then they fall to zero along a cosine.
         held_out_copies: Places at which every held-out scan is shown in the end; half-way tests show it at one.
         track_every: Steps from one record of attention statistics and accuracy to the next; 0 for none.
@@ -220,8 +190,6 @@ def train_classifier_case(
     optimizers = make_optimizers(model, matrix_learning_rate, learning_rate, mixing_learning_rate)
     tracker = None
     if track_every:
-        from mhla_hf.analysis import AttentionTracker
-
         tracker = AttentionTracker({"pixel_values": held_out.probe(probe_images)}, every=track_every)
     accuracies: list[dict[str, float]] = []
 
@@ -252,8 +220,13 @@ def train_classifier_case(
         "attention": [] if tracker is None else tracker.history,
         "mixing": mixing_figures(model),
         "step_milliseconds": 1e3 * statistics.median(times),
-        "peak_memory_bytes": peak_memory(lambda: _loss(model, images, labels).backward(), device),
+        "peak_memory_bytes": peak_memory(lambda: training_loss(model, images, labels).backward(), device),
     }
+
+
+def training_loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over a batch."""
+    return F.cross_entropy(model(pixel_values=images).logits, labels)
 
 
 def take_step(
@@ -264,7 +237,7 @@ def take_step(
     Returns:
         The loss.
     """
-    loss = _loss(model, images, labels)
+    loss = training_loss(model, images, labels)
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss.backward()
@@ -314,7 +287,3 @@ def mixing_figures(model: nn.Module) -> list[dict[str, Any]]:
                 }
             )
     return figures
-
-
-def _loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(pixel_values=images).logits, labels)

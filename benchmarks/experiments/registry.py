@@ -9,6 +9,10 @@ from .experiment import Experiment
 
 
 _MODULES: dict[str, str] = {
+    "rank": "rank",
+    "blocks": "blocks",
+    "initialization": "initialization",
+    "auxiliary": "auxiliary",
     "language": "language",
     "recall": "recall",
     "needle": "needle",
