@@ -42,9 +42,9 @@ HELD_OUT_BYTES = 400_000
 
 
 def prepare(directory: Path, megabytes: float) -> tuple[PreTrainedTokenizerFast, torch.Tensor]:
-    """Tokenizer and training tokens, kept in the directory with `held_out.txt`."""
+    """Tokenizer and `held_out.txt`, kept in the directory, and training tokens, kept beside it."""
     options = CorpusOptions(megabytes=megabytes, vocabulary=VOCABULARY, tokenizer_megabytes=megabytes / 4)
-    corpus = load_corpus(directory, options)
+    corpus = load_corpus(directory.with_name(f"{directory.name}-corpus"), options)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, eos_token=END, bos_token=END, pad_token=END)
     tokenizer.save_pretrained(directory)
     with atomic_file(directory / "held_out.txt") as temporary:
