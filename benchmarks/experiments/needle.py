@@ -15,7 +15,7 @@ from mhla_hf.utils.figures import new_figure, save_figure
 from .documentation import markdown_table
 from .experiment import Case, Experiment
 from .recall_models import ATTENTION, LABELS, build_model, correct_answers, smoothed, train_model
-from .recall_tasks import Questions, generator_for, needle_questions
+from .recall_tasks import Questions, generator_for, needle_questions, size_of_step
 
 
 NAMES = ("softmax", "hybrid", "window", "mhla", "hedgehog", "linear")
@@ -75,14 +75,14 @@ def train_needle_case(
     test_sequences: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Trains one model on contexts of some lengths in turn, and tests it on others.
+    """Trains one model on short contexts first and then on all lengths in turn, and tests it on longer ones too.
 
     Args:
         mhla: Options of MHLA; `None` for softmax.
         frozen_mixing: Whether the mixing weights stay as they are.
         seed: Of weights and data.
         needles: Needles of a context; in tests one in each part of it.
-        lengths: Tokens of a context in training.
+        lengths: Tokens of a context in training, ascending.
         test_lengths: Tokens of a context in tests.
         width: Width of the model.
         heads: Its attention heads.
@@ -100,7 +100,7 @@ def train_needle_case(
     ).to(device)
 
     def questions(step: int) -> Questions:
-        length = lengths[step % len(lengths)]
+        length = size_of_step(lengths, step, steps)
         return needle_questions(max(1, step_tokens // length), needles, length, generator_for(seed, step))
 
     losses = train_model(model, questions, steps, device)

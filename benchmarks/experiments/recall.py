@@ -23,7 +23,7 @@ from .recall_models import (
     smoothed,
     train_model,
 )
-from .recall_tasks import Questions, generator_for, recall_questions
+from .recall_tasks import Questions, generator_for, recall_questions, size_of_step
 
 
 MAIN = ("softmax", "hybrid", "window", "mhla", "hedgehog", "linear")
@@ -75,13 +75,13 @@ def train_recall_case(
     test_tokens: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Trains one model on all numbers of pairs in turn, and tests it on each.
+    """Trains one model on few pairs first and then on all numbers of pairs in turn, and tests it on each.
 
     Args:
         mhla: Options of MHLA; `None` for softmax.
         frozen_mixing: Whether the mixing weights stay as they are.
         seed: Of weights and data.
-        sizes: Numbers of pairs, each with the tokens of a sequence.
+        sizes: Numbers of pairs, ascending, each with the tokens of a sequence.
         width: Width of the model.
         heads: Its attention heads.
         steps: Steps of the training.
@@ -97,7 +97,7 @@ def train_recall_case(
     model.to(device)
 
     def questions(step: int) -> Questions:
-        pairs, length = sizes[step % len(sizes)]
+        pairs, length = size_of_step(sizes, step, steps)
         return recall_questions(max(1, step_tokens // length), pairs, length, generator_for(seed, step))
 
     losses = train_model(model, questions, steps, device)
@@ -159,7 +159,7 @@ def _plot(report: Mapping[str, Any], path: Path) -> None:
         panel.legend(fontsize=8, loc="lower left")
     for name in MAIN:
         panels[2].plot(*zip(*report["summary"][name]["losses"]), color=COLORS[name], linewidth=1.3)
-    panels[2].set(title="training, all numbers of pairs in turn", xlabel="step", ylabel="loss")
+    panels[2].set(title="training, from few pairs to many", xlabel="step", ylabel="loss")
     for panel in panels:
         panel.grid(alpha=0.25)
     save_figure(figure, path)

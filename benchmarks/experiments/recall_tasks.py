@@ -9,7 +9,9 @@ Shape letters: B sequences, T tokens, P pairs, each of which is asked once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,6 +48,20 @@ class Questions:
 def generator_for(seed: int, step: int) -> torch.Generator:
     """Random numbers of one step of a training with some seed."""
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
+
+
+def size_of_step(sizes: Sequence[Any], step: int, steps: int) -> Any:
+    """The size of a step's task: the first for a quarter of the steps, the first two until 40 %, then all in turn.
+
+    Attention finds out how to match keys from few pairs far sooner than from many.
+
+    Args:
+        sizes: From easy to hard.
+        step: The step, from 0.
+        steps: Steps of the training.
+    """
+    count = 1 if step < 0.25 * steps else 2 if step < 0.4 * steps else len(sizes)
+    return sizes[:count][step % min(count, len(sizes))]
 
 
 def recall_questions(num_sequences: int, num_pairs: int, length: int, generator: torch.Generator) -> Questions:

@@ -14,6 +14,7 @@ from benchmarks.experiments.recall_tasks import (
     generator_for,
     needle_questions,
     recall_questions,
+    size_of_step,
 )
 
 
@@ -88,6 +89,13 @@ def test_needles_are_asked_at_the_end():
     made = needle_questions(8, 4, 64, generator_for(0, 0))
     assert (made.asked_at >= 64 - 8).all() and (made.given_at < 64 - 8).all()
     assert len({tuple(sorted(places)) for places in made.asked_at.tolist()}) == 1
+
+
+def test_training_starts_with_the_easiest_sizes():
+    chosen = [size_of_step("abcd", step, 100) for step in range(100)]
+    assert set(chosen[:25]) == {"a"} and set(chosen[25:40]) == {"a", "b"}
+    assert all(chosen[40:].count(size) == 15 for size in "abcd")
+    assert {size_of_step("a", step, 10) for step in range(10)} == {"a"}
 
 
 @pytest.mark.parametrize("task", TASKS)
