@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the presets: parameters, and multiply-adds with softmax, linear attention and MHLA.
+"""Sizes of the presets: parameters, and multiply-adds with their own attention, linear attention and MHLA.
 
 python -m benchmarks.presets            # prints all tables
 python -m benchmarks.presets --write    # replaces those of docs/presets.md
+
+Models are built on the meta device, so that nothing is allocated. Multiply-adds are those of matrix products and
+convolutions in a forward pass for one text, image or video, as torch's flop counter sees them.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from mhla_hf import from_preset
+from mhla_hf import MHLA, from_preset
+from mhla_hf.benchmarks.shapes import OperatorShape
 from mhla_hf.presets import PRESETS
 
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 
 WAN_LATENTS = (21, 60, 100)
 """Latent frames, height and width of 81 frames of 480 × 800."""
@@ -29,8 +43,7 @@ def make_model(name: str, mhla: Any = None, **overrides: Any) -> nn.Module:
     made = from_preset(name, mhla=mhla, **overrides)
     if isinstance(made, nn.Module):
         return made
-    head = {"LlamaConfig": "LlamaForCausalLM", "DeiTConfig": "DeiTForImageClassification"}[PRESETS[name].model]
-    return getattr(transformers, head)._from_config(made)
+    return getattr(transformers, made.architectures[0])._from_config(made)
 
 
 def example_inputs(
@@ -62,3 +75,191 @@ def example_inputs(
     else:
         inputs["class_labels"] = torch.randint(config.num_embeds_ada_norm, (1,), device=model.device)
     return inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Size of a preset.
+
+    Attributes:
+        tokens: Tokens of its self-attention.
+        blocks: M, prefix tokens' block included.
+        parameters: With its own attention, and with MHLA.
+        copies: Parameters that are further copies of an embedding, one in every layer: those of diffusers' DiT.
+        operations: Multiply-adds with its own attention, with linear attention, and with MHLA.
+    """
+
+    tokens: int
+    blocks: int
+    parameters: tuple[int, int]
+    copies: int
+    operations: tuple[int, int, int]
+
+
+@cache
+def size_of(name: str) -> Size:
+    """Measures a preset.
+
+    Linear attention has one block and neither convolution nor gate, in the layers that are MHLA; causal linear
+    attention has the chunks of MHLA. Of causal attention, only the pairs of tokens and of chunks that look back count.
+
+    Args:
+        name: Name of the preset.
+    """
+    with torch.device("meta"):
+        own, mhla = make_model(name, mhla=False), make_model(name)
+    shape, layers = operator_shape(mhla), len(mhla_layers(mhla))
+    softmax, linear = (shape.flops(family, backward=False) // 2 for family in ("softmax", "linear"))
+    operations = multiply_adds(own) - layers * pairs_ahead(shape, "softmax")
+    is_linear = type(own).__name__.startswith("Sana")
+    return Size(
+        tokens=shape.tokens,
+        blocks=shape.layout().num_blocks,
+        parameters=(_parameters(own), _parameters(mhla)),
+        copies=_copies(own),
+        operations=(
+            operations,
+            operations if is_linear else operations - layers * (softmax - linear),
+            multiply_adds(mhla) - layers * pairs_ahead(shape, "mhla"),
+        ),
+    )
+
+
+def multiply_adds(model: nn.Module) -> int:
+    """Counts the multiply-adds of a forward pass."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**example_inputs(model))
+    return counter.get_total_flops() // 2
+
+
+def operator_shape(model: nn.Module) -> OperatorShape:
+    """The problem that one MHLA layer of a preset's model solves."""
+    layer = mhla_layers(model)[0]
+    config: Any = model.config
+    if layer.config.causal:
+        grid, chunk = (config.max_position_embeddings,), layer.config.block_size
+    else:
+        size = config.get("sample_size") if hasattr(config, "get") else config.image_size
+        frames, height, width = WAN_LATENTS if size is None else (1, size, size)
+        patch = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[-1]
+        grid, chunk = (frames * (height // patch) * (width // patch) + layer.num_prefix_tokens,), None
+    return OperatorShape(
+        name="",
+        group="",
+        batch=1,
+        heads=layer.num_heads,
+        width=layer.head_dim,
+        grid=grid,
+        blocks=None if chunk else (layer.mixing.shape[-1],),
+        chunk=chunk[0] if chunk else None,
+    )
+
+
+def mhla_layers(model: nn.Module) -> list[MHLA]:
+    """The MHLA modules of a model."""
+    return [module for module in model.modules() if isinstance(module, MHLA)]
+
+
+def pairs_ahead(shape: OperatorShape, family: str) -> int:
+    """Multiply-adds of causal attention in plain torch that are masked out, and that kernels leave out."""
+    if shape.chunk is None:
+        return 0
+    if family == "softmax":
+        return shape.rows * shape.tokens**2 * shape.width
+    mixing = shape.rows * shape.layout().num_blocks ** 2 * shape.width**2 // 2
+    return shape.rows * shape.tokens * shape.chunk * shape.width + mixing
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _copies(model: nn.Module) -> int:
+    """Parameters of all timestep and class embeddings of a DiT but one."""
+    embeddings = [module for key, module in model.named_modules() if key.endswith(".norm1.emb")]
+    return sum(map(_parameters, embeddings[1:]))
+
+
+def size_table() -> str:
+    """A table of all sizes, in Markdown."""
+    titles = ["preset", "tokens", "M", "parameters", "with MHLA", "GMACs", "linear", "MHLA", "published"]
+    lines = [_row(*titles), "|---" * len(titles) + "|"]
+    for name, preset in PRESETS.items():
+        size = size_of(name)
+        parameters = [_millions(count, size.copies) for count in size.parameters]
+        operations = [_thousands(count) for count in size.operations]
+        if operations[1] == operations[0]:
+            operations[1] = "as it is"
+        cells = [f"{size.tokens:,}", str(size.blocks), *parameters, *operations, preset.published]
+        lines.append(_row(f"`{name}`", *cells))
+    return "\n".join(lines)
+
+
+def _millions(count: int, copies: int) -> str:
+    text = f"{count / 1e6:,.1f}M"
+    return f"{text} ({(count - copies) / 1e6:,.1f}M)" if copies else text
+
+
+def _thousands(count: int) -> str:
+    digits = max(0, 2 - int(math.log10(count / 1e9)))
+    return f"{count / 1e9:,.{digits}f}"
+
+
+def source_table() -> str:
+    """A table of where the options of each preset come from, in Markdown."""
+    lines = ["| preset | the paper states | its code states | chosen here |", "|---|---|---|---|"]
+    entries = {name: (preset.paper, preset.code, preset.chosen) for name, preset in PRESETS.items()}
+    return "\n".join([*lines, *_grouped(entries)])
+
+
+def option_table() -> str:
+    """A table of the MHLA options of each preset, in Markdown."""
+    entries = {}
+    for name, preset in PRESETS.items():
+        options = ", ".join(f"`{option}={_written(value)}`" for option, value in preset.mhla.items())
+        if preset.softmax_every is not None:
+            options += f"; every {preset.softmax_every}rd layer, from the first on, stays softmax"
+        entries[name] = (f"`{preset.model}`", options)
+    return "\n".join(["| preset | made from | MHLA options |", "|---|---|---|", *_grouped(entries)])
+
+
+def _grouped(entries: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Rows with the names of all presets that have the same cells."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in entries.items():
+        rows.setdefault(cells, []).append(f"`{name}`")
+    return [_row(", ".join(names), *cells) for cells, names in rows.items()]
+
+
+def _written(value: Any) -> str:
+    return repr(tuple(value)) if isinstance(value, list) else repr(value).replace("'", '"')
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"sizes": size_table, "options": option_table, "sources": source_table}
+"""Tables of the page, by the name in their markers."""
+
+_MARKED = re.compile(r"(<!-- presets: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
+    """Text with what is between markers, `<!-- presets: NAME -->` and `<!-- end -->`, replaced by tables."""
+    return _MARKED.sub(lambda match: f"{match[1]}\n{sections[match[2]]()}\n\n{match[3]}", text)
+
+
+def main() -> None:
+    """Prints or writes all tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the tables of docs/presets.md")
+    if parser.parse_args().write:
+        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    for name, table in SECTIONS.items():
+        print(f"\n{name}\n\n{table()}")
+
+
+if __name__ == "__main__":
+    main()

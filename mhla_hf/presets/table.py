@@ -61,6 +61,7 @@ def _deit(size: str, width: int, heads: int, published: str) -> Preset:
             "image_size": 256,
             "patch_size": 16,
             "num_labels": 1000,
+            "architectures": ["DeiTForImageClassification"],
         },
         mhla={"blocks": [4, 4], "lepe_kernel": 3, "feature_map_eps": 1e-6},
         paper="M = 16, for which images of 224 pixels are padded to 256; the normaliser; the linear start of the"
@@ -84,6 +85,7 @@ def _vlt(size: str, width: int, layers: int, side: int, pixels: int, published: 
             "image_size": pixels,
             "patch_size": 16,
             "num_labels": 1000,
+            "architectures": ["DeiTForImageClassification"],
         },
         mhla={"blocks": [side, side], "lepe_kernel": 5, "output_gate": True, "feature_map_eps": 1e-6},
         paper="M = 49 and 16; padding to 256 pixels for M = 16; the normaliser; the linear start of the mixing"
@@ -208,6 +210,7 @@ PRESETS: dict[str, Preset] = {
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": True,
+            "architectures": ["LlamaForCausalLM"],
         },
         mhla={
             "causal": True,

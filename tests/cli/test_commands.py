@@ -18,6 +18,7 @@ from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.cli import errors
 from mhla_hf.cli.main import app
 from mhla_hf.models.registry import TransformersFamily
+from mhla_hf.presets import PRESETS
 from tests import GOLDEN, ROOT, tiny
 
 
@@ -108,6 +109,14 @@ def test_models():
     assert {"upstream": "WanTransformer3DModel", "mhla_class": "MHLAWanTransformer3DModel"}.items() <= listed[
         0
     ].items()
+
+
+def test_models_lists_presets():
+    output = run("models", "--presets").output
+    listed = json.loads(run("models", "--presets", "--json").output)
+    assert [entry["name"] for entry in listed] == list(PRESETS)
+    assert all(name in output for name in PRESETS)
+    assert listed[0]["mhla"]["blocks"] == [4, 4]
 
 
 def test_convert_with_every_option(pipeline_dir, tmp_path):

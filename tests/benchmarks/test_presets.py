@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of the presets: against published ones, against the formula of the operator, and in the documentation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.presets import PAGE, make_model, mhla_layers, operator_shape, size_of, with_tables
+from mhla_hf.presets import PRESETS
+
+
+# Millions of parameters and billions of multiply-adds of the softmax model, as published; see docs/presets.md. DeiT's
+# are of 224 pixels, and the language model's with gates.
+PUBLISHED = {
+    "deit-t": (5.7, None),
+    "deit-s": (22, None),
+    "dit-s-2-256": (33, 6.06),
+    "dit-b-2-256": (130, 23.01),
+    "dit-l-2-256": (458, 80.71),
+    "dit-xl-2-256": (675, 118.64),
+    "dit-xl-2-512": (675, 524.60),
+    "sana-0.6b": (590, None),
+    "wan2.1-1.3b": (1420, None),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    parameters, operations = PUBLISHED[name]
+    size = size_of(name)
+    assert (size.parameters[0] - size.copies) / 1e6 == pytest.approx(parameters, rel=0.02)
+    if operations is not None:
+        assert size.operations[0] / 1e9 == pytest.approx(operations, rel=1e-3)
+
+
+def test_models_that_have_gates_are_as_large_with_them():
+    for name, parameters in (("mhla-lm-340m", 340), ("vlt-t", 15), ("vlt-s", 26), ("deit-t", 5.7)):
+        assert size_of(name).parameters[1] / 1e6 == pytest.approx(parameters, rel=0.05)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_counted_operations_follow_the_formula(name):
+    size = size_of(name)
+    with torch.device("meta"):
+        model = make_model(name)
+    shape, layers = operator_shape(model), mhla_layers(model)
+    assert (size.tokens, size.blocks) == (shape.tokens, layers[0].mixing.shape[-1])
+    linear, mhla = (len(layers) * shape.flops(family, backward=False) // 2 for family in ("linear", "mhla"))
+    width = shape.heads * shape.width
+    gate = width**2 if layers[0].gate is not None else 0
+    convolution = width * layers[0].config.lepe_kernel ** 2 if layers[0].lepe is not None else 0
+    counted = size.operations[2] - (size.operations[1] - linear) - len(layers) * size.tokens * (gate + convolution)
+    # The formula leaves out normalisers, and blocks that are padded.
+    assert counted == pytest.approx(mhla, rel=0.05)
+
+
+def test_the_documentation_has_the_tables():
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_tables(text) == text, "run: python -m benchmarks.presets --write"
