@@ -9,14 +9,17 @@ Each runs in a temporary directory and a kernel of its own. A notebook that fail
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from PIL import Image
 
 from mhla_hf.utils.files import atomic_file
 
@@ -54,9 +57,21 @@ def execute(path: Path, directory: Path, environment: Mapping[str, str] | None =
     # Figures go into the notebook. tqdm warns where there are no widgets.
     variables |= {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONWARNINGS": "ignore:IProgress"}
     client.execute(env=variables)
+    shrink_pictures(notebook)
     # The kernel's version says nothing about the notebook.
     notebook.metadata = {"kernelspec": _KERNEL, "language_info": {"name": "python"}, "executed": source_hash(notebook)}
     return notebook
+
+
+def shrink_pictures(notebook: nbformat.NotebookNode) -> None:
+    """Gives pictures a palette of 128 colours, which takes half the bytes or less."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                picture = Image.open(BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
+                with BytesIO() as file:
+                    picture.quantize(128, dither=Image.Dither.NONE).save(file, format="png", optimize=True)
+                    output.data["image/png"] = base64.b64encode(file.getvalue()).decode()
 
 
 def source_hash(notebook: nbformat.NotebookNode) -> str:

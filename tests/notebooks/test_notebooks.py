@@ -15,7 +15,7 @@ from tests import ROOT
 
 MAX_BYTES = 400_000
 # Pictures of each, at least.
-FIGURES = {"1_quick_start": 4}
+FIGURES = {"1_quick_start": 4, "2_convert_and_fine_tune_a_video_model": 2, "4_looking_inside": 7}
 # Something that only this machine has, or a progress bar.
 _NOISE = re.compile(r"/(home|root|tmp|Users|work|var)/|[A-Z]:\\|site-packages|\dit/s|s/it|%\|")
 
