@@ -15,7 +15,16 @@ from mhla_hf.benchmarks.measuring import peak_memory, time_in_rounds
 from mhla_hf.utils.figures import new_figure, save_figure
 
 from .classifier import NUM_CLASSES, make_classifier, training_loss
-from .classifier_variants import COLORS, attention_mean, classifier_cases, common_figures, percent, runs_of, spread
+from .classifier_variants import (
+    COLORS,
+    attention_mean,
+    classifier_cases,
+    common_figures,
+    head_width,
+    percent,
+    runs_of,
+    spread,
+)
 from .documentation import markdown_table
 from .experiment import Case, Experiment
 
@@ -178,7 +187,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
                 "softmax" if count is None else f"{count}" + (" (linear)" if count == 1 else ""),
                 percent(row["accuracy"]),
                 spread(row["rank"], "{:.0f}"),
-                "–" if row["rank_bound"] is None else str(row["rank_bound"]),
+                "–" if count is None else str(head_width(report) if count == 1 else row["rank_bound"]),
                 spread(row["effective_rank"], "{:.0f}"),
                 f"{row['parameters']:,}",
             ]

@@ -145,6 +145,12 @@ def common_figures(results: Mapping[str, Mapping[str, Any]], name: str) -> dict[
     return {"accuracy": [run["accuracy"] for run in runs], "parameters": runs[0]["parameters"]}
 
 
+def head_width(report: Mapping[str, Any]) -> int:
+    """Width of a head in the classifiers of a report, which bounds the rank of linear attention."""
+    options = report["cases"]["linear"]["options"]
+    return options["hidden_size"] // options["heads"]
+
+
 def percent(values: Sequence[float]) -> str:
     """Mean and standard deviation of shares, in percent."""
     return spread([100 * value for value in values], "{:.1f}")

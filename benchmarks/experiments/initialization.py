@@ -72,13 +72,13 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     # Without the block of class and distillation token, which has no place on the grid.
     shown = {name: [np.array(matrix)[1:, 1:] for matrix in summary[name]["matrices"]] for name in _LEARNED}
     limit = max(float(np.abs(matrix).max()) for matrices in shown.values() for matrix in matrices)
+    for layer, axis in enumerate(grid[0]):
+        axis.set_title(f"layer {layer}", fontsize=9)
     for row, (name, title) in zip(grid, _LEARNED.items(), strict=True):
-        for layer, (axis, matrix) in enumerate(zip(row, shown[name], strict=True)):
+        for axis, matrix in zip(row, shown[name], strict=True):
             image = axis.imshow(matrix, cmap=COLOR_MAP, vmin=-limit, vmax=limit, interpolation="nearest")
             axis.set_xticks([])
             axis.set_yticks([])
-            if row is grid[0]:
-                axis.set_title(f"layer {layer}", fontsize=9)
         row[0].set_ylabel(title, fontsize=9)
     right.colorbar(image, ax=grid, shrink=0.8)
     save_figure(figure, path)

@@ -16,6 +16,7 @@ from .classifier_variants import (
     attention_mean,
     classifier_cases,
     common_figures,
+    head_width,
     percent,
     runs_of,
     spread,
@@ -47,7 +48,7 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                 statistic: [[attention_mean(record, statistic) for record in run["attention"]] for run in runs]
                 for statistic in STATISTICS
             },
-            "effective_rank_by_layer": [[layer["effective_rank"] for layer in run] for run in layers],
+            "rank_by_layer": [[layer["rank"] for layer in run] for run in layers],
             "rank_bound": layers[0][0]["rank_bound"],
             "tokens": layers[0][0]["tokens"],
         }
@@ -55,14 +56,16 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
-    """Draws effective rank, entropy and accuracy over the steps, and effective rank by layer in the end."""
-    summary = report["summary"]
-    figure = new_figure(10, 6.4)
-    (ranks, entropies), (accuracies, by_layer) = figure.subplots(2, 2)
+    """Draws the statistics and accuracy over the steps, and the rank by layer in the end."""
+    summary, bound = report["summary"], head_width(report)
+    figure = new_figure(11, 6.2)
+    (ranks, effective, entropies), (accuracies, shares, by_layer) = figure.subplots(2, 3)
     panels = (
-        (ranks, "effective_rank", 1, "effective rank"),
+        (ranks, "rank", 1, "numerical rank"),
+        (effective, "effective_rank", 1, "effective rank"),
         (entropies, "relative_entropy", 1, "entropy of a row / log N"),
         (accuracies, "accuracies", 100, "held-out accuracy, %"),
+        (shares, "top_share", 100, "weight on the top tenth, %"),
     )
     for axis, key, scale, label in panels:
         for name, row in summary.items():
@@ -72,19 +75,21 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
             axis.fill_between(row["steps"], lows, highs, color=COLORS[name], alpha=0.2, linewidth=0)
         axis.set(xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
-    ranks.axhline(summary["linear"]["rank_bound"], color=COLORS["linear"], linestyle=":", linewidth=1)
-    ranks.annotate("bound of linear attention", (0, summary["linear"]["rank_bound"]), (2, 3),
-                   textcoords="offset points", fontsize=8, color=COLORS["linear"])  # fmt: skip
-    ranks.set_ylim(bottom=0)
-    ranks.legend(frameon=False)
+        if axis is not entropies:
+            axis.set_ylim(bottom=0)
+    ranks.axhline(bound, color=COLORS["linear"], linestyle=":", linewidth=1)
+    note = f"bound of linear attention, {bound}"
+    ranks.annotate(note, (0, bound), (2, 3), textcoords="offset points", fontsize=8, color=COLORS["linear"])
+    accuracies.legend(frameon=False)
     width = 0.8 / len(summary)
     for place, (name, row) in enumerate(summary.items()):
-        for layer, values in enumerate(zip(*row["effective_rank_by_layer"], strict=True)):
+        for layer, values in enumerate(zip(*row["rank_by_layer"], strict=True)):
             left = layer + (place - (len(summary) - 1) / 2) * width
             by_layer.bar(left, statistics.fmean(values), width, color=COLORS[name], alpha=0.5)
             by_layer.plot([left] * len(values), values, ".", color=COLORS[name])
-    by_layer.set_xticks(range(len(row["effective_rank_by_layer"][0])))
-    by_layer.set(xlabel="layer", ylabel="effective rank in the end")
+    by_layer.axhline(bound, color=COLORS["linear"], linestyle=":", linewidth=1)
+    by_layer.set_xticks(range(len(summary["mhla"]["rank_by_layer"][0])))
+    by_layer.set(xlabel="layer", ylabel="numerical rank in the end")
     by_layer.grid(alpha=0.3, axis="y")
     save_figure(figure, path)
 
@@ -98,8 +103,8 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         "effective rank: first",
         "last",
         "entropy / log N",
-        "top tenth",
-        "accuracy",
+        "on the top tenth, %",
+        "held-out accuracy, %",
     ]
     rows = []
     for name, row in report["summary"].items():
@@ -107,7 +112,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         cells = [
             TITLES[name],
             spread(last["rank"], "{:.0f}"),
-            str(row["rank_bound"] or row["tokens"]),
+            str({"softmax": row["tokens"], "linear": head_width(report)}.get(name, row["rank_bound"])),
             spread([values[0] for values in row["effective_rank"]], "{:.0f}"),
             spread(last["effective_rank"], "{:.0f}"),
             spread(last["relative_entropy"], "{:.2f}"),
