@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality_dit.report import table_rows
 from mhla_hf.utils.json_files import read_json
 
 from .registry import experiment_names, find_experiment
@@ -27,6 +28,10 @@ def tables(results: Path = RESULTS) -> dict[str, str]:
         if file.is_file():
             report = read_json(file, "the report of an experiment:")
             found.update({section: f"{text}\n\n{_source(report)}" for section, text in _tables(name, report).items()})
+    quality = results / "quality_dit.json"
+    if quality.is_file():
+        report = read_json(quality, "the report of the small DiTs:")
+        found["image-quality"] = f"{markdown_table(*table_rows(report))}\n\n{_source_of_quality(report)}"
     return found
 
 
@@ -64,4 +69,14 @@ def _source(report: Mapping[str, Any]) -> str:
         f"torch {machine['torch']}; {seconds / 60:.0f} minutes of one process with {machine['threads']} "
         f"thread{'s' if machine['threads'] != 1 else ''} each time "
         f"([JSON](../benchmarks/results/{name}.json)).*"
+    )
+
+
+def _source_of_quality(report: Mapping[str, Any]) -> str:
+    machine, seeds = report["runs"][0]["machine"], len(report["options"]["seeds"])
+    minutes = sum(run["training_cpu_seconds"] for run in report["runs"]) / 60
+    return (
+        f"*Means of {seeds} seed{'s, ± standard deviation' if seeds > 1 else ''}. `mhla-hf bench quality` on "
+        f"{machine['device']}, {machine['date']}, torch {machine['torch']}; {minutes:.0f} CPU minutes of training "
+        f"([JSON](../benchmarks/results/quality_dit.json)).*"
     )

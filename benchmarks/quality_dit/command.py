@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .options import SETTINGS
+from .report import with_deviation
 from .runner import measure_quality, write_measurement
 
 
@@ -80,14 +81,9 @@ def _show(report: dict[str, Any]) -> None:
     for variant, figures in report["summary"].items():
         table.add_row(
             variant,
-            _figure(figures["held_out_loss"], "{:.5f}"),
-            _figure(figures["frechet_distance"], "{:.2f}"),
-            _figure(figures["class_accuracy"], "{:.1%}"),
-            _figure(figures["nearest_distance"], "{:.2f}"),
+            with_deviation(figures["held_out_loss"], "{:.5f}"),
+            with_deviation(figures["frechet_distance"], "{:.2f}"),
+            with_deviation(figures["class_accuracy"], "{:.1%}"),
+            with_deviation(figures["nearest_distance"], "{:.2f}"),
         )
     Console(soft_wrap=True).print(table)
-
-
-def _figure(figures: dict[str, float | None], form: str) -> str:
-    deviation = figures["standard_deviation"]
-    return form.format(figures["mean"]) + ("" if deviation is None else f" ± {form.format(deviation)}")

@@ -90,6 +90,38 @@ def _paired(values: Sequence[float], baselines: Sequence[float]) -> dict[str, fl
     return {"mean": figures["mean"], "standard_error": error}
 
 
+def table_rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table in the documentation."""
+    header = ["attention", "parameters", "held-out loss", "above softmax", "Fréchet distance", "class seen", "nearest"]
+    softmax = report["summary"]["softmax"]["held_out_loss"]["mean"]
+    rows = []
+    for variant in VARIANTS:
+        figures = report["summary"][variant]
+        parameters = next(run["parameters"] for run in report["runs"] if run["variant"] == variant)
+        above = (figures["held_out_loss"]["mean"] / softmax - 1) * 100
+        rows.append(
+            [
+                TITLES[variant].replace("\n", " "),
+                f"{parameters:,}",
+                with_deviation(figures["held_out_loss"], "{:.4f}"),
+                "" if variant == "softmax" else f"{above:+.1f} %".replace("-", "−"),
+                with_deviation(figures["frechet_distance"], "{:.3f}"),
+                with_deviation(figures["class_accuracy"], "{:.1%}"),
+                with_deviation(figures["nearest_distance"], "{:.2f}"),
+            ]
+        )
+    real = report["classifier"]
+    floor = f"{real['frechet_distance_of_held_out_digits']:.3f}"
+    rows.append(["*held-out digits*", "", "", "", floor, f"{real['held_out_accuracy']:.1%}", "1"])
+    return header, rows
+
+
+def with_deviation(figures: Mapping[str, float | None], form: str) -> str:
+    """A mean and its standard deviation, where there is one."""
+    deviation = figures["standard_deviation"]
+    return form.format(figures["mean"]) + ("" if deviation is None else f" ± {form.format(deviation)}")
+
+
 def plot_report(path: Path, report: Mapping[str, Any]) -> None:
     """Plots held-out losses, Fréchet distances and classes that are seen: means, and a dot for each seed.
 
