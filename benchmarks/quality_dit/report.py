@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from mhla_hf.utils.figures import new_figure, save_figure
 
-from .options import VARIANTS
+from .gated import VARIANT as GATED
 
 
 METRICS = ("held_out_loss", "frechet_distance", "class_accuracy", "nearest_distance")
@@ -32,8 +32,9 @@ TITLES = {
     "linear": "linear\n(1 block)",
     "mhla": "MHLA",
     "mhla_cpe_gate": "MHLA,\nCPE, gate",
+    GATED: "gated linear\n(after DiG)",
 }
-COLORS = {"softmax": "#444444", "linear": "#d95f02", "mhla": "#1f77b4", "mhla_cpe_gate": "#2ca02c"}
+COLORS = {"softmax": "#444444", "linear": "#d95f02", "mhla": "#1f77b4", "mhla_cpe_gate": "#2ca02c", GATED: "#9467bd"}
 
 
 def curve(losses: Sequence[float]) -> dict[str, list[float]]:
@@ -55,13 +56,14 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         `differences[variant][baseline][metric]` with the `mean` of the variant's figure less the baseline's of the
         same seed, and its `standard_error`. With one seed deviations and errors are None.
     """
+    variants = _variants(runs)
     figures = {
         (variant, metric): [run[metric] for run in sorted(runs, key=_seed) if run["variant"] == variant]
-        for variant in VARIANTS
+        for variant in variants
         for metric in METRICS
     }
     summary = {
-        variant: {metric: _mean_and_deviation(figures[variant, metric]) for metric in METRICS} for variant in VARIANTS
+        variant: {metric: _mean_and_deviation(figures[variant, metric]) for metric in METRICS} for variant in variants
     }
     differences = {
         variant: {
@@ -69,9 +71,13 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for baseline in BASELINES
             if baseline != variant
         }
-        for variant in VARIANTS
+        for variant in variants
     }
     return {"summary": summary, "differences": differences}
+
+
+def _variants(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(run["variant"] for run in runs))
 
 
 def _seed(run: Mapping[str, Any]) -> int:
@@ -95,8 +101,7 @@ def table_rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["attention", "parameters", "held-out loss", "above softmax", "Fréchet distance", "class seen", "nearest"]
     softmax = report["summary"]["softmax"]["held_out_loss"]["mean"]
     rows = []
-    for variant in VARIANTS:
-        figures = report["summary"][variant]
+    for variant, figures in report["summary"].items():
         parameters = next(run["parameters"] for run in report["runs"] if run["variant"] == variant)
         above = (figures["held_out_loss"]["mean"] / softmax - 1) * 100
         rows.append(
@@ -130,7 +135,7 @@ def plot_report(path: Path, report: Mapping[str, Any]) -> None:
         report: As `measure_quality` returns it.
     """
     figure = new_figure(11, 3.8)
-    classifier = report["classifier"]
+    classifier, variants = report["classifier"], _variants(report["runs"])
     panels = {
         "held_out_loss": ("Held-out loss (lower is better)", None, "%.3g"),
         "frechet_distance": (
@@ -141,17 +146,17 @@ def plot_report(path: Path, report: Mapping[str, Any]) -> None:
         "class_accuracy": ("Samples of the class asked for", classifier["held_out_accuracy"], "{:.0%}"),
     }
     for axis, (metric, (title, real, form)) in zip(figure.subplots(1, 3), panels.items()):
-        for place, variant in enumerate(VARIANTS):
+        for place, variant in enumerate(variants):
             values = [run[metric] for run in report["runs"] if run["variant"] == variant]
             bars = axis.bar(place, statistics.fmean(values), 0.7, color=COLORS[variant], alpha=0.85)
             axis.plot([place] * len(values), values, "o", color="black", markersize=3)
             axis.bar_label(bars, fmt=form, label_type="center", color="white", fontweight="bold")
-        axis.set_xticks(range(len(VARIANTS)), [TITLES[variant] for variant in VARIANTS])
+        axis.set_xticks(range(len(variants)), [TITLES[variant] for variant in variants])
         axis.set_title(title, fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         if real is not None:
             axis.axhline(real, color="black", linestyle=":", linewidth=1)
-            axis.annotate("real held-out digits", (3.4, real), ha="right", va="bottom", fontsize=9)
+            axis.annotate("real held-out digits", (len(variants) - 0.6, real), ha="right", va="bottom", fontsize=9)
     options, machine = report["options"], report["machine"]
     figure.suptitle(
         f"{report['setting']} setting, {options['steps']:,} steps of {options['batch_size']} images, "

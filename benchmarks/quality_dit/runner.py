@@ -35,6 +35,8 @@ from .fidelity import (
     nearest_distance,
     train_classifier,
 )
+from .gated import VARIANT as GATED
+from .gated import can_scan
 from .models import make_model
 from .options import VARIANTS, QualityOptions
 from .report import curve, plot_report, plot_samples, summarize
@@ -75,7 +77,7 @@ def measure_quality(
     jobs: int = 1,
     show_progress: bool = False,
 ) -> Measurement:
-    """Trains and evaluates every variant with every seed.
+    """Trains and evaluates every variant with every seed; gated linear attention too, where its kernels run.
 
     Args:
         options: Options of the comparison.
@@ -99,7 +101,8 @@ def measure_quality(
         raise ValueError(f"jobs={jobs} must be at least 1.")
     target = choose_device(device)
     with _claim(work_directory, options) or nullcontext():
-        wanted = [(variant, seed) for seed in options.seeds for variant in VARIANTS]
+        variants = (*VARIANTS, GATED) if can_scan(target) else VARIANTS
+        wanted = [(variant, seed) for seed in options.seeds for variant in variants]
         pending = [pair for pair in wanted if not _directory(work_directory, *pair).is_dir()]
         with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
             task = progress.add_task("classifier", total=1)
@@ -130,7 +133,7 @@ def measure_quality(
             **summarize(runs),
         }
         samples = {"digits": held_out.images[_grid_indices(held_out.labels)]}
-        for variant in VARIANTS:
+        for variant in variants:
             file = _directory(work_directory, variant, options.seeds[0]) / _GRID
             stored = read_tensors(file, "remove its directory to repeat the training", ("images",))
             samples[variant] = stored["images"].float() / 127.5 - 1
@@ -190,7 +193,7 @@ def _run(
         "variant": variant,
         "seed": seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "mhla": options.mhla(variant),
+        "mhla": options.mhla(variant) if variant in VARIANTS else None,
         **held_out_losses(model, reference.held_out, options),
         "frechet_distance": frechet_distance(statistics, reference.statistics),
         "class_accuracy": accuracy(reference.classifier, images, labels),
