@@ -76,7 +76,7 @@ def _source_of_quality(report: Mapping[str, Any]) -> str:
     machine, seeds = report["runs"][0]["machine"], len(report["options"]["seeds"])
     minutes = sum(run["training_cpu_seconds"] for run in report["runs"]) / 60
     return (
-        f"*Means of {seeds} seed{'s, ± standard deviation' if seeds > 1 else ''}. `mhla-hf bench quality` on "
+        f"*{f'Means of {seeds} seeds, ± standard deviation' if seeds > 1 else 'One seed'}. `mhla-hf bench quality` on "
         f"{machine['device']}, {machine['date']}, torch {machine['torch']}; {minutes:.0f} CPU minutes of training "
         f"([JSON](../benchmarks/results/quality_dit.json)).*"
     )

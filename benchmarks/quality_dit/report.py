@@ -101,7 +101,8 @@ def table_rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["attention", "parameters", "held-out loss", "above softmax", "Fréchet distance", "class seen", "nearest"]
     softmax = report["summary"]["softmax"]["held_out_loss"]["mean"]
     rows = []
-    for variant, figures in report["summary"].items():
+    for variant in _variants(report["runs"]):
+        figures = report["summary"][variant]
         parameters = next(run["parameters"] for run in report["runs"] if run["variant"] == variant)
         above = (figures["held_out_loss"]["mean"] / softmax - 1) * 100
         rows.append(
@@ -137,30 +138,35 @@ def plot_report(path: Path, report: Mapping[str, Any]) -> None:
     figure = new_figure(11, 3.8)
     classifier, variants = report["classifier"], _variants(report["runs"])
     panels = {
-        "held_out_loss": ("Held-out loss (lower is better)", None, "%.3g"),
+        "held_out_loss": ("Held-out loss (lower is better)", None, "{:.3f}"),
         "frechet_distance": (
             "Fréchet distance of samples (lower is better)",
             classifier["frechet_distance_of_held_out_digits"],
-            "%.3g",
+            "{:.3f}",
         ),
         "class_accuracy": ("Samples of the class asked for", classifier["held_out_accuracy"], "{:.0%}"),
     }
     for axis, (metric, (title, real, form)) in zip(figure.subplots(1, 3), panels.items()):
         for place, variant in enumerate(variants):
             values = [run[metric] for run in report["runs"] if run["variant"] == variant]
-            bars = axis.bar(place, statistics.fmean(values), 0.7, color=COLORS[variant], alpha=0.85)
+            mean = statistics.fmean(values)
+            axis.bar(place, mean, 0.7, color=COLORS[variant], alpha=0.85)
             axis.plot([place] * len(values), values, "o", color="black", markersize=3)
-            axis.bar_label(bars, fmt=form, label_type="center", color="white", fontweight="bold")
+            label = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "color": "white"}
+            axis.annotate(form.format(mean), (place, 0), fontweight="bold", **label)
         axis.set_xticks(range(len(variants)), [TITLES[variant] for variant in variants])
         axis.set_title(title, fontsize=11)
+        # Room for the legend above the bars.
+        axis.set_ylim(top=1.22 * max(run[metric] for run in report["runs"]))
         axis.spines[["top", "right"]].set_visible(False)
         if real is not None:
-            axis.axhline(real, color="black", linestyle=":", linewidth=1)
-            axis.annotate("real held-out digits", (len(variants) - 0.6, real), ha="right", va="bottom", fontsize=9)
+            axis.axhline(real, color="black", linestyle=":", linewidth=1.5, label="real held-out digits")
+            axis.legend(loc="upper right", frameon=False)
     options, machine = report["options"], report["machine"]
+    seeds = len(options["seeds"])
     figure.suptitle(
         f"{report['setting']} setting, {options['steps']:,} steps of {options['batch_size']} images, "
-        f"{len(options['seeds'])} seeds; {machine['device']}, {machine['date']}",
+        f"{seeds} seed{'s' if seeds > 1 else ''}; {machine['device']}, {machine['date']}",
         fontsize=10,
     )
     save_figure(figure, path)
