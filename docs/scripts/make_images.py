@@ -18,8 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
 
-from mhla_hf import BlockLayout, MHLAConfig
+from mhla_hf import BlockLayout, MHLAConfig, convert
+from mhla_hf.analysis import LayerTokens, effective_rank, layer_tokens, numerical_rank, singular_values
+from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.layers import initial_mixing
+from mhla_hf.recovery.probes import pipeline_batches
 
 
 IMAGES = Path(__file__).resolve().parent.parent / "images"
@@ -136,6 +139,63 @@ def draw_initial_mixing(name: str) -> None:
     save(figure, name)
 
 
+def draw_attention(name: str, layer: int = 1, head: int = 1) -> None:
+    """Attention matrices of softmax, linear attention and MHLA, for queries and keys of the demo's original model."""
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(base_pipeline_directory())
+    convert(pipe, MHLAConfig(blocks=(5, 4, 4)))
+    probe = pipeline_batches(
+        pipe, samples=4, steps=8, prompts=["a zero moves down"], height=64, width=64, num_frames=17
+    )
+    found: list[LayerTokens] = []
+    hook = pipe.transformer.mhla_modules()[layer].register_forward_hook(
+        lambda module, args, kwargs, output: found.extend(layer_tokens(module, *args, **kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        pipe.transformer(**probe["transformer"][0])
+    hook.remove()
+    (tokens, *_), frame = found, 64
+    figure = new_figure(9.0, 3.3)
+    panels = figure.subplots(1, 3)
+    for axes, (kind, title) in zip(panels, (("original", "softmax"), ("linear", "linear"), ("mhla", "MHLA"))):
+        matrix = tokens.matrix(kind, head=head)
+        singular = singular_values(matrix)
+        rank, effective = numerical_rank(singular), effective_rank(singular)
+        image = axes.imshow(matrix.clamp_min(1e-5).log10(), vmin=-5, vmax=-1, cmap="magma", interpolation="nearest")
+        axes.set_title(f"{title}\nrank {rank}, effective rank {effective:.0f}", fontsize=10, color=INK)
+        ticks = range(0, tokens.num_tokens, frame)
+        axes.set(xlabel="key token j", xticks=ticks, yticks=ticks)
+        axes.tick_params(labelsize=7)
+    panels[0].set_ylabel("query token t")
+    figure.colorbar(image, ax=list(panels), label="log10 of the weight", fraction=0.02)
+    save(figure, name)
+
+
+def draw_token_weights(name: str) -> None:
+    """The mixing weight of every pair of tokens, in both directions and causal."""
+    figure = new_figure(8.0, 3.6)
+    panels = figure.subplots(1, 2)
+    weights = initial_mixing(MHLAConfig(mixing_range=3.0), (6,))
+    tokens = weights.repeat_interleave(4, 0).repeat_interleave(4, 1).numpy()
+    causal = np.where(np.tri(24, dtype=bool), tokens, np.nan)
+    for axes, matrix, title in ((panels[0], tokens, "both directions"), (panels[1], causal, "causal")):
+        image = axes.imshow(matrix, cmap="Blues", vmin=0)
+        axes.set_title(title, fontsize=10, color=INK)
+        for edge in range(4, 24, 4):
+            axes.axhline(edge - 0.5, color="white", linewidth=1.5)
+            axes.axvline(edge - 0.5, color="white", linewidth=1.5)
+        places = [1.5 + 4 * block for block in range(6)]
+        axes.set_xticks(places, [f"{block + 1}" for block in range(6)])
+        axes.set_yticks(places, [f"{block + 1}" for block in range(6)])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel("key token j, by block b")
+    panels[0].set_ylabel("query token t, by block i")
+    figure.colorbar(image, ax=list(panels), label="$m_{ib}$", fraction=0.03)
+    save(figure, name)
+
+
 def draw_learned_mixing(demo: Path, name: str) -> None:
     """Heat maps of what the layers of the demo's MHLA model learned for the queries of the block in the middle."""
     from diffusers import DiffusionPipeline
@@ -204,6 +264,8 @@ def main() -> None:
     draw_blocks("blocks.png")
     draw_summaries("summaries.png")
     draw_initial_mixing("initial_mixing.png")
+    draw_token_weights("token_weights.png")
+    draw_attention("attention_matrices.png")
     if demo is not None:
         draw_side_by_side(demo, "side_by_side.png")
         draw_learned_mixing(demo, "learned_mixing.png")
