@@ -14,14 +14,23 @@ from mhla_hf.utils.figures import new_figure, save_figure
 
 from .documentation import markdown_table
 from .experiment import Case, Experiment
-from .recall_models import ATTENTION, LABELS, build_model, correct_answers, smoothed, train_model
+from .recall_models import (
+    ATTENTION,
+    LABELS,
+    build_model,
+    correct_answers,
+    number_of_seeds,
+    percentages,
+    smoothed,
+    train_model,
+)
 from .recall_tasks import Questions, generator_for, needle_questions, size_of_step
 
 
 NAMES = ("softmax", "hybrid", "window", "mhla", "hedgehog", "linear")
 _SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {
-        "seeds": 1,
+        "seeds": 2,
         "needles": 8,
         "lengths": [64, 128, 256],
         "test_lengths": [128, 256, 512, 1024, 2048],
@@ -174,21 +183,14 @@ def _plot(report: Mapping[str, Any], path: Path) -> None:
 def _tables(report: Mapping[str, Any]) -> Mapping[str, str]:
     options = _options(report)
     trained = max(options["lengths"])
-    rows = [
-        [
-            LABELS[name],
-            *(
-                f"{100 * mean:.0f} ± {50 * (high - low):.0f}"
-                for mean, low, high in zip(*(curve[key] for key in ("mean", "lowest", "highest")), strict=True)
-            ),
-        ]
-        for name, curve in report["summary"].items()
-    ]
+    seeds = number_of_seeds(report)
+    rows = [[LABELS[name], *percentages(report["summary"][name], seeds)] for name in NAMES]
     lengths = [
         f"{length:,} tokens" + (f", {length // trained} × training" if length > trained else "")
         for length in options["test_lengths"]
     ]
-    return {"needle": markdown_table(["needles found in %, mean and half the range over seeds", *lengths], rows)}
+    spread = f", {seeds} seeds and half their range" if seeds > 1 else ""
+    return {"needle": markdown_table([f"needles found in %{spread}", *lengths], rows)}
 
 
 EXPERIMENT = Experiment(title="Needle retrieval", cases=_cases, summarize=_summarize, plot=_plot, tables=_tables)

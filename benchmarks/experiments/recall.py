@@ -20,6 +20,8 @@ from .recall_models import (
     LABELS,
     build_model,
     correct_answers,
+    number_of_seeds,
+    percentages,
     smoothed,
     train_model,
 )
@@ -27,7 +29,7 @@ from .recall_tasks import Questions, generator_for, recall_questions, size_of_st
 
 
 MAIN = ("softmax", "hybrid", "window", "mhla", "hedgehog", "linear")
-ABLATION = ("mhla", "mhla-locality", "mhla-per-head", "mhla-rope-before")
+ABLATION = ("mhla", "mhla-locality", "mhla-per-head", "mhla-rope-before", "hybrid-mhla-first")
 _SIZES = [[4, 64], [8, 64], [16, 128], [32, 256], [64, 256]]
 _SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -142,39 +144,31 @@ def _pairs(report: Mapping[str, Any]) -> list[int]:
 
 
 def _plot(report: Mapping[str, Any], path: Path) -> None:
-    figure = new_figure(13, 4.3)
-    panels = figure.subplots(1, 3)
-    for panel, names, title in (
-        (panels[0], MAIN, "accuracy by number of pairs"),
-        (panels[1], ABLATION, "variants of MHLA"),
-    ):
+    figure = new_figure(11, 7.6)
+    panels = figure.subplots(2, 2)
+    for column, names, title in ((0, MAIN, "kinds of attention"), (1, ABLATION, "variants")):
         for name in names:
-            curve = report["summary"][name]
-            panel.plot(_pairs(report), curve["mean"], "-o", color=COLORS[name], markersize=4, label=LABELS[name])
-            panel.fill_between(_pairs(report), curve["lowest"], curve["highest"], color=COLORS[name], alpha=0.15)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(_pairs(report), [str(pairs) for pairs in _pairs(report)])
-        panel.set_ylim(-0.03, 1.03)
-        panel.set(title=title, xlabel="pairs", ylabel="accuracy")
-        panel.legend(fontsize=8, loc="lower left")
-    for name in MAIN:
-        panels[2].plot(*zip(*report["summary"][name]["losses"]), color=COLORS[name], linewidth=1.3)
-    panels[2].set(title="training, from few pairs to many", xlabel="step", ylabel="loss")
-    for panel in panels:
+            curve, color = report["summary"][name], COLORS[name]
+            panels[0][column].plot(_pairs(report), curve["mean"], "-o", color=color, markersize=4, label=LABELS[name])
+            panels[0][column].fill_between(_pairs(report), curve["lowest"], curve["highest"], color=color, alpha=0.15)
+            panels[1][column].plot(*zip(*curve["losses"]), color=color, linewidth=1.3)
+        panels[0][column].set_xscale("log", base=2)
+        panels[0][column].set_xticks(_pairs(report), [str(pairs) for pairs in _pairs(report)])
+        panels[0][column].set(title=title, xlabel="pairs", ylabel="accuracy", ylim=(-0.03, 1.03))
+        panels[0][column].legend(fontsize=8, loc="lower left")
+        panels[1][column].set(xlabel="step, from few pairs to many", ylabel="loss")
+    for panel in panels.flat:
         panel.grid(alpha=0.25)
     save_figure(figure, path)
 
 
 def _tables(report: Mapping[str, Any]) -> Mapping[str, str]:
-    rows = []
-    for name, curve in report["summary"].items():
-        cells = [
-            f"{100 * mean:.0f} ± {50 * (high - low):.0f}"
-            for mean, low, high in zip(curve["mean"], curve["lowest"], curve["highest"], strict=True)
-        ]
-        label = f"MHLA, {LABELS[name]}" if name in ABLATION and name != "mhla" else LABELS[name]
-        rows.append([label, *cells])
-    header = ["accuracy in %, mean and half the range over seeds", *(f"{pairs} pairs" for pairs in _pairs(report))]
+    rows, seeds = [], number_of_seeds(report)
+    for name in dict.fromkeys((*MAIN, *ABLATION)):
+        label = f"MHLA, {LABELS[name]}" if name.startswith("mhla-") else LABELS[name]
+        rows.append([label, *percentages(report["summary"][name], seeds)])
+    spread = f", {seeds} seeds and half their range" if seeds > 1 else ""
+    header = [f"accuracy in %{spread}", *(f"{pairs} pairs" for pairs in _pairs(report))]
     return {"recall": markdown_table(header, rows)}
 
 

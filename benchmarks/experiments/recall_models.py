@@ -45,7 +45,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "mhla": {"mhla": _PAPER, "frozen_mixing": False},
     "hedgehog": {"mhla": _DEFAULT, "frozen_mixing": False},
     "window": {"mhla": {**_PAPER, "window": "adjacent"}, "frozen_mixing": False},
-    "hybrid": {"mhla": {**_PAPER, "layers": [0]}, "frozen_mixing": False},
+    # The paper's hybrid for video keeps the first layer softmax, too.
+    "hybrid": {"mhla": {**_PAPER, "layers": [1]}, "frozen_mixing": False},
+    "hybrid-mhla-first": {"mhla": {**_PAPER, "layers": [0]}, "frozen_mixing": False},
     "mhla-locality": {"mhla": {**_PAPER, "mixing_init": "linear"}, "frozen_mixing": False},
     "mhla-per-head": {"mhla": {**_PAPER, "mixing_heads": "per_head"}, "frozen_mixing": False},
     "mhla-rope-before": {"mhla": {**_PAPER, "rope": "before_feature_map"}, "frozen_mixing": False},
@@ -58,7 +60,8 @@ LABELS = {
     "mhla": "MHLA, as in the paper",
     "hedgehog": "MHLA, package default",
     "window": "MHLA + window",
-    "hybrid": "hybrid: MHLA, softmax",
+    "hybrid": "hybrid: softmax, then MHLA",
+    "hybrid-mhla-first": "hybrid: MHLA, then softmax",
     "mhla-locality": "locality initialisation",
     "mhla-per-head": "mixing per head",
     "mhla-rope-before": "RoPE before the feature map",
@@ -70,6 +73,7 @@ COLORS = {
     "hedgehog": "#17becf",
     "window": "#2ca02c",
     "hybrid": "#9467bd",
+    "hybrid-mhla-first": "#444444",
     "mhla-locality": "#2ca02c",
     "mhla-per-head": "#9467bd",
     "mhla-rope-before": "#d95f02",
@@ -191,3 +195,17 @@ def smoothed(losses: list[float], points: int = 50) -> list[list[float]]:
     size = max(1, -(-len(losses) // points))
     ends = range(size, len(losses) + 1, size)
     return [[end, sum(losses[end - size : end]) / size] for end in ends]
+
+
+def percentages(curve: Mapping[str, Any], seeds: int) -> list[str]:
+    """Cells of a table: mean accuracies, and half the range over seeds where there are several."""
+    values = zip(curve["mean"], curve["lowest"], curve["highest"], strict=True)
+    return [
+        f"{100 * mean:.0f}" + (f" ± {50 * (highest - lowest):.0f}" if seeds > 1 else "")
+        for mean, lowest, highest in values
+    ]
+
+
+def number_of_seeds(report: Mapping[str, Any]) -> int:
+    """Seeds of the cases of a report."""
+    return len({case["options"]["seed"] for case in report["cases"].values()})
