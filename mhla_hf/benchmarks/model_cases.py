@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..presets import PRESETS
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCase:
@@ -55,30 +57,22 @@ class ModelCase:
         return inputs
 
 
-# Wan-AI/Wan2.1-T2V-1.3B-Diffusers, transformer/config.json.
 _WAN = ModelCase(
     name="wan",
     model_class="WanTransformer3DModel",
     attention="softmax",
-    sizes={"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "text_dim": 4096},
+    sizes=PRESETS["wan2.1-1.3b"].sizes,
     mhla={"blocks": (3, 5, 10)},
     latents=(16, 21, 60, 100),
     tokens=31500,
     context=(512, 4096),
     quick=True,
 )
-# facebook/DiT-XL-2-256 and -512, transformer/config.json.
 _DIT = ModelCase(
     name="dit-256",
     model_class="DiTTransformer2DModel",
     attention="softmax",
-    sizes={
-        "num_attention_heads": 16,
-        "attention_head_dim": 72,
-        "out_channels": 8,
-        "num_layers": 28,
-        "sample_size": 32,
-    },
+    sizes=PRESETS["dit-xl-2-256"].sizes,
     batch=16,
     latents=(4, 32, 32),
     tokens=256,

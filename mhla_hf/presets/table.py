@@ -75,7 +75,7 @@ def _deit(size: str, width: int, heads: int, published: str) -> Preset:
 
 def _vlt(size: str, width: int, layers: int, side: int, pixels: int, published: str) -> Preset:
     return Preset(
-        description=f"variant of DeiT with the size and the layers of VLT-{size}, for ImageNet-1K at {pixels} pixels",
+        description=f"DeiT of about the size of VLT-{size}, with gates as there, at {pixels} pixels",
         model="DeiTConfig",
         sizes={
             "hidden_size": width,
@@ -91,10 +91,10 @@ def _vlt(size: str, width: int, layers: int, side: int, pixels: int, published: 
         paper="M = 49 and 16; padding to 256 pixels for M = 16; the normaliser; the linear start of the mixing"
         " weights",
         code="ReLU plus 1e-6 as the feature map; a convolution of the values with a kernel of 5",
-        chosen="everything else. Published models of this design (github.com/qhfan/MALA) are pyramids of four stages,"
-        " which transformers does not have. This is a plain DeiT with as many parameters, whose layers have what"
-        " theirs have: output gate, heads 64 wide, an MLP ratio of 3.5. The two M are taken for those of T and S; they"
-        " may be those of two stages",
+        chosen="everything else. VLT is taken for the pyramid of four stages of github.com/qhfan/MALA (the code"
+        " imports a model of that name), which transformers does not have. This is a plain DeiT with about as many"
+        " parameters, whose layers have what its layers have: output gate, heads 64 wide, an MLP ratio of 3.5. The two"
+        " M are taken for those of T and S; they may be those of two stages",
         published=published,
     )
 
@@ -115,6 +115,7 @@ def _dit(size: str, pixels: int) -> Preset:
     return Preset(
         description=f"DiT-{size.upper()}/2 for ImageNet-1K at {pixels} pixels",
         model="DiTTransformer2DModel",
+        # As facebook/DiT-XL-2-256 and -512, transformer/config.json.
         sizes={
             "num_attention_heads": heads,
             "attention_head_dim": width,
@@ -170,8 +171,8 @@ def _wan(softmax_every: int | None) -> Preset:
 PRESETS: dict[str, Preset] = {
     "deit-t": _deit("T", 192, 3, "5.7M with the convolution (arXiv 2601.07832)"),
     "deit-s": _deit("S", 384, 6, "22M (arXiv 2601.07832)"),
-    "vlt-t": _vlt("T", 320, 12, 7, 224, "15M, 2.4 GMACs for RAVLT-T of the same design (arXiv 2411.07635)"),
-    "vlt-s": _vlt("S", 384, 14, 4, 256, "26M, 4.6 GMACs for RAVLT-S of the same design (arXiv 2411.07635)"),
+    "vlt-t": _vlt("T", 320, 12, 7, 224, "15M, 2.4 GMACs for the pyramid RAVLT-T (arXiv 2411.07635)"),
+    "vlt-s": _vlt("S", 384, 14, 4, 256, "26M, 4.6 GMACs for the pyramid RAVLT-S (arXiv 2411.07635)"),
     **{f"dit-{size}-2-{pixels}": _dit(size, pixels) for size in _DIT_SIZES for pixels in (256, 512)},
     "sana-0.6b": Preset(
         description="SANA-0.6B at 512 pixels",
