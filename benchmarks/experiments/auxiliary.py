@@ -16,6 +16,7 @@ from .classifier_variants import (
     color_of,
     common_figures,
     draw_accuracies,
+    in_order,
     percent,
     runs_of,
     spread,
@@ -50,10 +51,11 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Draws accuracies, and losses over training."""
+    summary = in_order(report["summary"], NAMES)
     figure = new_figure(10, 3.8)
     accuracies, losses = figure.subplots(1, 2)
-    draw_accuracies(accuracies, report["summary"], color_of)
-    for name, row in report["summary"].items():
+    draw_accuracies(accuracies, summary, color_of)
+    for name, row in summary.items():
         line = {"mhla-cpe": "--", "linear-cpe": "--", "mhla-gate": ":"}.get(name, "-")
         steps = [_STEPS_OF_A_LOSS * (index + 0.5) for index in range(len(row["losses"]))]
         losses.plot(steps, row["losses"], line, color=color_of(name), label=TITLES[name])
@@ -65,7 +67,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """The table of `docs/results.md`."""
-    summary = report["summary"]
+    summary = in_order(report["summary"], NAMES)
     base = summary["softmax"]["parameters"]
     rows = [
         [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .classifier_variants import (
     classifier_cases,
     common_figures,
     head_width,
+    in_order,
     percent,
     runs_of,
     spread,
@@ -34,7 +36,7 @@ NAMES = {"linear": 1, "mhla-4": 4, "mhla": 16, "mhla-49": 49, "mhla-64": 64}
 
 _PATCH = 4
 _SIZES: dict[str, dict[str, Any]] = {
-    "cpu": {"layers": 3, "hidden_size": 64, "heads": 2, "mlp_ratio": 2.0, "seconds": 9.0},
+    "cpu": {"layers": 3, "hidden_size": 64, "heads": 2, "mlp_ratio": 2.0, "seconds": 8.0},
     "gpu": {"layers": 12, "hidden_size": 192, "heads": 3, "mlp_ratio": 4.0, "seconds": 20.0},
     "smoke": {"layers": 1, "hidden_size": 16, "heads": 2, "mlp_ratio": 1.0, "seconds": 0.02},
 }
@@ -44,25 +46,18 @@ _MEASURED: dict[str, list[tuple[int, list[int], int]]] = {
     "gpu": [(14, [1, 2, 4, 7, 8, 14], 128), (32, [1, 2, 4, 8, 16], 32), (64, [1, 2, 4, 8, 16], 8)],
     "smoke": [(4, [1, 2], 1), (8, [1, 2], 1)],
 }
-_TIMING = "time/"
+_TIMING = "time"
 
 
 def cases(setting: str) -> dict[str, Case]:
-    """Trainings with each number of blocks, and one measurement for each length."""
-    timing = {
-        f"{_TIMING}{side * side}": Case(
-            f"{__name__}:step_times_case", {"side": side, "blocks": blocks, "batch_size": batch, **_SIZES[setting]}
-        )
-        for side, blocks, batch in _MEASURED[setting]
-    }
-    return {**classifier_cases(setting, ["softmax", *NAMES]), **timing}
+    """Trainings with each number of blocks, and one measurement of time and memory at all lengths."""
+    timing = Case(f"{__name__}:step_times_case", {"measured": _MEASURED[setting], **_SIZES[setting]})
+    return {**classifier_cases(setting, ["softmax", *NAMES]), _TIMING: timing}
 
 
 def step_times_case(
     *,
-    side: int,
-    blocks: Sequence[int],
-    batch_size: int,
+    measured: Sequence[tuple[int, Sequence[int], int]],
     layers: int,
     hidden_size: int,
     heads: int,
@@ -73,48 +68,55 @@ def step_times_case(
     """Time and memory of forward and backward pass of the classifier, softmax and each number of blocks in turns.
 
     Args:
-        side: Tokens along each side of an image.
-        blocks: Numbers of blocks along a side.
-        batch_size: Images of a step.
+        measured: Tokens along each side of an image, numbers of blocks along it, and images of a step.
         layers: See [`make_classifier`], like the other sizes.
-        seconds: Approximate time for all of them.
+        seconds: Approximate time for each entry of `measured`.
         device: Device to run on.
 
     Returns:
-        What [`time_in_rounds`] gives and `peak_memory_bytes`, by the total number of blocks, and for `"softmax"`.
+        By the number of tokens, then by the total number of blocks or `"softmax"`, what [`time_in_rounds`] gives and
+        `peak_memory_bytes`.
+
+    Raises:
+        RuntimeError: If one cannot run.
     """
-    images = torch.randn(batch_size, 1, _PATCH * side, _PATCH * side, device=device)
-    labels = torch.arange(batch_size, device=device) % NUM_CLASSES
-    options: dict[str, dict[str, Any] | None] = {"softmax": None}
-    options |= {str(count**2): {"blocks": [count, count]} for count in blocks}
-    runs = {}
-    for name, mhla in options.items():
-        model = make_classifier(
-            seed=0,
-            mhla=mhla,
-            layers=layers,
-            hidden_size=hidden_size,
-            heads=heads,
-            image_size=_PATCH * side,
-            patch_size=_PATCH,
-            mlp_ratio=mlp_ratio,
-        ).to(device)
-        runs[name] = lambda model=model: training_loss(model, images, labels).backward()
-    found = time_in_rounds(runs, device, seconds=seconds)
-    failed = next((figures for figures in found.values() if isinstance(figures, str)), None)
-    if failed is not None:
-        raise RuntimeError(failed)
-    return {
-        name: {**figures, "peak_memory_bytes": peak_memory(runs[name], device)}
-        for name, figures in found.items()
-        if isinstance(figures, dict)
-    }
+    found = {}
+    for side, blocks, batch_size in measured:
+        options: dict[str, dict[str, Any] | None] = {"softmax": None}
+        options |= {str(count**2): {"blocks": [count, count]} for count in blocks}
+        image_size = _PATCH * side
+        images = torch.randn(batch_size, 1, image_size, image_size, device=device)
+        labels = torch.arange(batch_size, device=device) % NUM_CLASSES
+        runs = {}
+        for name, mhla in options.items():
+            model = make_classifier(
+                seed=0,
+                mhla=mhla,
+                layers=layers,
+                hidden_size=hidden_size,
+                heads=heads,
+                image_size=image_size,
+                patch_size=_PATCH,
+                mlp_ratio=mlp_ratio,
+            )
+            runs[name] = partial(_step, model.to(device), images, labels)
+        rows: dict[str, dict[str, Any]] = {}
+        for name, figures in time_in_rounds(runs, device, seconds=seconds).items():
+            if isinstance(figures, str):
+                raise RuntimeError(f"{side} x {side} tokens, {name}: {figures}")
+            rows[name] = {**figures, "peak_memory_bytes": peak_memory(runs[name], device)}
+        found[str(side * side)] = rows
+    return found
+
+
+def _step(model: Any, images: torch.Tensor, labels: torch.Tensor) -> None:
+    training_loss(model, images, labels).backward()
 
 
 def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Accuracy and rank by number of blocks, and time and memory by number of tokens and of blocks."""
     trained = {}
-    for name in ("softmax", *NAMES):
+    for name in (name for name in ("softmax", *NAMES) if name in results):
         last = [run["attention"][-1] for run in runs_of(results, name)]
         trained[name] = {
             **common_figures(results, name),
@@ -122,7 +124,6 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             "rank": [attention_mean(record, "rank") for record in last],
             "rank_bound": next(iter(last[0]["layers"].values()))["rank_bound"],
         }
-    steps = {label.removeprefix(_TIMING): row for label, row in results.items() if label.startswith(_TIMING)}
     return {
         "trained": trained,
         "steps": {
@@ -130,14 +131,15 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                 name: {key: figures[key] for key in ("milliseconds", "peak_memory_bytes")}
                 for name, figures in rows.items()
             }
-            for tokens, rows in steps.items()
+            for tokens, rows in results[_TIMING].items()
         },
     }
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Draws accuracy and effective rank over the number of blocks, and time and memory over it for each length."""
-    trained, steps = report["summary"]["trained"], report["summary"]["steps"]
+    trained, steps = _ordered(report)
+    counts = {name: count for name, count in NAMES.items() if name in trained}
     figure = new_figure(10, 6.6)
     (accuracies, ranks), (times, memory) = figure.subplots(2, 2)
     for axis, key, scale, label in (
@@ -145,9 +147,9 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
         (ranks, "effective_rank", 1, "effective rank, mean of layers"),
     ):
         values = {name: [scale * value for value in trained[name][key]] for name in trained}
-        means = [statistics.fmean(values[name]) for name in NAMES]
-        axis.plot(NAMES.values(), means, color=COLORS["mhla"], label="MHLA (M = 1: linear)")
-        for name, count in NAMES.items():
+        means = [statistics.fmean(values[name]) for name in counts]
+        axis.plot(list(counts.values()), means, color=COLORS["mhla"], label="MHLA (M = 1: linear)")
+        for name, count in counts.items():
             color = COLORS["linear" if count == 1 else "mhla"]
             axis.plot([count] * len(values[name]), values[name], "o", color=color, markersize=5, alpha=0.7)
         axis.axhline(statistics.fmean(values["softmax"]), color=COLORS["softmax"], linestyle="--", label="softmax")
@@ -160,16 +162,16 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
         (memory, "peak_memory_bytes", "memory of a step / with M = 1"),
     ):
         for (tokens, rows), color in zip(steps.items(), shades, strict=False):
-            counts = [int(name) for name in rows if name != "softmax"]
-            ratios = [rows[str(count)][key] / rows["1"][key] for count in counts]
-            axis.plot(counts, ratios, "o-", color=color, markersize=4, label=f"N = {int(tokens):,}")
+            measured = sorted(int(name) for name in rows if name != "softmax")
+            ratios = [rows[str(count)][key] / rows["1"][key] for count in measured]
+            axis.plot(measured, ratios, "o-", color=color, markersize=4, label=f"N = {int(tokens):,}")
             axis.axvline(math.sqrt(int(tokens)), color=color, linestyle=":", linewidth=1.2)
         axis.set(xlabel="blocks M (dotted: M² = N)", ylabel=label, xscale="log", yscale="log")
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(value)[0] in "25" else "")
     times.legend(frameon=False)
     for axis in (accuracies, ranks, times, memory):
-        axis.set_xticks([1, 4, 16, 64, 256] if axis in (times, memory) else list(NAMES.values()))
+        axis.set_xticks([1, 4, 16, 64, 256] if axis in (times, memory) else list(counts.values()))
         axis.minorticks_off() if axis in (accuracies, ranks) else axis.set_xticks([], minor=True)
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.grid(alpha=0.3)
@@ -178,7 +180,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """The tables of `docs/results.md`."""
-    trained, steps = report["summary"]["trained"], report["summary"]["steps"]
+    trained, steps = _ordered(report)
     rows = []
     for name, row in trained.items():
         count = NAMES.get(name)
@@ -201,6 +203,14 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
     ]
     cost_header = ["tokens N (√N)", "softmax", *(f"M = {count}" for count in counts)]
     return {"blocks": markdown_table(header, rows), "blocks-cost": markdown_table(cost_header, cost)}
+
+
+def _ordered(report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was trained, fewest blocks first, and what was measured, fewest tokens first."""
+    summary = report["summary"]
+    return in_order(summary["trained"], ["softmax", *NAMES]), in_order(
+        summary["steps"], sorted(summary["steps"], key=int)
+    )
 
 
 def _cost(measured: Mapping[str, Mapping[str, float]], name: str) -> str:

@@ -129,6 +129,11 @@ def classifier_cases(setting: str, names: Iterable[str]) -> dict[str, Case]:
     }
 
 
+def in_order(rows: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Rows of a report, which JSON files hold sorted, in the order of `names`."""
+    return {name: rows[name] for name in names if name in rows}
+
+
 def runs_of(results: Mapping[str, Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
     """The runs of a contestant, one for each seed."""
     return results[name]["runs"]

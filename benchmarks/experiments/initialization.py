@@ -19,6 +19,7 @@ from .classifier_variants import (
     color_of,
     common_figures,
     draw_accuracies,
+    in_order,
     percent,
     runs_of,
     spread,
@@ -56,21 +57,22 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if name != "linear":
             for key in ("movement", "mean_distance", "initial_mean_distance", "negative_share"):
                 found[name][key] = [[layer[key] for layer in run["mixing"]] for run in runs]
-            found[name]["matrices"] = [layer["matrix"] for layer in runs[0]["mixing"]]
     return found
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Draws accuracies, and the learned mixing weights of the first seed."""
-    summary = report["summary"]
-    layers = len(summary["mhla"]["matrices"])
+    summary = in_order(report["summary"], TITLES)
+    # Without the block of class and distillation token, which has no place on the grid.
+    shown = {
+        name: [np.array(layer["matrix"])[1:, 1:] for layer in report["cases"][name]["figures"]["runs"][0]["mixing"]]
+        for name in _LEARNED
+    }
     figure = new_figure(10, 3.8)
     left, right = figure.subfigures(1, 2, width_ratios=(1.15, 1))
     axis = left.subplots()
     draw_accuracies(axis, {TITLES[name]: row for name, row in summary.items()}, lambda title: color_of(_NAMES[title]))
-    grid = right.subplots(len(_LEARNED), layers, squeeze=False)
-    # Without the block of class and distillation token, which has no place on the grid.
-    shown = {name: [np.array(matrix)[1:, 1:] for matrix in summary[name]["matrices"]] for name in _LEARNED}
+    grid = right.subplots(len(_LEARNED), len(shown["mhla"]), squeeze=False)
     limit = max(float(np.abs(matrix).max()) for matrices in shown.values() for matrix in matrices)
     for layer, axis in enumerate(grid[0]):
         axis.set_title(f"layer {layer}", fontsize=9)
@@ -87,7 +89,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """The table of `docs/results.md`."""
     rows = []
-    for name, row in report["summary"].items():
+    for name, row in in_order(report["summary"], TITLES).items():
         cells = [TITLES[name], percent(row["accuracy"]), spread(row["effective_rank"], "{:.0f}")]
         if name == "linear":
             cells += ["–", "–", "–"]

@@ -17,6 +17,7 @@ from .classifier_variants import (
     classifier_cases,
     common_figures,
     head_width,
+    in_order,
     percent,
     runs_of,
     spread,
@@ -57,7 +58,7 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Draws the statistics and accuracy over the steps, and the rank by layer in the end."""
-    summary, bound = report["summary"], head_width(report)
+    summary, bound = in_order(report["summary"], NAMES), head_width(report)
     figure = new_figure(11, 6.2)
     (ranks, effective, entropies), (accuracies, shares, by_layer) = figure.subplots(2, 3)
     panels = (
@@ -107,7 +108,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         "held-out accuracy, %",
     ]
     rows = []
-    for name, row in report["summary"].items():
+    for name, row in in_order(report["summary"], NAMES).items():
         last = {statistic: [values[-1] for values in row[statistic]] for statistic in STATISTICS}
         cells = [
             TITLES[name],

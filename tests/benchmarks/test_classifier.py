@@ -9,6 +9,7 @@ from transformers import DeiTForImageClassification
 
 from benchmarks.experiments import blocks, classifier
 from benchmarks.experiments.classifier import (
+    STATISTICS,
     freeze_mixing,
     make_classifier,
     make_optimizers,
@@ -140,10 +141,13 @@ def test_tracking_changes_nothing():
 
 
 def test_each_seed_has_a_run():
-    options = smoke_options("linear", track_every=0)
+    options = smoke_options("linear", track_every=2)
     runs = train_classifiers_case(seeds=[0, 1], device=torch.device("cpu"), **options)["runs"]
     assert runs[0]["losses"] != runs[1]["losses"]
     assert all(layer["movement"] == 0 for run in runs for layer in run["mixing"])
+    assert ["matrix" in run["mixing"][0] for run in runs] == [True, False]
+    for record in runs[0]["attention"]:
+        assert [set(layer) for layer in record["layers"].values()] == [set(STATISTICS)]
 
 
 def test_unknown_attention_is_an_error():
