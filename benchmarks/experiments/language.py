@@ -44,11 +44,11 @@ _MHLA: dict[str, dict[str, Any]] = {
 _SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {
         "sizes": {"width": 128, "layers": 2, "heads": 2, "intermediate": 352},
-        "corpus": {"megabytes": 7.0, "held_out_megabytes": 3.0, "vocabulary": 2048, "tokenizer_megabytes": 3.0},
+        "corpus": {"megabytes": 5.0, "held_out_megabytes": 3.0, "vocabulary": 2048, "tokenizer_megabytes": 3.0},
         "context": 2048,
         "longest": 16384,
         "batch": 1,
-        "steps": 256,
+        "steps": 400,
         "rates": {"matrix": 5e-3, "other": 1e-2, "mixing": 1e-3},
         "dtype": "bfloat16",
         "windows": 64,
@@ -79,7 +79,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "long_windows": 1,
     },
 }
-_SEEDS = {"cpu": 1, "gpu": 3, "smoke": 1}
+_SEEDS = {"cpu": 2, "gpu": 3, "smoke": 1}
 
 
 def cases(setting: str) -> dict[str, Case]:
@@ -120,15 +120,16 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     (curves, positions), (long, contestants) = figure.subplots(2, 2)
     for name, row in core.items():
         style = {"color": COLORS[name], "label": TITLES[name]}
-        curves.plot([tokens / 1e6 for tokens in row["loss"]["tokens"]], row["loss"]["bits_per_byte"], **style)
+        millions = [tokens / 1e6 for tokens in row["loss"]["tokens"]]
+        curves.plot(millions, _smoothed(row["loss"]["bits_per_byte"]), **style)
         for axis, key, line in ((positions, "held_out", "-"), (long, "long", "-"), (long, "long_restarted", ":")):
             curve = row[key]
             axis.plot(_middle(curve["edges"]), curve["bits_per_byte"], line, marker="o", markersize=3, **style)
-    curves.set(title="Training", xlabel="million tokens", ylabel="bits per byte")
+    curves.set(title="Training (running means)", xlabel="million tokens", ylabel="bits per byte")
     curves.legend(frameon=False)
     positions.set(title=f"Held-out text, {context:,} tokens at a time", xlabel="tokens before", ylabel="bits per byte")
     long.set(
-        title=f"Inside long held-out files; dotted: restarted every {context:,}",
+        title=f"Long held-out files; dotted: restarted every {context:,}",
         xlabel="tokens before",
         ylabel="bits per byte",
     )
@@ -213,6 +214,11 @@ def _spread(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
 
 
+def _smoothed(values: Sequence[float], reach: int = 3) -> list[float]:
+    """Means of each value and up to `reach` on either side."""
+    return [statistics.fmean(values[max(0, place - reach) : place + reach + 1]) for place in range(len(values))]
+
+
 def _middle(edges: Sequence[int]) -> list[float]:
     """Where buckets of positions are on a logarithmic axis."""
     return [((edges[index - 1] if index else edge / 2) * edge) ** 0.5 for index, edge in enumerate(edges)]
@@ -227,7 +233,7 @@ def _draw_contestants(axis: Any, summary: Mapping[str, Mapping[str, Any]]) -> No
         axis.annotate(f"{statistics.fmean(values):.3f}", (max(values), place), (7, -4), textcoords="offset points")
     labels = [TITLES[name].replace(" of ", "\nof ").replace(", ", ",\n").replace("weights ", "") for name in names]
     axis.set_yticks(range(len(names)), labels, fontsize=9)
-    axis.margins(x=0.15)
+    axis.margins(x=0.25)
     axis.grid(alpha=0.3, axis="x")
     axis.set(title="Held-out text, all positions", xlabel="bits per byte")
 
