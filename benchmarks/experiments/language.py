@@ -113,7 +113,7 @@ def summarize(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Draws loss curves, bits per byte by position, longer texts, and all contestants beside each other."""
-    summary = {name: row for name, row in report["summary"].items() if "skipped" not in row}
+    summary = {name: row for name, row in _in_order(report["summary"]) if "skipped" not in row}
     core = {name: summary[name] for name in CORE if name in summary}
     context = next(iter(report["cases"].values()))["options"]["context"]
     figure = new_figure(11, 8)
@@ -148,12 +148,18 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
     options = next(iter(report["cases"].values()))["options"]
     context, longest = options["context"], options["longest"]
     on_gpu = report["machine"]["cuda"] is not None
-    header = ["attention", "parameters", f"context {context:,}", f"its last {context // 2:,} tokens"]
+    tokens = options["steps"] * options["batch"] * context / 1e6
+    header = [
+        f"after {tokens:.2g} million tokens",
+        "parameters",
+        f"context {context:,}",
+        f"its last {context // 2:,} tokens",
+    ]
     for start, end in ((context, longest // 2), (longest // 2, longest)):
         header += [f"tokens {start:,} to {end:,}", "restarted"]
     header.append("training")
     rows = []
-    for name, row in report["summary"].items():
+    for name, row in _in_order(report["summary"]):
         if "skipped" in row:
             rows.append([TITLES[name], row["skipped"], *[""] * (len(header) - 2)])
             continue
@@ -163,6 +169,11 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         minutes = statistics.fmean(row["training_seconds" if on_gpu else "training_cpu_seconds"]) / 60
         rows.append([TITLES[name], f"{row['parameters']:,}", *map(_spread, cells), f"{minutes:.1f} min"])
     return {"language": markdown_table(header, rows)}
+
+
+def _in_order(summary: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Contestants in the order of `TITLES`, whatever the order of the names in a file."""
+    return [(name, summary[name]) for name in TITLES if name in summary]
 
 
 def _hybrid(layers: int) -> dict[str, Any]:
