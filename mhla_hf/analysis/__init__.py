@@ -37,6 +37,7 @@ _PUBLIC_NAMES = {
     "mixing_figure": "plots",
     "mixing_summary": "mixing",
     "numerical_rank": "statistics",
+    "plot_history": "history_plots",
     "plot_mixing": "plots",
     "rank_bound": "statistics",
     "reference_layout": "mixing",
@@ -76,6 +77,7 @@ __all__ = [
     "mixing_figure",
     "mixing_summary",
     "numerical_rank",
+    "plot_history",
     "plot_mixing",
     "rank_bound",
     "reference_layout",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from .diagnosis import failure_signatures
     from .directories import InspectionReport, inspect_directory
     from .findings import AttentionSummary, LayerInspection, ModelInspection
+    from .history_plots import plot_history
     from .html import render_html, write_html
     from .inspection import inspect_model
     from .matrices import linear_matrix, mhla_matrix, softmax_matrix, window_mask

@@ -41,13 +41,13 @@ EVEN = 0.02
 # Mean distance of the blocks attended to, over that of equal weights.
 FAR = 1.1
 # Sum of a row's weights over that of their absolute values, and the share of such rows.
-CANCELLED, CANCELLED_ROWS = 0.05, 0.05
+CANCELLED, CANCELLED_ROWS = 0.05, 0.2
 # Absolute sum of a row's weights; it starts at 1.
 DEAD, EXPLODED = 1e-3, 100.0
 # Bound of the rank over the number of tokens: too low whatever the layer has learned, and where the rank is at it.
 LOW_BOUND, LOW_BOUND_REACHED, REACHED = 0.25, 0.5, 0.95
 # Absolute weights over their divisor, divisors in units of eps, and the share of rows that have either.
-AMPLIFIED, TINY, UNSTABLE_ROWS = 100.0, 10.0, 0.02
+AMPLIFIED, TINY, UNSTABLE_ROWS = 20.0, 10.0, 0.02
 # Growth of outputs that nothing divides: from early to late tokens, and over texts so many times as long.
 GROWTH, LONGER = 4.0, 8
 # Share of queries, of keys, and of channels that are zero in some head.

@@ -194,14 +194,18 @@ class AttentionTracker:
         layers = gathered.layers()
         return layers, gathered.signatures(layers, bool(getattr(model, "upstream_is_linear", False)), step)
 
-    def restore(self, history: Iterable[Mapping[str, Any]], step: int) -> None:
+    def figures(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Figures of a row for a log, means over the layers."""
+        return mean_figures(row)
+
+    def restore(self, history: Iterable[Mapping[str, Any]], step: int | None = None) -> None:
         """Continues a history, as a resumed run does.
 
         Args:
             history: Rows of an earlier run.
-            step: The step that training resumes from; rows of later steps are left out.
+            step: The step that training resumes from; rows of later steps are left out. `None` keeps all.
         """
-        self.history = [dict(row) for row in history if row["step"] <= step]
+        self.history = [dict(row) for row in history if step is None or row["step"] <= step]
 
     def save(self, path: str | Path) -> None:
         """Writes the history as a JSON file, complete or not at all."""

@@ -102,6 +102,13 @@ _CONFIG = _parameter(
     "Run",
     metavar=FILE,
 )
+_TRACK = _parameter(
+    "track_attention",
+    int,
+    "Record rank and entropy of attention every so many steps, and warn of failure signatures.",
+    "Run",
+    metavar="STEPS",
+)
 _JSON = inspect.Parameter("json_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
 
 
@@ -114,12 +121,16 @@ def _training_command(family: str) -> Callable[..., None]:
         *_parameters(CacheConfig, "Data", family),
         _parameter("cache_only", bool, "Stop after the cache step.", "Data"),
         _negation("cache_only", "Data"),
+        _TRACK,
         _CONFIG,
         _JSON,
     )
     def command(json_file: Path | None, **options: Any) -> None:
         given = _given(options)
         cache_only = given.pop("cache_only", False)
+        track_every = given.pop("track_attention", None)
+        if track_every is not None and track_every < 1:
+            raise ValueError(f"track_attention={track_every} must be a number of steps, at least 1.")
         shortcuts = {name: given.pop(name) for name in OPTIONS if name in given}
         cache_options, training_options = _split(given)
         source = None
@@ -130,7 +141,7 @@ def _training_command(family: str) -> Callable[..., None]:
             check_options(checked, family)
         if config.output is None and not (cache_only and config.cache is not None):
             raise ValueError("output must be given: the directory of the run")
-        _train(family, config, cache_config, cache_only, source, json_file)
+        _train(family, config, cache_config, cache_only, source, json_file, track_every)
 
     script = f"accelerate launch conversion/train_{family}.py ..."
     command.__doc__ = f"{FAMILIES[family].help}\n\nOn several GPUs: {script}"
@@ -144,6 +155,7 @@ def _train(
     cache_only: bool,
     source: "PipelineSource | None",
     json_file: Path | None,
+    track_every: int | None,
 ) -> None:
     from ..training.data.cache_building import make_cache
     from ..training.loading import PipelineSource
@@ -163,7 +175,12 @@ def _train(
 
     from ..training.trainer import DiffusionTrainer
 
-    result = DiffusionTrainer(config, accelerator=accelerator, source=source).run()
+    trainer = DiffusionTrainer(config, accelerator=accelerator, source=source)
+    if track_every is not None:
+        from ..analysis import AttentionTracker
+
+        trainer.tracker = AttentionTracker(trainer.probe_batch(), every=track_every)
+    result = trainer.run()
     if accelerator.is_main_process:
         for stage, losses in result.losses.items():
             if losses:

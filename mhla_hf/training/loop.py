@@ -245,14 +245,26 @@ class StageLoop:
 
     def _report(self, loss: float, logs: dict[str, float], seconds: float) -> None:
         name, shared = self.stage.name, self.shared
+        tracked = self._track()
         if shared.metrics is not None:
             row = {"stage": name, "step": self.step, "loss": loss, **logs, "seconds": round(seconds, 6)}
-            shared.metrics.append(row)
+            shared.metrics.append(row if tracked is None else {**row, "attention": tracked})
         if self.accelerator.trackers:
-            values = {f"{name}/{key}": value for key, value in {"loss": loss, **logs}.items()}
+            figures = {} if tracked is None or shared.tracker is None else shared.tracker.figures(tracked)
+            values = {f"{name}/{key}": value for key, value in {"loss": loss, **logs, **figures}.items()}
             self.accelerator.log(values, step=self.steps_before + self.step)
         if shared.callback is not None:
             shared.callback(name, self.step, loss)
+
+    def _track(self) -> dict[str, Any] | None:
+        """What the tracker records after this step, in the main process; models in shards need all of them."""
+        tracker, step = self.shared.tracker, self.steps_before + self.step
+        if tracker is None or not tracker.is_due(step):
+            return None
+        in_shards = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if not in_shards and not self.accelerator.is_main_process:
+            return None
+        return tracker.record(self.model, step)
 
     def _validate_if_due(self) -> None:
         config, validator, output = self.config, self.shared.validator, self.shared.output

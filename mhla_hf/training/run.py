@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -141,6 +141,25 @@ Callback = Callable[[str, int, float], None]
 """Called with (stage, step, loss)."""
 
 
+class ModelTracker(Protocol):
+    """Looks at the model while it trains, such as [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
+
+    It may change neither the model nor the state of random number generators.
+    """
+
+    def is_due(self, step: int) -> bool:
+        """Whether to record after this many steps of all stages."""
+
+    def record(self, model: nn.Module, step: int) -> dict[str, Any]:
+        """Records, and returns a row of its history, ready for JSON."""
+
+    def figures(self, row: dict[str, Any]) -> dict[str, float]:
+        """Figures of a row for trackers such as TensorBoard."""
+
+    def restore(self, history: Iterable[dict[str, Any]]) -> None:
+        """Continues a history."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The parts of a run that its stages share.
@@ -156,6 +175,7 @@ class Run:
         metrics: The metrics so far, in the process that keeps them.
         signals: Say when to stop.
         validator: Makes videos or images, in the process that does.
+        tracker: Looks at the model while it trains.
     """
 
     config: TrainingConfig
@@ -168,6 +188,7 @@ class Run:
     metrics: Metrics | None
     signals: StopSignals
     validator: Validator | None = None
+    tracker: ModelTracker | None = None
 
     @property
     def checkpoints(self) -> Path | None:

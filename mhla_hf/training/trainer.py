@@ -23,18 +23,19 @@ from ..utils.source_files import list_files
 from . import parameters
 from .checkpoints import Position
 from .config import UNCONVERTED, TrainingConfig
-from .data.batches import LatentSamples, check_null_condition, first_of_buckets, make_batch, stable_seed
+from .data.batches import DataOrder, LatentSamples, check_null_condition, first_of_buckets, make_batch, stable_seed
 from .data.cache import LatentDataset
 from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
 from .families import TRANSFORMERS, Tensors, check_options
 from .families.transformers_models import TransformersObjective
 from .loading import PipelineSource, TrainingSource, TransformersSource, objective_for
 from .loop import StageLoop
+from .matching.layers import Batch
 from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights
 from .metrics import MetricsFile
 from .parameters import MHLA_FILE, save_adapter
 from .processes import StopSignals, TrainingStopped, check_distribution, make_accelerator, open_trackers
-from .run import Callback, Run, find_start
+from .run import Callback, ModelTracker, Run, find_start
 from .sharding import unsharded
 from .stages.matching import Transfer
 from .stages.prediction import DiffusionStage, PredictionStage, Stage
@@ -95,6 +96,7 @@ class Trainer(ABC):
         callback: Callback | None,
         accelerator: Accelerator | None,
         source: TrainingSource | None,
+        tracker: ModelTracker | None = None,
     ) -> None:
         if model is None and config.model is None:
             raise ValueError(f"model must be given: a {self.source_class.kind} directory or a Hub id")
@@ -104,7 +106,7 @@ class Trainer(ABC):
         self.accelerator = accelerator or make_accelerator(config)
         check_distribution(self.accelerator, config)
         self.metrics: MetricsFile | None = None
-        self.callback = callback
+        self.callback, self.tracker = callback, tracker
         self.teacher = teacher
         self.teacher_of_distillation: SharedTeacher | None = None
         self.teacher_memory: dict[str, int] = {}
@@ -292,6 +294,8 @@ class Trainer(ABC):
                 remove_leftovers(folder)
             write_json(self.output / "training_config.json", self.config.to_dict())
             self.metrics = MetricsFile(self.output / "metrics.jsonl", position)
+            if self.tracker is not None:
+                self.tracker.restore(row["attention"] for row in self.metrics.rows if "attention" in row)
         open_trackers(self.accelerator, self.config)
         validator = self._make_validator()
         self.accelerator.wait_for_everyone()
@@ -306,6 +310,7 @@ class Trainer(ABC):
             metrics=self.metrics,
             signals=signals,
             validator=validator,
+            tracker=self.tracker,
         )
 
     def _finish(self, result: TrainingResult) -> None:
@@ -357,6 +362,9 @@ class DiffusionTrainer(Trainer):
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
         accelerator: An `Accelerator` to use; None makes one.
         source: The pipeline of `config.model`, if it was found already.
+        tracker: Looks at the model while it trains, such as an
+            [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`,
+            its figures to the trackers, and a run that is resumed continues its history. None for none.
 
     Raises:
         ValueError: If options, model and data do not fit together.
@@ -378,9 +386,23 @@ class DiffusionTrainer(Trainer):
         callback: Callback | None = None,
         accelerator: Accelerator | None = None,
         source: PipelineSource | None = None,
+        tracker: ModelTracker | None = None,
     ) -> None:
         self.null_condition = null_condition
-        super().__init__(config, model, dataset, teacher, callback, accelerator, source)
+        super().__init__(config, model, dataset, teacher, callback, accelerator, source, tracker)
+
+    def probe_batch(self) -> Batch:
+        """Arguments of the model's `forward` for the first batch of the data, at noise levels that never change."""
+        order = DataOrder(
+            dataset_size=len(self.dataset),
+            batch_size=self.config.batch_size,
+            seed=self.config.seed,
+            stage="probe",
+            buckets=getattr(self.dataset, "buckets", None),
+        )
+        batch = make_batch(self.dataset, order, 0, 0, self.objective)
+        noisy = self.objective.add_noise(batch.latents, batch.noise, batch.levels)
+        return self.objective.model_inputs(self.model.config, noisy, batch.levels, batch.condition)
 
     def _open(self, dataset: LatentSamples | None) -> LatentSamples:
         config = self.config
@@ -472,6 +494,9 @@ class TransformersTrainer(Trainer):
         teacher: See `DiffusionTrainer`.
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
         accelerator: An `Accelerator` to use; None makes one.
+        tracker: Looks at the model while it trains, such as an
+            [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`,
+            its figures to the trackers, and a run that is resumed continues its history. None for none.
 
     Raises:
         ValueError: If options, model and data do not fit together.
@@ -491,13 +516,14 @@ class TransformersTrainer(Trainer):
         teacher: Teacher | None = None,
         callback: Callback | None = None,
         accelerator: Accelerator | None = None,
+        tracker: ModelTracker | None = None,
     ) -> None:
         if config.transfer_steps:
             raise ValueError("transfer_steps must be 0 for models of transformers: use mhla_hf.recovery.match_layers")
         if config.validation_prompts:
             raise ValueError("validation_prompts are not for models of transformers")
         check_options(config, TRANSFORMERS)
-        super().__init__(config, model, batches, teacher, callback, accelerator, None)
+        super().__init__(config, model, batches, teacher, callback, accelerator, None, tracker)
 
     def _open(self, dataset: BatchesByStep) -> BatchesByStep:
         if self.source is not None and self.config.distill_steps and self.teacher is None:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mhla_hf import BlockLayout
-from mhla_hf.analysis import mixing_figure, plot_mixing
+from mhla_hf.analysis import mixing_figure, plot_history, plot_mixing
 from mhla_hf.analysis.grids import frames_shown, middle_block, weights_on_grid
 
 
@@ -79,3 +79,22 @@ def test_figure_is_written_whole(tmp_path):
 def test_wrong_arguments_are_named(matrices, block, message):
     with pytest.raises(ValueError, match=message):
         mixing_figure(matrices, LAYOUTS["image"], block=block)
+
+
+def test_history_of_a_training(tmp_path):
+    row = {"rank": 12.0, "effective_rank": 5.0, "relative_entropy": 0.7}
+    history = [
+        {
+            "step": step,
+            "layers": {
+                "blocks.0": {**row, "kind": "softmax"},
+                "blocks.1": {**row, "kind": "mhla", "rank": None if step == 20 else 10.0},
+            },
+            "signatures": [{"name": "uniform-mixing", "layer": "blocks.1"}] if step else [],
+        }
+        for step in (0, 10, 20)
+    ]
+    plot_history(history, tmp_path / "history.png")
+    assert (tmp_path / "history.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="history has no rows"):
+        plot_history([], tmp_path / "none.png")

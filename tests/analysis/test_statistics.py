@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_hf import BlockLayout
+from mhla_hf import MHLA, BlockLayout, MHLAConfig
 from mhla_hf.analysis import (
     attention_statistics,
     effective_rank,
+    layer_tokens,
     linear_matrix,
     mhla_matrix,
     numerical_rank,
@@ -23,6 +24,7 @@ from mhla_hf.analysis import (
     top_share,
 )
 from mhla_hf.analysis.statistics import spread
+from mhla_hf.layers.fused import PairwiseRotary
 
 
 def with_singular_values(values: list[float], rows: int = 12, columns: int = 15) -> torch.Tensor:
@@ -105,6 +107,64 @@ def test_rank_is_bounded(height, width, rows, columns, features, normalizer, see
     linear = singular_values(linear_matrix(query, key, normalizer=normalizer))[0, 0]
     one = BlockLayout(grid=layout.grid, blocks=(1, 1))
     assert numerical_rank(linear, 1e-7) <= rank_bound(one, features) == min(layout.num_tokens, features)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    grid=st.one_of(
+        st.tuples(st.integers(5, 40)),
+        st.tuples(st.integers(2, 7), st.integers(2, 7)),
+        st.tuples(st.integers(2, 4), st.integers(2, 4), st.integers(2, 4)),
+    ),
+    counts=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),
+    prefix=st.integers(0, 3),
+    features=st.integers(1, 6),
+    feature_map=st.sampled_from(("relu", "elu", "identity")),
+    mixing_heads=st.sampled_from(("shared", "per_head")),
+    rope=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_rank_of_layers_is_bounded(grid, counts, prefix, features, feature_map, mixing_heads, rope, seed):
+    """Of real layers with ragged blocks, tokens before the grid, weights of both signs, and rotary embedding."""
+    blocks = tuple(min(count, length) for count, length in zip(counts, grid))
+    config = MHLAConfig(
+        blocks=blocks, grid=grid, feature_map=feature_map, mixing_heads=mixing_heads, normalizer="none"
+    )
+    width = 2 * features
+    layer = MHLA(config, hidden_size=8, num_heads=2, head_dim=width, num_prefix_tokens=prefix)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        layer.mixing.copy_(torch.randn(layer.mixing.shape, generator=generator))
+    tokens = math.prod(grid) + prefix
+    query, key, value = (torch.randn(1, tokens, 2, width, generator=generator) for _ in range(3))
+    angles = torch.rand(1, tokens, 1, features, generator=generator)
+    rotary = PairwiseRotary(angles.cos(), angles.sin()) if rope else None
+    (sample,) = layer_tokens(layer, query, key, value, grid=grid, rotary=rotary)
+    sizes = sample.layout.block_of_token.bincount().tolist()
+    assert sum(sizes) == tokens and len(sizes) == sample.layout.num_blocks
+    bound = min(tokens, sum(min(size, width) for size in sizes))
+    assert rank_bound(sample.layout, sample.num_features) == bound
+    ranks = numerical_rank(singular_values(sample.matrix("mhla")), 1e-7)
+    assert ranks.shape == (2,) and (ranks <= bound).all()
+    assert (numerical_rank(singular_values(sample.matrix("linear")), 1e-7) <= min(tokens, width)).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("grid", "blocks", "features"),
+    [((48,), (4,), 3), ((47,), (5,), 4), ((7, 9), (2, 3), 5), ((3, 5, 4), (1, 2, 2), 6), ((6, 6), (6, 6), 8)],
+)
+def test_bound_is_reached_by_random_features(grid, blocks, features, seed):
+    """On grids that the blocks do not divide, too; linear attention stays at d."""
+    layout = BlockLayout(grid=grid, blocks=blocks)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, layout.num_tokens, 2, features)
+    query, key = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    mixing = torch.randn(2, layout.num_blocks, layout.num_blocks, generator=generator, dtype=torch.float64)
+    matrix = mhla_matrix(query, key, mixing, layout, normalizer="none")[0]
+    assert numerical_rank(singular_values(matrix), 1e-7).tolist() == [rank_bound(layout, features)] * 2
+    linear = linear_matrix(query, key, normalizer="none")[0]
+    assert numerical_rank(singular_values(linear), 1e-7).tolist() == [features] * 2
 
 
 def test_bound_is_reached():

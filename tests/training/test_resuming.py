@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
 from mhla_hf.training.checkpoints import list_checkpoints, read_state
 from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
 from mhla_hf.training.data.fingerprints import file_fingerprint, folder_fingerprint
+from mhla_hf.training.metrics import read_metrics
 from mhla_hf.utils.files import write_json
 
 from .. import tiny
@@ -312,3 +314,25 @@ class TestFingerprints:
         before = file_fingerprint(path)
         path.write_bytes(b"\xff" * (3 * 2**20) + b"\0" * 8192 + b"\xff" * (3 * 2**20 - 8192))
         assert file_fingerprint(path) != before
+
+
+class TestTracking:
+    def run(self, student, output, **changes):
+        trainer = DiffusionTrainer(options(output, **changes), copy.deepcopy(student), CASE.dataset())
+        trainer.tracker = AttentionTracker(trainer.probe_batch(), every=1)
+        return trainer.run(), trainer.tracker
+
+    def test_it_changes_no_weight_and_goes_on_when_resumed(self, student, finished, tmp_path):
+        result, whole = self.run(student, tmp_path / "run")
+        expected = finished[1]
+        assert all(torch.equal(value, expected[name]) for name, value in result.model.state_dict().items())
+        assert [row["step"] for row in whole.history] == [1, 2, 3]
+        rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        assert [row["attention"] for row in rows] == whole.history
+        kinds = [layer["kind"] for layer in whole.history[0]["layers"].values()]
+        assert kinds == ["softmax", "mhla", "mhla"]
+        _, resumed = self.run(student, tmp_path / "run", resume="finetune-00000001")
+        assert [row["step"] for row in resumed.history] == [1, 2, 3]
+        assert [row["layers"] for row in resumed.history] == [row["layers"] for row in whole.history]
+        rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        assert [row["attention"] for row in rows] == resumed.history
