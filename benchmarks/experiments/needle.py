@@ -30,7 +30,7 @@ from .recall_tasks import Questions, generator_for, needle_questions, size_of_st
 NAMES = ("softmax", "hybrid", "window", "mhla", "hedgehog", "linear")
 _SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {
-        "seeds": 2,
+        "seeds": 1,
         "needles": 8,
         "lengths": [64, 128, 256],
         "test_lengths": [128, 256, 512, 1024, 2048],
@@ -38,7 +38,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "heads": 2,
         "steps": 300,
         "step_tokens": 2048,
-        "test_sequences": 32,
+        "test_sequences": 64,
     },
     "gpu": {
         "seeds": 5,
