@@ -13,6 +13,7 @@ _MODULES: dict[str, str] = {
     "blocks": "blocks",
     "initialization": "initialization",
     "auxiliary": "auxiliary",
+    "signatures": "signatures",
     "language": "language",
     "recall": "recall",
     "needle": "needle",
