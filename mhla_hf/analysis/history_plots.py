@@ -54,6 +54,7 @@ def plot_history(history: Sequence[Mapping[str, Any]], path: str | Path) -> None
                     axes.plot(row["step"], value, "x", color="#d62728", markersize=8, markeredgewidth=2)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
+        axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
