@@ -50,8 +50,10 @@ def test_cache_train_and_resume(wan, tmp_path):
         "--blocks", "1,1,1", "--layers", "2/3", "--gate", "--mixing-heads", "per_head", "--mixing-constraint",
         "nonnegative", "--mixing-range", "2", "--grid", "2,1,1", "--transfer-steps", 1, "--checkpointing-steps", 1,
     ]  # fmt: skip
-    first = invoke(*arguments, "--max-steps", 1)
+    first = invoke(*arguments, "--max-steps", 1, "--track-attention", 1)
     assert first.exit_code == 0, first.output
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["attention"]["step"] for row in rows] == [1, 2] and rows[0]["attention"]["layers"]
     assert "transfer: loss" in first.output and str(tmp_path / "run" / "pipeline") in first.output.replace("\n", "")
     config = json.loads((tmp_path / "run" / "pipeline" / "transformer" / "config.json").read_text())
     expected = {
