@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mhla_hf.utils.files import atomic_file
 
-from .documentation import PAGE, RESULTS, tables, with_tables
+from .documentation import PAGE, RESULTS, beside, tables, with_tables
 from .experiment import SETTINGS
 from .registry import experiment_names, find_experiment
 from .runner import run_case, run_experiment, write_report
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif options.command == "write":
         text = with_tables(PAGE.read_text(encoding="utf-8"), tables(options.results))
         with atomic_file(options.page) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(beside(text, options.page, options.results), encoding="utf-8")
         print(f"wrote {options.page}")
     else:
         try:

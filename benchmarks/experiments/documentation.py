@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,12 @@ def with_tables(text: str, sections: Mapping[str, str]) -> str:
         return f"{match[1]}\n{sections[match[2]]}\n\n{match[3]}"
 
     return _MARKED.sub(replace, text)
+
+
+def beside(text: str, page: Path, results: Path) -> str:
+    """Text of the page with its links to plots and JSON files leading from `page` to `results`."""
+    found = Path(os.path.relpath(results.resolve(), page.resolve().parent)).as_posix()
+    return text.replace("](../benchmarks/results/", f"]({found}/")
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs experiments: cases side by side in processes of their own, kept results, JSON file and plot.
 
-A stopped run resumes from the results of the cases that it finished.
+A stopped run resumes from the results of the cases that it finished. They are known by function and options alone, so
+they stay after a change of the code; removing their directory measures everything again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,11 @@ def run_experiment(
         work: Directory of the cases' results.
         jobs: Cases at a time, each with a share of the cores.
         device: Device to run on; `None` for a GPU if there is one.
-        show_progress: Show a bar on standard error.
+        show_progress: Show on standard error how many cases have a result already, and a bar.
 
     Returns:
-        The report: `experiment`, `title`, `setting`, `machine`, `summary`, and `cases`, which holds for each label
-        the `options`, the `seconds` and the `figures`.
+        The report: `experiment`, `title`, `setting`, `machine` with the date of the last case, `summary`, and `cases`,
+        which holds for each label the `options`, the `date`, the `seconds` and the `figures`.
 
     Raises:
         ValueError: If there is no such experiment or device.
@@ -62,7 +64,11 @@ def run_experiment(
     work.mkdir(parents=True, exist_ok=True)
     pending = {case.key: case for case in cases.values() if not _file(work, case).is_file()}
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
+    console, finished = Console(stderr=True), len(cases) - len(pending)
+    if show_progress and finished:
+        remedy = "remove it to measure again, as after a change of the code"
+        console.print(f"{name}: {finished} of {len(cases)} cases have a result in {work}; {remedy}", soft_wrap=True)
+    with Progress(console=console, disable=not show_progress) as progress:
         task = progress.add_task(name, total=len(pending))
 
         def measure(case: Case) -> None:
@@ -77,11 +83,13 @@ def run_experiment(
                 pool.shutdown(cancel_futures=True)
                 raise
     stored = {label: read_json(_file(work, case), "the result of a case:") for label, case in cases.items()}
+    machine = machine_facts(target)
+    machine["date"] = max(result.get("date", machine["date"]) for result in stored.values())
     return {
         "experiment": name,
         "title": experiment.title,
         "setting": setting,
-        "machine": {**machine_facts(target), "threads": threads},
+        "machine": {**machine, "threads": threads},
         "summary": experiment.summarize({label: result["figures"] for label, result in stored.items()}),
         "cases": stored,
     }
@@ -109,7 +117,8 @@ def run_case(text: str, file: Path, device: str, threads: int) -> None:
     case = Case(function, options)
     start = time.perf_counter()
     figures = case.run(torch.device(device), file.parent)
-    write_json(file, {"options": options, "seconds": round(time.perf_counter() - start, 2), "figures": figures})
+    seconds = round(time.perf_counter() - start, 2)
+    write_json(file, {"options": options, "date": date.today().isoformat(), "seconds": seconds, "figures": figures})
 
 
 def _run_here(case: Case, file: Path, device: torch.device, threads: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.experiments import documentation, runner
 from benchmarks.experiments.__main__ import main
-from benchmarks.experiments.documentation import PAGE, markdown_table, tables, with_tables
+from benchmarks.experiments.documentation import PAGE, beside, markdown_table, tables, with_tables
 from benchmarks.experiments.experiment import SETTINGS, Case, Experiment
 from benchmarks.experiments.registry import experiment_names, find_experiment
 
@@ -55,6 +55,25 @@ def test_finished_cases_are_kept(tmp_path):
     assert stored["seconds"] >= 0 and math.isfinite(stored["seconds"])
 
 
+def test_kept_cases_are_announced_with_their_date(tmp_path, monkeypatch, capsys):
+    case = Case(f"{__name__}:double", {"number": 4})
+    experiment = Experiment(
+        title="",
+        cases=lambda setting: {"doubled": case},
+        summarize=lambda figures: figures,
+        plot=lambda report, path: None,
+        tables=lambda report: {},
+    )
+    monkeypatch.setattr(runner, "find_experiment", lambda name: experiment)
+    runner.run_experiment("doubled", "smoke", tmp_path, device="cpu")
+    assert "have a result" not in capsys.readouterr().err
+    file = tmp_path / f"{case.key}.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "date": "2020-02-03"}))
+    report = runner.run_experiment("doubled", "smoke", tmp_path, device="cpu")
+    assert f"doubled: 1 of 1 cases have a result in {tmp_path}; remove it" in capsys.readouterr().err
+    assert report["machine"]["date"] == report["cases"]["doubled"]["date"] == "2020-02-03"
+
+
 @pytest.mark.parametrize("setting", ["cpu", "smoke"])
 def test_cases_run_in_processes_of_their_own(setting, tmp_path, monkeypatch):
     experiment = Experiment(
@@ -91,6 +110,12 @@ def test_results_page_shows_the_reports():
     assert with_tables(text, sections) == text
     for section in sections:
         assert f"<!-- results: {section} -->" in text
+
+
+def test_page_elsewhere_shows_the_plots_beside_it(tmp_path):
+    link = "![plot](../benchmarks/results/rank.png)"
+    assert beside(link, tmp_path / "results.md", tmp_path / "figures") == "![plot](figures/rank.png)"
+    assert beside(link, PAGE, documentation.RESULTS) == link
 
 
 def test_marker_without_a_report_is_an_error():
