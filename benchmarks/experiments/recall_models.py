@@ -73,10 +73,10 @@ COLORS = {
     "hedgehog": "#17becf",
     "window": "#2ca02c",
     "hybrid": "#9467bd",
-    "hybrid-mhla-first": "#444444",
+    "hybrid-mhla-first": "#8c564b",
     "mhla-locality": "#2ca02c",
     "mhla-per-head": "#9467bd",
-    "mhla-rope-before": "#d95f02",
+    "mhla-rope-before": "#e377c2",
 }
 
 
