@@ -6,7 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .tracking import AttentionTracker, mean_figures
 
@@ -36,13 +39,20 @@ class TrackingCallback(TrainerCallback):
         self.tracker, self.trainer, self.per_layer = tracker, trainer, per_layer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Continues the history of a run that is resumed, or records the model as it is."""
+        """Continues the history of a run that is resumed, or records the model as it is.
+
+        Raises:
+            ValueError: Under DeepSpeed ZeRO-3, whose weights no process has.
+        """
+        if is_deepspeed_zero3_enabled():
+            raise ValueError("TrackingCallback does not run under DeepSpeed ZeRO-3; use FSDP 2, or ZeRO-2.")
         path = Path(args.output_dir) / HISTORY_FILE
         if state.global_step and path.is_file():
             self.tracker.load(path, state.global_step)
         elif not state.global_step:
             self.tracker.history = []
-        if state.global_step not in [row["step"] for row in self.tracker.history]:
+        recorded = [row["step"] for row in self.tracker.history]
+        if self.tracker.is_due(state.global_step) and state.global_step not in recorded:
             self._record(args, state, control, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -51,8 +61,10 @@ class TrackingCallback(TrainerCallback):
             self._record(args, state, control, model)
 
     def _record(self, args: Any, state: Any, control: Any, model: Any) -> None:
-        # Models in shards need all processes; of others all have the same copy.
-        if not state.is_world_process_zero and not (args.fsdp or args.deepspeed):
+        # Models in shards need all processes; of others all have the same copy. `accelerate launch` can shard too,
+        # which the arguments do not say.
+        in_shards = AcceleratorState().distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if not state.is_world_process_zero and not in_shards:
             return
         row = self.tracker.record(model, state.global_step)
         if not state.is_world_process_zero:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from ..conversion.options import parse_layers
@@ -229,8 +230,10 @@ def observe_batch(
 
     with evaluating(model), _own_random_numbers(model, seed), torch.compiler.set_stance("force_eager"):
         batch = on_device(batch, model)
+        # Under FSDP 2 the whole model gathers what its blocks do not, the first time above all.
+        called = model if isinstance(model, FSDPModule) else trunk_for(model, batch)
         with recorded_attention(model, wanted, seen):
-            run(trunk_for(model, batch), batch)
+            run(called, batch)
     if not reached:
         raise ValueError(
             f"This {type(model).__name__} has no attention layer that can be observed: {shorten_list(wanted)} do not "

@@ -16,6 +16,7 @@ from ..layers.mixing import effective_mixing
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import extend_mixing
 from ..ops import FEATURE_MAPS
+from ..training.sharding import full_tensor
 from .mixing import mean_distance, reference_layout
 from .statistics import rank_bound
 from .tokens import LayerTokens
@@ -103,7 +104,7 @@ def weight_signatures(
     def add(name: str, figure: float, message: str) -> None:
         found.append(FailureSignature(name, layer, figure if math.isfinite(figure) else None, message))
 
-    stored = (mhla.mixing if mixing is None else mixing).detach().cpu()
+    stored = full_tensor(mhla.mixing if mixing is None else mixing)
     first = mhla.initial_tensor("mixing")
     moved = not torch.equal(stored, first.to(stored.dtype))
     weights, initial = (_on_grid(mhla, tensor) for tensor in (stored.double(), first.double()))

@@ -19,7 +19,7 @@ from .checkpoints import Position
 from .data.batches import DataOrder, TrainingBatch
 from .optimization import WeightAverage, learning_rate_factor, set_learning_rate
 from .run import Run
-from .sharding import full_tensor
+from .sharding import full_tensor, root_gathered
 from .stages.prediction import Stage
 
 
@@ -261,10 +261,11 @@ class StageLoop:
         tracker, step = self.shared.tracker, self.steps_before + self.step
         if tracker is None or not tracker.is_due(step):
             return None
-        in_shards = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        in_shards = self.accelerator.distributed_type == DistributedType.FSDP
         if not in_shards and not self.accelerator.is_main_process:
             return None
-        return tracker.record(self.model, step)
+        with root_gathered(self.module):
+            return tracker.record(self.model, step)
 
     def _validate_if_due(self) -> None:
         config, validator, output = self.config, self.shared.validator, self.shared.output

@@ -8,12 +8,14 @@ process. Every process must call these functions for the same parameters in the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from .config import TrainingConfig
 
@@ -145,6 +147,26 @@ def unsharded(model: nn.Module) -> nn.Module:
     copy = cls.from_config(model.config)
     copy.load_state_dict(state)
     return copy
+
+
+@contextmanager
+def root_gathered(module: nn.Module) -> Iterator[None]:
+    """A context in which parts of a model under FSDP 2 can be called by themselves, once the model has run.
+
+    Blocks gather their parameters when they are called, the rest is gathered when the whole model is. Every process
+    must enter it.
+
+    Args:
+        module: The module that was sharded as a whole; any other is left alone.
+    """
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
 
 
 def _is_sliced(tensor: torch.Tensor) -> bool:

@@ -288,6 +288,8 @@ class Trainer(ABC):
         return self.accelerator.distributed_type == DistributedType.FSDP
 
     def _prepare(self, position: Position | None, signals: StopSignals) -> Run:
+        if self.tracker is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError("tracker (--track-attention) does not run under DeepSpeed; use FSDP 2")
         if self.output is not None and self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
             for folder in (self.output, self.output / "checkpoints"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +197,33 @@ def test_wrapped_and_compiled_models():
     assert AttentionTracker(batch).record(parallel, 0)["layers"] == expected
 
 
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ("bert", "llama"))
+def test_sharded_models(name, one_process):
+    """Before their first step, and after."""
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    model = mhla_hf.convert(softmax_model(name), {**default_options(name), "layers": [0, 2]})
+    tracker = AttentionTracker(inputs(name), layers="0,1")
+    expected = tracker.record(model, 0)
+    layers = model.base_model.encoder.layer if name == "bert" else model.base_model.layers
+    for part in (*layers, model):
+        torch.distributed.fsdp.fully_shard(part, mesh=mesh)
+    assert tracker.record(model, 0)["layers"] == expected["layers"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in (1, 2):
+        model(**inputs(name)).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        row = tracker.record(model, step)
+        assert row["layers"] != expected["layers"] and row["layers"].keys() == expected["layers"].keys()
+
+
 def test_attention_that_is_not_finite_is_recorded_as_such():
     model = deit({}).eval()
     with torch.no_grad():
@@ -254,6 +282,20 @@ def test_resumed_run_continues_the_history(tmp_path):
     _, tracker = train(tmp_path / "parts", steps=6, resume=str(tmp_path / "parts" / "checkpoint-2"))
     assert [row["step"] for row in tracker.history] == [0, 2, 4, 6]
     assert [row["layers"] for row in tracker.history] == [row["layers"] for row in whole.history]
+
+
+def test_resuming_between_two_records_adds_none(tmp_path):
+    tracker = AttentionTracker(inputs("deit"), every=2)
+    TrackingCallback(tracker).on_train_begin(
+        SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=3), None
+    )
+    assert tracker.history == []
+
+
+def test_weights_that_no_process_has_are_refused(monkeypatch):
+    monkeypatch.setattr("mhla_hf.analysis.callbacks.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="TrackingCallback does not run under DeepSpeed ZeRO-3; use FSDP 2"):
+        TrackingCallback(AttentionTracker(inputs("deit"))).on_train_begin(None, None, None)
 
 
 def test_callback_without_the_trainer_logs_to_its_state(tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils.other import get_free_port
 
+from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.processes import make_accelerator
 from tests import ROOT
@@ -54,7 +55,8 @@ def train_together(name: str, runs: list[tuple[Path, dict[str, Any]]], processes
 
     Args:
         name: Configuration.
-        runs: Output and options of each run; with `damaged_sample` that one is NaN, and each process saves its error.
+        runs: Output and options of each run; with `damaged_sample` that one is NaN, and each process saves its error;
+            with `track_every` attention is recorded on one sample.
         processes: How many.
     """
     context = multiprocessing.get_context("forkserver")
@@ -80,8 +82,10 @@ def _train(environment: dict[str, str], runs: list[tuple[Path, dict[str, Any]]])
         accelerator = make_accelerator(TrainingConfig(device="cpu"))
         kind = accelerator.distributed_type.value
         for output, options in runs:
-            damaged = options.pop("damaged_sample", None)
+            damaged, every = options.pop("damaged_sample", None), options.pop("track_every", None)
             trainer = make_trainer(output, None, accelerator, **OPTIONS, **options)
+            if every is not None:
+                trainer.tracker = AttentionTracker(trainer.probe_batch(), every=every)
             if damaged is not None:
                 sample = trainer.dataset[damaged]
                 trainer.dataset[damaged] = {**sample, "latents": sample["latents"] * math.nan}

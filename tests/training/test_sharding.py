@@ -9,8 +9,10 @@ import pytest
 import torch
 from accelerate import DistributedType
 
+from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.data.batches import DataOrder
+from mhla_hf.training.metrics import read_metrics
 from mhla_hf.training.processes import check_distribution, make_accelerator
 from mhla_hf.training.sharding import set_deepspeed_options
 
@@ -25,7 +27,11 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 def runs(tmp_path_factory):
     """Runs of six steps in one process, in two that shard, in two that do not, and from one to two and back."""
     folder = tmp_path_factory.mktemp("runs")
-    results = {"one": make_trainer(folder / "one", **OPTIONS, batch_size=2).run()}
+    trainer = make_trainer(folder / "one", **OPTIONS, batch_size=2)
+    # The sample that is the first of each process.
+    probe = make_trainer(folder / "probe", **OPTIONS, batch_size=1).probe_batch()
+    trainer.tracker = AttentionTracker(probe, every=3)
+    results = {"one": trainer.run()}
     shutil.copytree(folder / "one", folder / "one to two")
     shutil.rmtree(folder / "one to two" / "checkpoints" / "finetune-00000006")
     each = {"batch_size": 1}
@@ -33,7 +39,11 @@ def runs(tmp_path_factory):
     # That of the second process in the second step.
     damaged = order.dataset_index(order.sample_numbers(1)[1])
     broken = {**each, "damaged_sample": damaged, "checkpointing_steps": 1}
-    together = [(folder / "two", each), (folder / "one to two", each), (folder / "broken", broken)]
+    together = [
+        (folder / "two", {**each, "track_every": 3}),
+        (folder / "one to two", each),
+        (folder / "broken", broken),
+    ]
     train_together("fsdp2", together)
     train_together("ddp", [(folder / "two whole", each)])
     shutil.copytree(folder / "two", folder / "two to one")
@@ -43,6 +53,8 @@ def runs(tmp_path_factory):
     for name in ("two", "one to two", "two whole"):
         found[name] = torch.load(folder / name / "final.pt")
     assert results["two to one"].resumed_from.name == "finetune-00000004"
+    for name in ("one", "two"):
+        found[name]["metrics"] = read_metrics(folder / name / "metrics.jsonl")
     found["broken"] = {
         "damaged": damaged, "errors": [(folder / "broken" / f"error-{rank}").read_text() for rank in range(2)]
     }  # fmt: skip
@@ -57,6 +69,18 @@ def test_losses_and_weights_are_those_of_one_process(name, runs):
     assert found["weights"].keys() == expected["weights"].keys()
     for key, value in expected["weights"].items():
         torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-4, msg=key)
+
+
+def test_attention_is_tracked_as_in_one_process(runs):
+    expected, found = ({row["step"]: row.get("attention") for row in runs[name]["metrics"]} for name in ("one", "two"))
+    for step, row in found.items():
+        assert (row is None) == (expected[step] is None) == (step not in (3, 6))
+        if row is None:
+            continue
+        assert row["layers"].keys() == expected[step]["layers"].keys()
+        for name, layer in row["layers"].items():
+            for statistic in ("effective_rank", "entropy", "top_share"):
+                assert layer[statistic] == pytest.approx(expected[step]["layers"][name][statistic], rel=1e-3)
 
 
 def test_processes_shard_where_the_configuration_says_so(runs):
@@ -112,6 +136,13 @@ class TestConfigurations:
         plugin.zero_stage = 2
         with pytest.raises(ValueError, match="zero_stage must be 3 in accelerate's DeepSpeed configuration, got 2"):
             check_distribution(accelerator, config)
+
+    def test_tracking_under_deepspeed_is_refused(self, tmp_path):
+        trainer = make_trainer(tmp_path / "run", **OPTIONS)
+        trainer.tracker = AttentionTracker(trainer.probe_batch())
+        trainer.accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
+        with pytest.raises(ValueError, match="tracker .* does not run under DeepSpeed; use FSDP 2"):
+            trainer._prepare(None, None)
 
     @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
     def test_deepspeed_that_is_not_installed_is_named(self, monkeypatch):
