@@ -104,6 +104,7 @@ _LABELS = {
     "mhla_fixed": "MHLA, M = 64",
     "mhla_chunk": "MHLA, blocks of 64",
 }
+_TIMES = ("forward_milliseconds", "forward_backward_milliseconds")
 _DIRECTIONS = ("bidirectional", "causal")
 _MARKERS = {"float32": "o", "bfloat16": "s", "float16": "^"}
 # Short inputs are dominated by what a call costs.
@@ -125,8 +126,7 @@ def _summarize(results: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
         for name in _LABELS:
             chosen = [row for row in rows if (row["attention"], row["direction"]) == (name, direction)]
             if chosen:
-                fields = ("forward_milliseconds", "forward_backward_milliseconds")
-                slope = {field.removesuffix("_milliseconds"): _slope(chosen, field) for field in fields}
+                slope = {field.removesuffix("_milliseconds"): _slope(chosen, field) for field in _TIMES}
                 slopes.append({"attention": name, "direction": direction, **slope})
     return {"rows": rows, "slopes": slopes, "errors": result["errors"]["rows"], **result["breakdown"]}
 
@@ -244,8 +244,10 @@ def _time_table(summary: Mapping[str, Any]) -> str:
             if not chosen:
                 continue
             cells = [
-                f"{_number(chosen[tokens]['forward_milliseconds'])} / "
-                f"{_number(chosen[tokens]['forward_backward_milliseconds'])}"
+                " / ".join(
+                    "failed" if value is None and "failed" in chosen[tokens] else _number(value)
+                    for value in (chosen[tokens][field] for field in _TIMES)
+                )
                 for tokens in shown
             ]
             slope = next(

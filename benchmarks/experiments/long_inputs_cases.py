@@ -141,10 +141,12 @@ def measure_times(
     Returns:
         `rows`: one for each kind of attention, direction and length, with `forward_milliseconds`,
         `forward_backward_milliseconds`, `memory_bytes` (peak of the forward pass beyond inputs and output) and
-        `forward_backward_memory_bytes`; `None` where it was left out.
+        `forward_backward_memory_bytes`; `None` where it was left out, or where it or a shorter run
+        failed, for the reason in `failed`.
     """
     rows: list[dict[str, Any]] = []
     expected: dict[tuple[str, bool, bool], float] = {}
+    reasons: dict[tuple[str, bool], str] = {}
     for tokens in lengths:
         for causal in (False, True):
             shapes = contestant_shapes(tokens, heads, width, causal)
@@ -162,7 +164,8 @@ def measure_times(
                 inputs = _inputs(shapes, getattr(torch, dtype), device, backward)
                 runs = {name: partial(_run, name, inputs[name], shape, backward) for name, shape in shapes.items()}
                 predicted = {name: expected.get((name, causal, backward), 0.0) for name in shapes}
-                figures = _measure(runs, predicted, device, seconds=seconds / 2, longest=longest_seconds)
+                figures, failed = _measure(runs, predicted, device, seconds=seconds / 2, longest=longest_seconds)
+                reasons |= {(name, causal): reason for name, reason in failed.items()}
                 prefix = "forward_backward_" if backward else ""
                 for name, (milliseconds, memory) in figures.items():
                     at_length[name]["forward_backward_milliseconds" if backward else "forward_milliseconds"] = (
@@ -173,6 +176,9 @@ def measure_times(
                     seconds_once = math.inf if milliseconds is None else milliseconds / 1e3
                     expected[name, causal, backward] = 4 * seconds_once
                 free_memory(device)
+            for name, row in at_length.items():
+                if (name, causal) in reasons:
+                    row["failed"] = reasons[name, causal]
             rows += at_length.values()
     return {"rows": rows}
 
@@ -209,12 +215,15 @@ def _measure(
     *,
     seconds: float,
     longest: float,
-) -> dict[str, tuple[float | None, int | None]]:
-    """Milliseconds and bytes of each run; `None` for those that were left out or failed."""
+) -> tuple[dict[str, tuple[float | None, int | None]], dict[str, str]]:
+    """Milliseconds and bytes of each run, `None` for those that were left out or failed, and reasons of the latter."""
     figures: dict[str, tuple[float | None, int | None]] = dict.fromkeys(runs, (None, None))
+    failed: dict[str, str] = {}
     quick = {name: run for name, run in runs.items() if predicted[name] <= _SLOW_SECONDS}
     for name, timed in time_in_rounds(quick, device, seconds=seconds).items():
-        if not isinstance(timed, str):
+        if isinstance(timed, str):
+            failed[name] = timed
+        else:
             figures[name] = timed["milliseconds"], peak_memory(quick[name], device)
     slow = {name: run for name, run in runs.items() if _SLOW_SECONDS < predicted[name] <= longest}
     taken: dict[str, list[float]] = {name: [] for name in slow}
@@ -224,7 +233,7 @@ def _measure(
         for name, run in slow.items():
             if predicted[name] <= _ONCE_SECONDS:
                 _timed(run, taken[name], device)
-    return {**figures, **{name: (statistics.median(taken[name]), memory[name]) for name in slow}}
+    return {**figures, **{name: (statistics.median(taken[name]), memory[name]) for name in slow}}, failed
 
 
 def _timed(run: Callable[[], Any], taken: list[float], device: torch.device) -> Any:

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from benchmarks.experiments import long_inputs
-from benchmarks.experiments.long_inputs_cases import GRIDS, contestant_shapes, measure_breakdown, measure_errors
+from benchmarks.experiments.long_inputs_cases import (
+    GRIDS,
+    attention,
+    contestant_shapes,
+    measure_breakdown,
+    measure_errors,
+    measure_times,
+)
 
 
 DEVICE = torch.device("cpu")
@@ -43,6 +50,22 @@ def test_breakdown_shows_what_it_is_for():
     assert grown == pytest.approx({"mhla": 2, "mhla_fixed": 4, "mhla_chunk": 1}, rel=0.1)
     assert found["eps"][0]["output"] == pytest.approx(1, abs=0.05) and found["eps"][1]["output"] < 0.5
     assert [row["blocks"] for row in found["many_blocks"]] == [1, 8]
+
+
+def test_failures_are_named(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("too large")
+
+    monkeypatch.setattr(attention, "mhla", fails)
+    times = measure_times(
+        lengths=[256, 512], heads=1, width=8, dtype="float32", seconds=0.02, longest_seconds=1.0, device=DEVICE
+    )
+    assert all(("failed" in row) == row["attention"].startswith("mhla") for row in times["rows"])
+    assert times["rows"][2]["failed"] == "RuntimeError: too large"
+    result = {"times": times, "errors": {"rows": []}, "breakdown": {}}
+    summary = long_inputs.EXPERIMENT.summarize({"all": result})
+    lines = long_inputs._time_table(summary).splitlines()[2:]
+    assert [line.count("failed / failed") for line in lines] == [0, 0, 2, 2, 0, 0, 2, 2, 2]
 
 
 def test_slopes_are_exponents_of_long_inputs():
