@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from safetensors import safe_open
 from torch import nn
 
@@ -29,7 +30,7 @@ def failure_signatures(
     """Signs of failure in a model's MHLA layers, by their weights and, given a probe, by their attention.
 
     Args:
-        model: A model of diffusers or transformers with MHLA layers; not changed.
+        model: A model of diffusers or transformers with MHLA layers, wrapped or compiled, if it is; not changed.
         batches: The probe: keyword arguments of the model's `forward`, or a list of such. Inputs of the lengths that
             the model is used at tell most. Without any, weights are all there is.
         layers: The layers that the probe is for, as numbers or text such as `"1,2,4"`; `None` for all.
@@ -46,6 +47,7 @@ def failure_signatures(
         ...     print(signature)
         model.layers.3.self_attn: uniform-mixing: its mixing weights differ from equal ones by 0.41%, ...
     """
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
     linear = bool(getattr(model, "upstream_is_linear", False))
     found = {
         (layer.name, signature.name): signature

@@ -176,9 +176,12 @@ def _block_signatures(mhla: MHLA, layer: str, layout: BlockLayout, linear: bool)
 
 
 def _too_few_blocks(layer: str, bound: float, tokens: float, blocks: float) -> FailureSignature:
+    share = LOW_BOUND if bound < LOW_BOUND * tokens else LOW_BOUND_REACHED
+    # The root of the number of tokens, unless narrow heads need more to leave the limit behind.
+    wanted = max(math.isqrt(round(tokens)), math.floor(share * tokens * blocks / bound) + 1)
     message = (
         f"the rank of its attention is at most {bound:.0f} for {tokens:.0f} tokens in {blocks:.0f} "
-        f"block{'s' * (blocks != 1)}; take more blocks, about {math.isqrt(round(tokens))}"
+        f"block{'s' * (blocks != 1)}; take more blocks, about {wanted}"
     )
     return FailureSignature("too-few-blocks", layer, bound, message)
 
@@ -217,12 +220,15 @@ def probe_figures(sample: LayerTokens, heads: Iterable[int], rows: torch.Tensor 
     return figures
 
 
-def probe_signatures(layer: str, facts: Mapping[str, Any], linear: bool = False) -> list[FailureSignature]:
+def probe_signatures(
+    layer: str, facts: Mapping[str, Any], bound: int | None = None, linear: bool = False
+) -> list[FailureSignature]:
     """Failure signatures that a layer's attention on a probe shows.
 
     Args:
         layer: Name of the layer.
         facts: Its entry in a row of [`AttentionTracker`][mhla_hf.analysis.AttentionTracker], with `probe_figures`.
+        bound: Bound of the rank for all rows of the longest sample; `None` for none.
         linear: Whether the host model's own attention is linear, as SANA's.
     """
     if facts["rank"] is None:
@@ -233,11 +239,11 @@ def probe_signatures(layer: str, facts: Mapping[str, Any], linear: bool = False)
     def add(name: str, figure: float, message: str) -> None:
         found.append(FailureSignature(name, layer, figure, message))
 
-    bound, rows = facts["rank_bound"], facts["rows"]
     if bound is not None and not (linear and facts["blocks"] == 1):
-        reached = bound <= LOW_BOUND_REACHED * rows and facts["rank"] >= REACHED * bound
-        if bound < LOW_BOUND * rows or reached:
-            found.append(_too_few_blocks(layer, bound, rows, facts["blocks"]))
+        # The rank of some rows says nothing of a bound above their number.
+        reached = bound <= LOW_BOUND_REACHED * facts["rows"] and facts["rank"] >= REACHED * bound
+        if bound < LOW_BOUND * facts["tokens"] or reached:
+            found.append(_too_few_blocks(layer, bound, facts["tokens"], facts["blocks"]))
     if facts.get("unstable_rows", 0.0) > UNSTABLE_ROWS:
         share = facts["unstable_rows"]
         add(
@@ -246,7 +252,7 @@ def probe_signatures(layer: str, facts: Mapping[str, Any], linear: bool = False)
             f"in {share:.1%} of its rows the normaliser divides by almost nothing; use "
             "mixing_constraint='nonnegative', a positive feature map, or normalizer='none' with output_norm=True",
         )
-    elif facts.get("growth", 1.0) > GROWTH:
+    elif (facts.get("growth") or 0.0) > GROWTH:
         figure = facts["growth"]
         add(
             "unstable-normalizer",

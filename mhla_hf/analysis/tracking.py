@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..layers.mhla import MHLA
@@ -188,6 +190,7 @@ class AttentionTracker:
         Returns:
             What a row holds of the layers, and the failure signatures.
         """
+        model = extract_model_from_parallel(model, keep_torch_compile=False)
         gathered = _Gathered(self)
         for batch in self.batches:
             observe_batch(model, batch, self.layers, gathered.add, self.seed)
@@ -254,6 +257,8 @@ class _Gathered:
         self.values: dict[str, dict[str, list[torch.Tensor]]] = {}
         self.seen: dict[str, int] = {}
         self.mhla: dict[str, MHLA] = {}
+        # Of all rows of the longest sample.
+        self.bounds: dict[str, int] = {}
 
     def add(self, name: str, sample: AttentionTokens) -> None:
         tracker = self.tracker
@@ -267,10 +272,12 @@ class _Gathered:
         count = sample.num_tokens if rows is None else len(rows)
         check_memory(count, sample.num_tokens, f"rows={tracker.rows}")
         facts = self.facts.setdefault(name, {"kind": sample.kind, "tokens": 0, "rows": 0, "rank_bound": None})
-        facts["tokens"], facts["rows"] = max(facts["tokens"], sample.num_tokens), max(facts["rows"], count)
         bound = _bound(sample)
         if bound is not None:
             facts["rank_bound"] = max(facts["rank_bound"] or 0, min(bound, count))
+            if sample.num_tokens > facts["tokens"]:
+                self.bounds[name] = bound
+        facts["tokens"], facts["rows"] = max(facts["tokens"], sample.num_tokens), max(facts["rows"], count)
         values = self.values.setdefault(name, {})
         if isinstance(sample, LayerTokens):
             self.mhla[name] = sample.mhla
@@ -288,9 +295,10 @@ class _Gathered:
         """What the history keeps of each layer."""
         found = {}
         for name, facts in self.facts.items():
-            means: dict[str, float | None] = {
-                figure: torch.cat(values).mean().item() for figure, values in self.values[name].items()
-            }
+            means: dict[str, float | None] = {}
+            for figure, values in self.values[name].items():
+                mean = torch.cat(values).mean().item()
+                means[figure] = mean if math.isfinite(mean) else None
             if not facts.pop("finite", True):
                 means.update(dict.fromkeys(STATISTICS))
             found[name] = {"kind": facts["kind"], **{statistic: means.pop(statistic) for statistic in STATISTICS}}
@@ -304,7 +312,7 @@ class _Gathered:
         for name, mhla in self.mhla.items():
             settled = step >= self.tracker.settle
             for signature in (
-                *probe_signatures(name, layers[name], linear),
+                *probe_signatures(name, layers[name], self.bounds.get(name), linear),
                 *weight_signatures(mhla, name, linear=linear, settled=settled),
             ):
                 found.setdefault((name, signature.name), signature)

@@ -14,7 +14,7 @@ import mhla_hf
 from mhla_hf import MHLA, MHLAConfig
 from mhla_hf.analysis import AttentionTracker, FailureSignature, failure_signatures
 from mhla_hf.analysis.diagnosis import directory_signatures
-from mhla_hf.analysis.signatures import SIGNATURES, weight_signatures
+from mhla_hf.analysis.signatures import SIGNATURES, probe_signatures, weight_signatures
 from tests.integrations.transformers.mhla_models import default_options, served_names
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaSprintCase, SanaVideoCase, WanCase
@@ -232,12 +232,58 @@ def test_rank_at_a_low_bound():
     ] * 3
 
 
+def test_too_few_blocks_where_some_rows_are_computed():
+    """Tokens count, not the rows."""
+    layers, signatures = AttentionTracker(TEXT, rows=20).probe(bert(block_size=48, grid=[48], feature_map="relu"))
+    assert all((each["rank_bound"], each["rows"], each["tokens"]) == (16, 20, 96) for each in layers.values())
+    assert all("at most 16 for 96 tokens in 2 blocks" in each.message for each in signatures) and len(signatures) == 3
+    layers, signatures = AttentionTracker(TEXT, rows=20).probe(bert(block_size=16, grid=[96], feature_map="relu"))
+    assert all(each["rank_bound"] == 20 for each in layers.values()) and signatures == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "bound", "wanted"),
+    [
+        ({"tokens": 1024, "blocks": 4}, 128, 32),
+        # Heads so narrow that the root is too few.
+        ({"tokens": 1024, "blocks": 32}, 128, 65),
+        ({"tokens": 256, "blocks": 16}, 128, 17),
+    ],
+)
+def test_more_blocks_than_there_are_help(facts, bound, wanted):
+    figures = {"rank": float(bound), "rows": 256, "dead_queries": 0.0, "dead_keys": 0.0, "dead_channels": 0.0}
+    (found,) = probe_signatures("layer", {**figures, **facts}, bound)
+    assert found.name == "too-few-blocks" and found.message.endswith(f"take more blocks, about {wanted}")
+
+
+@pytest.mark.parametrize("wrap", (torch.nn.DataParallel, lambda model: torch.compile(model, backend="eager")))
+def test_wrapped_models(wrap):
+    case = SanaCase()
+    model = mhla_hf.convert(case.make(case.upstream), case.options).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mhla.mixing"):
+                parameter.fill_(0.3)
+    assert AttentionTracker(case.inputs(case.upstream_size), settle=0).probe(wrap(model))[1] == []
+    assert failure_signatures(wrap(model), case.inputs(case.upstream_size)) == []
+
+
 def test_attention_that_is_not_finite():
     model = bert()
     with torch.no_grad():
         model.bert.encoder.layer[1].attention.self.query.weight.fill_(float("inf"))
     names_found = {(each.name, each.layer.split(".")[3]) for each in failure_signatures(model, TEXT)}
     assert names_found == {("non-finite-attention", "1"), ("non-finite-attention", "2")}
+
+
+def test_rows_of_the_history_are_json_where_outputs_are_not_finite():
+    options = {"block_size": 8, "grid": [32], "normalizer": "none", "feature_map": "elu"}
+    model = mhla_hf.convert(softmax_model("llama"), options)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
+    row = AttentionTracker(inputs("llama")).record(model, 0)
+    json.dumps(row, allow_nan=False)
+    assert row["layers"]["model.layers.1.self_attn"]["growth"] is None
 
 
 def test_tracker_warns_once_for_each_signature_and_layer(caplog):
