@@ -312,8 +312,10 @@ def softmax_tokens(
     is_causal: bool = False,
     scale: float | None = None,
     **unused: Any,
-) -> list[SoftmaxTokens]:
+) -> Iterator[SoftmaxTokens]:
     """The samples of one call of `torch.nn.functional.scaled_dot_product_attention`, whose arguments these are.
+
+    They come one by one, since masks of long inputs in float64 are large.
 
     Args:
         query: `[B, H, T, K]`.
@@ -322,16 +324,14 @@ def softmax_tokens(
         attn_mask: What each token sees, or what is added to the logits, broadcast to `[B, H, T, T]`.
         dropout_p: Ignored, like all that follow but `is_causal` and `scale`.
 
-    Returns:
-        One entry for each sample; tokens that do not see themselves are padding, and left out. None at all for
-        attention to other tokens.
+    Yields:
+        Each sample; tokens that do not see themselves are padding, and left out. None at all for attention to other
+        tokens.
     """
     count, length = query.shape[0], query.shape[2]
     if key.shape[2] != length:
-        return []
-    query, key = (tokens.transpose(1, 2).double() for tokens in (query, key))
-    key = repeat_heads(key, query.shape[2], 2)
-    samples = []
+        return
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
     for index in range(count):
         keep: slice | torch.Tensor = slice(None)
         bias = None
@@ -346,8 +346,8 @@ def softmax_tokens(
             if not bias.any():
                 bias = None
         own = slice(index, index + 1)
-        samples.append(SoftmaxTokens(query[own, keep], key[own, keep], scale, is_causal, bias))
-    return samples
+        queries, keys = query[own, keep].double(), repeat_heads(key[own, keep].double(), query.shape[2], 2)
+        yield SoftmaxTokens(queries, keys, scale, is_causal, bias)
 
 
 def _as_bias(mask: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from mhla_hf.analysis import (
     attention_statistics,
     linear_matrix,
 )
+from mhla_hf.analysis.recording import softmax_tokens
 from mhla_hf.analysis.tracking import mean_figures
 from mhla_hf.training.matching.layers import mhla_layers, run
 from tests.integrations.transformers.mhla_models import default_options
@@ -97,6 +98,19 @@ def test_linear_layers_of_sana(case):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     rows = AttentionTracker(batch).record(converted, 0)["layers"]
     assert [row["kind"] for row in rows.values()] == ["mhla", "linear"]
+
+
+def test_samples_of_softmax_are_made_one_by_one():
+    """The mask of each is as large as a matrix."""
+    query = torch.randn(3, 2, 6, 4)
+    mask = torch.ones(3, 1, 6, 6, dtype=torch.bool).tril()
+    samples = softmax_tokens(query, query[:, :1], query[:, :1], mask)
+    assert iter(samples) is samples
+    for index, sample in enumerate(samples):
+        expected = torch.softmax((query[index] @ query[index, :1].mT / 2).masked_fill(~mask[index], -torch.inf), -1)
+        torch.testing.assert_close(sample.attention_matrix().float(), expected)
+    assert index == 2
+    assert list(softmax_tokens(query, query[:, :, :5], query[:, :, :5])) == []
 
 
 def test_one_block_is_linear_and_hybrids_are_both():
