@@ -207,6 +207,7 @@ def test_a_table_entry_says_where_everything_comes_from():
     [
         ("mhla-lm-7b", {}, "'mhla-lm-7b' is not a preset. Presets: deit-t, .*, mhla-lm-340m."),
         (3, {}, "3 is not a preset"),
+        (["deit-t"], {}, "is not a preset. Presets: "),
         ("mhla-lm-340m", {"num_layers": 2}, "LlamaConfig has no option num_layers .* It has: .*num_hidden_layers"),
         ("mhla-lm-340m", {"mhla": {"chunk": 64}}, r"Unknown mhla option\(s\) chunk"),
         ("mhla-lm-340m", {"hidden_size": "wide"}, "Preset 'mhla-lm-340m': .*'hidden_size' expected int"),

@@ -52,7 +52,7 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
         >>> config.mhla["blocks"], config.hidden_size
         ([2, 2], 192)
     """
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"{shorten_value(name)} is not a preset. Presets: {', '.join(PRESETS)}.")
     if mhla is True or not isinstance(mhla, (MHLAConfig, Mapping, bool, type(None))):
         raise ValueError(
