@@ -30,7 +30,7 @@ from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
 from ..utils.messages import shorten_list
 from .matrices import linear_matrix, softmax_matrix
-from .tokens import LINEAR_EPS, LayerTokens, count_seen, layer_tokens
+from .tokens import LINEAR_EPS, LayerTokens, check_tokens, count_seen, layer_tokens
 
 
 MAX_BYTES = 4 * 2**30
@@ -327,6 +327,9 @@ def softmax_tokens(
     Yields:
         Each sample; tokens that do not see themselves are padding, and left out. None at all for attention to other
         tokens.
+
+    Raises:
+        ValueError: If a sample is padding alone.
     """
     count, length = query.shape[0], query.shape[2]
     if key.shape[2] != length:
@@ -340,6 +343,7 @@ def softmax_tokens(
             mask = mask[index if mask.shape[0] > 1 else 0].expand(-1, length, length)
             bias = _as_bias(mask)
             valid = (bias.diagonal(dim1=-2, dim2=-1) > float("-inf")).any(0)
+            check_tokens(valid, index)
             if not valid.all():
                 keep = valid
                 bias = bias[:, valid][:, :, valid]

@@ -209,7 +209,8 @@ def layer_tokens(
         One entry for each sample; padding is left out.
 
     Raises:
-        ValueError: For packed documents, a decoding state, context parallelism, or perturbed attention.
+        ValueError: For packed documents, a decoding state, context parallelism, perturbed attention, or a sample that
+            is padding alone.
 
     Examples:
         >>> import torch
@@ -240,6 +241,7 @@ def layer_tokens(
         keep: slice | torch.Tensor = slice(None)
         if sequence is not None and sequence.valid is not None:
             keep = sequence.valid[index]
+            check_tokens(keep, index)
         layout = mhla.layout_for((query[index, keep].shape[0],) if grid is None else grid)
         causal = mhla.config.causal if sequence is None else sequence.causal
         samples.append(
@@ -257,6 +259,20 @@ def layer_tokens(
             )
         )
     return samples
+
+
+def check_tokens(valid: torch.Tensor, index: int) -> None:
+    """Checks that a sample has tokens.
+
+    Args:
+        valid: False for padding, BoolTensor `[T]`.
+        index: Number of the sample in its batch.
+
+    Raises:
+        ValueError: If all are padding.
+    """
+    if not valid.any():
+        raise ValueError(f"Sample {index} of the batch is padding alone, and has no attention; leave it out.")
 
 
 def count_seen(num_tokens: int, rows: torch.Tensor | None = None) -> torch.Tensor:

@@ -206,6 +206,9 @@ def test_outputs_that_grow_with_length():
     steady = mhla_hf.convert(softmax_model("llama"), {**options, "mixing_init": "linear"})
     layers, signatures = AttentionTracker(batch).probe(steady)
     assert all(figures["growth"] < 2 for figures in layers.values()) and signatures == []
+    # Inside of a block, every token adds to what nothing divides.
+    layers, signatures = AttentionTracker({"input_ids": batch["input_ids"][:, :8]}).probe(steady)
+    assert all("growth" not in figures for figures in layers.values()) and signatures == []
     assert failure_signatures(bert(normalizer="none", output_norm=True, feature_map="elu"), TEXT) == []
 
 
@@ -281,7 +284,7 @@ def test_rows_of_the_history_are_json_where_outputs_are_not_finite():
     model = mhla_hf.convert(softmax_model("llama"), options)
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
-    row = AttentionTracker(inputs("llama")).record(model, 0)
+    row = AttentionTracker(TEXT).record(model, 0)
     json.dumps(row, allow_nan=False)
     assert row["layers"]["model.layers.1.self_attn"]["growth"] is None
 

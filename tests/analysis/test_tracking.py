@@ -365,6 +365,18 @@ def test_wrong_models_are_named(monkeypatch):
         attention_matrices(model, inputs("deit"))
 
 
+@pytest.mark.parametrize("name", ("bert", "llama"))
+@pytest.mark.parametrize("mhla", (False, True))
+def test_samples_of_padding_alone_are_named(name, mhla):
+    model = softmax_model(name)
+    model = mhla_hf.convert(model, default_options(name)) if mhla else model
+    batch = inputs(name)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1] = 0
+    with pytest.raises(ValueError, match="Sample 1 of the batch is padding alone"):
+        AttentionTracker({**batch, "attention_mask": mask}).record(model, 0)
+
+
 def test_matrices_by_hand():
     """Of a layer whose features are known."""
     model = mhla_hf.convert(
