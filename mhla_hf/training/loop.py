@@ -49,6 +49,7 @@ class StageLoop:
         self.step = 0
         self.seconds = 0.0
         self._saved: int | None = None
+        self._attention_at_start: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -115,6 +116,11 @@ class StageLoop:
             if self.accelerator.scaler is not None and scaler:
                 self.accelerator.scaler.load_state_dict(scaler)
         self.batches = iter(self._loader())
+        # Models in shards have to take a step before parts of them can be called.
+        if position is None and self.steps_before == 0 and not self._in_shards:
+            self._attention_at_start = self._track()
+            if self._attention_at_start is not None:
+                self._log({}, self._attention_at_start)
 
     def take_step(self) -> bool:
         """Takes an optimizer step, reports it, and saves a checkpoint where one is due.
@@ -248,21 +254,32 @@ class StageLoop:
         tracked = self._track()
         if shared.metrics is not None:
             row = {"stage": name, "step": self.step, "loss": loss, **logs, "seconds": round(seconds, 6)}
-            shared.metrics.append(row if tracked is None else {**row, "attention": tracked})
-        if self.accelerator.trackers:
-            figures = {} if tracked is None or shared.tracker is None else shared.tracker.figures(tracked)
-            values = {f"{name}/{key}": value for key, value in {"loss": loss, **logs, **figures}.items()}
-            self.accelerator.log(values, step=self.steps_before + self.step)
+            records = {"attention_at_start": self._attention_at_start, "attention": tracked}
+            shared.metrics.append({**row, **{key: record for key, record in records.items() if record is not None}})
+            self._attention_at_start = None
+        self._log({"loss": loss, **logs}, tracked)
         if shared.callback is not None:
             shared.callback(name, self.step, loss)
 
+    def _log(self, figures: dict[str, float], tracked: dict[str, Any] | None) -> None:
+        """Hands figures of this step to the trackers of the run, with those of a record of attention."""
+        if not self.accelerator.trackers:
+            return
+        if tracked is not None and self.shared.tracker is not None:
+            figures = {**figures, **self.shared.tracker.figures(tracked)}
+        values = {f"{self.stage.name}/{key}": value for key, value in figures.items()}
+        self.accelerator.log(values, step=self.steps_before + self.step)
+
+    @property
+    def _in_shards(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.FSDP
+
     def _track(self) -> dict[str, Any] | None:
-        """What the tracker records after this step, in the main process; models in shards need all of them."""
+        """What the tracker records at this step, in the main process; models in shards need all of them."""
         tracker, step = self.shared.tracker, self.steps_before + self.step
         if tracker is None or not tracker.is_due(step):
             return None
-        in_shards = self.accelerator.distributed_type == DistributedType.FSDP
-        if not in_shards and not self.accelerator.is_main_process:
+        if not self._in_shards and not self.accelerator.is_main_process:
             return None
         with root_gathered(self.module):
             return tracker.record(self.model, step)

@@ -297,7 +297,8 @@ class Trainer(ABC):
             write_json(self.output / "training_config.json", self.config.to_dict())
             self.metrics = MetricsFile(self.output / "metrics.jsonl", position)
             if self.tracker is not None:
-                self.tracker.restore(row["attention"] for row in self.metrics.rows if "attention" in row)
+                kinds = ("attention_at_start", "attention")
+                self.tracker.restore(row[kind] for row in self.metrics.rows for kind in kinds if kind in row)
         open_trackers(self.accelerator, self.config)
         validator = self._make_validator()
         self.accelerator.wait_for_everyone()
@@ -365,8 +366,9 @@ class DiffusionTrainer(Trainer):
         accelerator: An `Accelerator` to use; None makes one.
         source: The pipeline of `config.model`, if it was found already.
         tracker: Looks at the model while it trains, such as an
-            [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`,
-            its figures to the trackers, and a run that is resumed continues its history. None for none.
+            [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`
+            (that of step 0, which FSDP 2 has not, as `attention_at_start` of the first step), its figures to the
+            trackers, and a run that is resumed continues its history. None for none.
 
     Raises:
         ValueError: If options, model and data do not fit together.
@@ -497,8 +499,9 @@ class TransformersTrainer(Trainer):
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
         accelerator: An `Accelerator` to use; None makes one.
         tracker: Looks at the model while it trains, such as an
-            [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`,
-            its figures to the trackers, and a run that is resumed continues its history. None for none.
+            [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`
+            (that of step 0, which FSDP 2 has not, as `attention_at_start` of the first step), its figures to the
+            trackers, and a run that is resumed continues its history. None for none.
 
     Raises:
         ValueError: If options, model and data do not fit together.

@@ -326,13 +326,27 @@ class TestTracking:
         result, whole = self.run(student, tmp_path / "run")
         expected = finished[1]
         assert all(torch.equal(value, expected[name]) for name, value in result.model.state_dict().items())
-        assert [row["step"] for row in whole.history] == [1, 2, 3]
+        assert [row["step"] for row in whole.history] == [0, 1, 2, 3]
         rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-        assert [row["attention"] for row in rows] == whole.history
+        assert [rows[0]["attention_at_start"], *(row["attention"] for row in rows)] == whole.history
+        assert not any("attention_at_start" in row for row in rows[1:])
         kinds = [layer["kind"] for layer in whole.history[0]["layers"].values()]
         assert kinds == ["softmax", "mhla", "mhla"]
         _, resumed = self.run(student, tmp_path / "run", resume="finetune-00000001")
-        assert [row["step"] for row in resumed.history] == [1, 2, 3]
+        assert [row["step"] for row in resumed.history] == [0, 1, 2, 3]
         assert [row["layers"] for row in resumed.history] == [row["layers"] for row in whole.history]
         rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-        assert [row["attention"] for row in rows] == resumed.history
+        assert [rows[0]["attention_at_start"], *(row["attention"] for row in rows)] == resumed.history
+
+    def test_options_that_do_not_suit_the_model_are_named_before_the_first_step(self, student, tmp_path):
+        steps = []
+        trainer = DiffusionTrainer(
+            options(tmp_path / "run"),
+            copy.deepcopy(student),
+            CASE.dataset(),
+            callback=lambda *step: steps.append(step),
+        )
+        trainer.tracker = AttentionTracker(trainer.probe_batch(), every=2, layers=[9])
+        with pytest.raises(ValueError, match="layers names 9, but the model has layers 0 to 2"):
+            trainer.run()
+        assert steps == []
