@@ -367,8 +367,8 @@ class DiffusionTrainer(Trainer):
         source: The pipeline of `config.model`, if it was found already.
         tracker: Looks at the model while it trains, such as an
             [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`
-            (that of step 0, which FSDP 2 has not, as `attention_at_start` of the first step), its figures to the
-            trackers, and a run that is resumed continues its history. None for none.
+            (the one of step 0 as `attention_at_start`, in the row of the first step; there is none under FSDP 2), its
+            figures to the trackers, and a run that is resumed continues its history. None for none.
 
     Raises:
         ValueError: If options, model and data do not fit together.
@@ -500,8 +500,8 @@ class TransformersTrainer(Trainer):
         accelerator: An `Accelerator` to use; None makes one.
         tracker: Looks at the model while it trains, such as an
             [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`
-            (that of step 0, which FSDP 2 has not, as `attention_at_start` of the first step), its figures to the
-            trackers, and a run that is resumed continues its history. None for none.
+            (the one of step 0 as `attention_at_start`, in the row of the first step; there is none under FSDP 2), its
+            figures to the trackers, and a run that is resumed continues its history. None for none.
 
     Raises:
         ValueError: If options, model and data do not fit together.

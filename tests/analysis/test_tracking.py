@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from transformers import Trainer, TrainingArguments
 
 import mhla_hf
@@ -310,6 +311,16 @@ def test_weights_that_no_process_has_are_refused(monkeypatch):
     monkeypatch.setattr("mhla_hf.analysis.callbacks.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="TrackingCallback does not run under DeepSpeed ZeRO-3; use FSDP 2"):
         TrackingCallback(AttentionTracker(inputs("deit"))).on_train_begin(None, None, None)
+
+
+@pytest.mark.parametrize(("kind", "records"), [("MULTI_GPU", 0), ("FSDP", 1)])
+def test_processes_that_record(kind, records, monkeypatch, tmp_path):
+    """Other processes than the first have a part in what shards compute, and write nothing."""
+    found = SimpleNamespace(distributed_type=DistributedType[kind])
+    monkeypatch.setattr("mhla_hf.analysis.callbacks.AcceleratorState", lambda: found)
+    tracker, state = AttentionTracker(inputs("deit")), SimpleNamespace(global_step=3, is_world_process_zero=False)
+    TrackingCallback(tracker).on_step_end(SimpleNamespace(output_dir=tmp_path), state, None, deit())
+    assert len(tracker.history) == records and not list(tmp_path.iterdir())
 
 
 def test_callback_without_the_trainer_logs_to_its_state(tmp_path):
