@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from ..conversion.options import parse_layers
@@ -28,6 +27,7 @@ from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
 from ..ops.mixing import repeat_heads
 from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
+from ..training.sharding import is_fully_sharded
 from ..utils.messages import shorten_list
 from .matrices import linear_matrix, softmax_matrix
 from .tokens import LINEAR_EPS, LayerTokens, check_tokens, count_seen, layer_tokens
@@ -231,7 +231,7 @@ def observe_batch(
     with evaluating(model), _own_random_numbers(model, seed), torch.compiler.set_stance("force_eager"):
         batch = on_device(batch, model)
         # Under FSDP 2 the whole model gathers what its blocks do not, the first time above all.
-        called = model if isinstance(model, FSDPModule) else trunk_for(model, batch)
+        called = model if is_fully_sharded(model) else trunk_for(model, batch)
         with recorded_attention(model, wanted, seen):
             run(called, batch)
     if not reached:

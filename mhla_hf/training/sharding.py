@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from .config import TrainingConfig
 
@@ -159,14 +158,20 @@ def root_gathered(module: nn.Module) -> Iterator[None]:
     Args:
         module: The module that was sharded as a whole; any other is left alone.
     """
-    if not isinstance(module, FSDPModule):
+    if not is_fully_sharded(module):
         yield
         return
-    module.unshard()
+    sharded: Any = module
+    sharded.unshard()
     try:
         yield
     finally:
-        module.reshard()
+        sharded.reshard()
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """True for a module that FSDP 2 has sharded; does not import FSDP, which some builds of torch lack."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _is_sliced(tensor: torch.Tensor) -> bool:
