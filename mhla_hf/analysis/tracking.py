@@ -16,6 +16,7 @@ from torch import nn
 
 from ..layers.mhla import MHLA
 from ..layouts.blocks import is_integer
+from ..training.matching.distributed import Processes
 from ..training.matching.layers import Batch
 from ..utils.files import write_json
 from ..utils.json_files import check_fields, read_json
@@ -168,8 +169,10 @@ class AttentionTracker:
         began = time.perf_counter()
         layers, signatures = self.probe(model, step)
         told = {(each["name"], each["layer"]) for row in self.history for each in row.get("signatures", ())}
+        # Of a model in shards, all processes record the same.
+        is_first = Processes().rank == 0
         for signature in signatures:
-            if (signature.name, signature.layer) not in told:
+            if is_first and (signature.name, signature.layer) not in told:
                 logger.warning("step %d: %s", step, signature)
         row = {
             "step": step,

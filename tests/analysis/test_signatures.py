@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -287,6 +288,13 @@ def test_rows_of_the_history_are_json_where_outputs_are_not_finite():
     row = AttentionTracker(TEXT).record(model, 0)
     json.dumps(row, allow_nan=False)
     assert row["layers"]["model.layers.1.self_attn"]["growth"] is None
+
+
+def test_the_first_process_warns(caplog, monkeypatch):
+    monkeypatch.setattr("mhla_hf.analysis.tracking.Processes", lambda: SimpleNamespace(rank=1))
+    with caplog.at_level(logging.WARNING, logger="mhla_hf.analysis.tracking"):
+        row = AttentionTracker(TEXT, settle=0).record(bert(mixing_init="uniform", feature_map="elu"), 0)
+    assert row["signatures"] and not caplog.records
 
 
 def test_tracker_warns_once_for_each_signature_and_layer(caplog):
