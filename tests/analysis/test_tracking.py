@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +32,7 @@ from tests.integrations.transformers.tiny_models import inputs, names, softmax_m
 from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaSprintCase, WanCase
 
 
+ROOT = Path(__file__).resolve().parents[2]
 SOFTMAX_DIFFUSERS = {"wan": WanCase, "dit": DiTCase, "pixart": PixArtCase}
 
 
@@ -212,16 +216,8 @@ def test_wrapped_and_compiled_models():
     assert AttentionTracker(batch).record(parallel, 0)["layers"] == expected
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", ("bert", "llama"))
-def test_sharded_models(name, one_process):
-    """Before their first step, and after."""
+def check_sharded_model(name, file):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     model = mhla_hf.convert(softmax_model(name), {**default_options(name), "layers": [0, 2]})
     tracker = AttentionTracker(inputs(name), layers="0,1")
@@ -237,6 +233,15 @@ def test_sharded_models(name, one_process):
         optimizer.zero_grad()
         row = tracker.record(model, step)
         assert row["layers"] != expected["layers"] and row["layers"].keys() == expected["layers"].keys()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ("bert", "llama"))
+def test_sharded_models(name, tmp_path):
+    """Before their first step, and after; in a process of its own, which sharding leaves changed."""
+    code = f"from {__name__} import check_sharded_model; check_sharded_model({name!r}, {str(tmp_path / 'group')!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_attention_that_is_not_finite_is_recorded_as_such():
