@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.pages import with_sections
 from mhla_hf import MHLA, from_preset
 from mhla_hf.benchmarks.shapes import OperatorShape
 from mhla_hf.presets import PRESETS
@@ -242,12 +242,10 @@ def _row(*cells: str) -> str:
 SECTIONS: dict[str, Callable[[], str]] = {"sizes": size_table, "options": option_table, "sources": source_table}
 """Tables of the page, by the name in their markers."""
 
-_MARKED = re.compile(r"(<!-- presets: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
 
 def with_tables(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
     """Text with what is between markers, `<!-- presets: NAME -->` and `<!-- end -->`, replaced by tables."""
-    return _MARKED.sub(lambda match: f"{match[1]}\n{sections[match[2]]()}\n\n{match[3]}", text)
+    return with_sections(text, "presets", lambda name: sections[name]())
 
 
 def main() -> None:

@@ -25,10 +25,10 @@ from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
 
 from .digit_canvases import DigitCanvases
+from .training import descend, freeze_mixing
 
 
 NUM_CLASSES = 10
-GRADIENT_CLIP = 1.0
 STATISTICS = ("rank", "effective_rank", "relative_entropy", "top_share", "rank_bound", "tokens")
 """What is kept of a layer's attention."""
 SMALL_MIXING = 20
@@ -75,13 +75,6 @@ def make_classifier(
         if name.endswith(("token", "embeddings")):
             nn.init.trunc_normal_(parameter, std=config.initializer_range)
     return model if mhla is None else convert(model, dict(mhla))
-
-
-def freeze_mixing(model: nn.Module) -> None:
-    """Keeps the mixing weights of all MHLA layers out of training."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(".mhla.mixing"):
-            parameter.requires_grad_(False)
 
 
 def make_optimizers(
@@ -254,12 +247,7 @@ def take_step(
         The loss.
     """
     loss = training_loss(model, images, labels)
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
-    for optimizer in optimizers:
-        optimizer.step()
+    descend(model, optimizers, loss)
     return loss.item()
 
 

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import with_sections
 from benchmarks.quality_dit.report import table_rows
 from mhla_hf.utils.json_files import read_json
 
@@ -17,8 +17,6 @@ from .registry import experiment_names, find_experiment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
-
-_MARKED = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def tables(results: Path = RESULTS) -> dict[str, str]:
@@ -43,12 +41,12 @@ def with_tables(text: str, sections: Mapping[str, str]) -> str:
         ValueError: If a marker names no section.
     """
 
-    def replace(match: re.Match[str]) -> str:
-        if match[2] not in sections:
-            raise ValueError(f"There is no section {match[2]!r}. Sections: {', '.join(sections)}.")
-        return f"{match[1]}\n{sections[match[2]]}\n\n{match[3]}"
+    def section(name: str) -> str:
+        if name not in sections:
+            raise ValueError(f"There is no section {name!r}. Sections: {', '.join(sections)}.")
+        return sections[name]
 
-    return _MARKED.sub(replace, text)
+    return with_sections(text, "results", section)
 
 
 def beside(text: str, page: Path, results: Path) -> str:

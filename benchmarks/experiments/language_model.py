@@ -15,15 +15,16 @@ import torch
 import mhla_hf
 from conversion.digits.muon import Muon
 from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.optimization import set_learning_rate
 from mhla_hf.utils.machine import synchronize
 
 from .language_data import Corpus, CorpusOptions, load_corpus
 from .language_evaluation import bits_by_position, long_file_windows, packed_windows, token_losses
+from .training import descend, freeze_mixing
 
 
 BLOCK_SIZE = 64
 WARMUP_SHARE = 0.05
-GRADIENT_CLIP = 1.0
 CURVE_POINTS = 50
 
 
@@ -76,8 +77,7 @@ def language_case(
     model = make_model(attention, options, vocabulary=len(data.token_bytes), context=context, seed=seed, **sizes)
     model.to(device)
     if frozen_mixing:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.endswith("mhla.mixing"))
+        freeze_mixing(model)
     started, processor = time.perf_counter(), time.process_time()
     precision = getattr(torch, dtype)
     losses = train(model, data, context=context, batch=batch, steps=steps, rates=rates, seed=seed, dtype=precision)
@@ -144,10 +144,8 @@ def make_model(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
-    if attention == "softmax":
-        return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))
     model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))
-    return mhla_hf.convert(model, mhla)
+    return model if attention == "softmax" else mhla_hf.convert(model, mhla)
 
 
 def train(
@@ -177,13 +175,9 @@ def train(
         factor = min(1.0, (step + 1) / max(1, round(WARMUP_SHARE * steps)), (steps - step) / steps * 2)
         tokens = training_batch(data.training, context, batch, seed, step).to(model.device)
         loss = token_losses(model, tokens, dtype)
-        loss.mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            set_learning_rate(optimizer, factor)
+        descend(model, optimizers, loss.mean())
         bits.append(loss.detach().sum() / math.log(2) / token_bytes[tokens[:, 1:]].sum())
     values = torch.stack(bits).tolist()
     if not all(map(math.isfinite, values)):

@@ -18,6 +18,7 @@ import mhla_hf  # noqa: F401  (registers MHLA with transformers)
 from conversion.digits.muon import Muon
 
 from .recall_tasks import VOCABULARY, Questions
+from .training import descend, freeze_mixing
 
 
 LAYERS = 2
@@ -134,9 +135,7 @@ def build_model(
     model = RecallModel(LlamaForCausalLM._from_config(config, attn_implementation="mhla"))
     model.load_state_dict(softmax.state_dict(), strict=False)
     if frozen_mixing:
-        for name, parameter in model.named_parameters():
-            if name.endswith(".mixing"):
-                parameter.requires_grad_(False)
+        freeze_mixing(model)
     return model
 
 
@@ -173,12 +172,8 @@ def train_model(
     for step in range(steps):
         batch = questions(step).to(device)
         loss = F.cross_entropy(model(batch).flatten(0, 1).float(), batch.answers.flatten())
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
+        descend(model, optimizers, loss)
+        for schedule in schedules:
             schedule.step()
         losses.append(loss.item())
     return losses

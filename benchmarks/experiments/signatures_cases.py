@@ -16,8 +16,9 @@ from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
 
-from .classifier import accuracy, freeze_mixing, make_classifier, make_optimizers, take_step
+from .classifier import accuracy, make_classifier, make_optimizers, take_step
 from .digit_canvases import DigitCanvases
+from .training import descend, freeze_mixing
 
 
 # Modules of the standard library whose source is the language: to train on, and held out.
@@ -145,12 +146,7 @@ def train_language_model(
         starts = torch.randint(len(text) - length, (batch_size,), generator=generator).tolist()
         batch = torch.stack([text[start : start + length] for start in starts]).to(device)
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+        descend(model, optimizers, loss)
     model.eval()
     short, long = (
         _bits_per_byte(model, held_out[: 4 * length * longer].reshape(-1, size).to(device), length)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import with_sections
 from mhla_hf.benchmarks.shapes import SHAPES
 
 from .choosing import choices_table, parts_table, recovery_summary
@@ -196,9 +196,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 """Tables of the pages, by the name in their markers."""
 
-_MARKED = re.compile(r"(<!-- predictions: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
 
 def with_tables(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
     """Text with what is between markers, `<!-- predictions: NAME -->` and `<!-- end -->`, replaced by tables."""
-    return _MARKED.sub(lambda match: f"{match[1]}\n{sections[match[2]]()}\n\n{match[3]}", text)
+    return with_sections(text, "predictions", lambda name: sections[name]())

@@ -40,24 +40,11 @@ _COPIES = 6
 
 
 @dataclass(frozen=True)
-class SoftmaxTokens:
-    """One sample of a softmax layer's call, without padding, in float64; makes its attention matrix.
-
-    Attributes:
-        query: `[1, T, H, K]`, as the model hands them to softmax.
-        key: `[1, T, H, K]`, likewise.
-        scaling: Scale of q·k; `None` for K^-1/2.
-        causal: Whether token t sees j ≤ t only, where no `bias` says what it sees.
-        bias: Added to the logits, -infinity for tokens out of sight, `[1 or H, T, T]`; `None` for nothing.
-    """
+class _Tokens:
+    """Queries and keys of one sample, `[1, T, H, K]`."""
 
     query: torch.Tensor
     key: torch.Tensor
-    scaling: float | None = None
-    causal: bool = False
-    bias: torch.Tensor | None = None
-
-    kind = "softmax"
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +55,25 @@ class SoftmaxTokens:
     def num_heads(self) -> int:
         """H."""
         return self.query.shape[2]
+
+
+@dataclass(frozen=True)
+class SoftmaxTokens(_Tokens):
+    """One sample of a softmax layer's call, without padding, in float64; makes its attention matrix.
+
+    Attributes:
+        query: `[1, T, H, K]`, as the model hands them to softmax.
+        key: `[1, T, H, K]`, likewise.
+        scaling: Scale of q·k; `None` for K^-1/2.
+        causal: Whether token t sees j ≤ t only, where no `bias` says what it sees.
+        bias: Added to the logits, -infinity for tokens out of sight, `[1 or H, T, T]`; `None` for nothing.
+    """
+
+    scaling: float | None = None
+    causal: bool = False
+    bias: torch.Tensor | None = None
+
+    kind = "softmax"
 
     def attention_matrix(self, *, head: int | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The attention matrix, see [`LayerTokens.matrix`][mhla_hf.analysis.LayerTokens]."""
@@ -96,7 +102,7 @@ class SoftmaxTokens:
 
 
 @dataclass(frozen=True)
-class LinearTokens:
+class LinearTokens(_Tokens):
     """One sample of a layer of diffusers that computes plain linear attention, as SANA's, in float64.
 
     Attributes:
@@ -104,21 +110,8 @@ class LinearTokens:
         key: Feature-mapped keys `[1, T, H, K]`.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-
     kind = "linear"
     causal = False
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.query.shape[1]
-
-    @property
-    def num_heads(self) -> int:
-        """H."""
-        return self.query.shape[2]
 
     def attention_matrix(self, *, head: int | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The attention matrix, see [`LayerTokens.matrix`][mhla_hf.analysis.LayerTokens]."""
