@@ -17,6 +17,7 @@ import tempfile
 import textwrap
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +100,10 @@ class HubClient:
         return self
 
     def __exit__(self, *exception) -> None:
-        self.process.stdin.close()
+        # It may never see the end of its input: processes that other tests forked can hold it open.
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("null\n")
+            self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait(timeout=60)
 
@@ -148,9 +152,12 @@ def serve() -> None:
     os.dup2(2, 1)
     warm_up()
     for line in sys.stdin:
+        task = json.loads(line)
+        if task is None:
+            return
         process = os.fork()
         if process == 0:
-            code = run_program(json.loads(line))
+            code = run_program(task)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
