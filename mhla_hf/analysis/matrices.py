@@ -18,6 +18,9 @@ from ..ops.numerics import Operands, from_head_blocks, head_blocks
 from ..utils.messages import shorten_value
 
 
+_CAUSAL_BLOCK_SIZE = 64
+
+
 def mhla_matrix(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -127,11 +130,13 @@ def linear_matrix(
         ValueError: As there.
     """
     length = query.shape[1] if isinstance(query, torch.Tensor) and query.dim() > 1 else 1
+    # The causal normaliser makes all weights inside of a block; one weight stands for blocks of any size.
+    block_size = min(length, _CAUSAL_BLOCK_SIZE) if causal else length
     return mhla_matrix(
         query,
         key,
         torch.ones(1, 1, dtype=query.dtype, device=query.device),
-        BlockLayout(grid=(length,), block_size=(length,)),
+        BlockLayout(grid=(length,), block_size=(block_size,)),
         normalizer_query=normalizer_query,
         normalizer_key=normalizer_key,
         # With one block, the queries of all blocks at a token's position are the token's own.

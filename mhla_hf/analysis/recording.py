@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..conversion.options import parse_layers
+from ..layers.fused import PairwiseRotary
 from ..layers.mhla import MHLA
 from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
 from ..ops.mixing import repeat_heads
@@ -30,7 +31,7 @@ from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_
 from ..training.sharding import is_fully_sharded
 from ..utils.messages import shorten_list
 from .matrices import linear_matrix, softmax_matrix
-from .tokens import LINEAR_EPS, LayerTokens, check_tokens, count_seen, layer_tokens
+from .tokens import LINEAR_EPS, LayerTokens, check_tokens, count_seen, layer_tokens, of_heads
 
 
 MAX_BYTES = 4 * 2**30
@@ -108,7 +109,12 @@ class LinearTokens(_Tokens):
     Attributes:
         query: Feature-mapped queries `[1, T, H, K]`.
         key: Feature-mapped keys `[1, T, H, K]`.
+        normalizer_query: Queries of the normaliser, where they differ (without rotary embedding).
+        normalizer_key: Keys of the normaliser, likewise.
     """
+
+    normalizer_query: torch.Tensor | None = None
+    normalizer_key: torch.Tensor | None = None
 
     kind = "linear"
     causal = False
@@ -117,7 +123,8 @@ class LinearTokens(_Tokens):
         """The attention matrix, see [`LayerTokens.matrix`][mhla_hf.analysis.LayerTokens]."""
         heads = slice(None) if head is None else slice(head, head + 1)
         rows = None if rows is None else rows.to(self.query.device)
-        matrix = linear_matrix(self.query[:, :, heads], self.key[:, :, heads], eps=LINEAR_EPS, rows=rows)[0]
+        tokens = {field.name: getattr(self, field.name) for field in fields(self)}
+        matrix = linear_matrix(**of_heads(tokens, heads), eps=LINEAR_EPS, rows=rows)[0]
         return matrix if head is None else matrix[0]
 
     def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -369,11 +376,14 @@ def _is_of_diffusers(name: str, module: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(getattr(module, "processor", None)).__name__ == "SanaLinearAttnProcessor2_0"
+    names = "SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0"
+    return type(getattr(module, "processor", None)).__name__ in names
 
 
 def _observe_linear(name: str, module: Any, observe: Observer) -> Callable[[], None]:
-    """Observes an attention module of SANA; returns what ends that."""
+    """Observes an attention module of SANA or SANA-Video; returns what ends that."""
+    from ..models.attention import tables_of_layer
+
     found: dict[str, torch.Tensor] = {}
 
     def keep(which: str) -> Callable[..., None]:
@@ -382,14 +392,20 @@ def _observe_linear(name: str, module: Any, observe: Observer) -> Callable[[], N
 
         return hook
 
-    def leave(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        query, key = found.pop("query"), found.pop("key")
-        for index in range(len(query) if query.shape == key.shape else 0):
-            observe(name, LinearTokens(query[index : index + 1], key[index : index + 1]))
+    def leave(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        tokens = {which: found.pop(which) for which in ("query", "key")}
+        tables = kwargs.get("rotary_emb")
+        if tables is not None:
+            cosine, sine = tables_of_layer(tables, is_mhla=False)[0]
+            rotary = PairwiseRotary(cosine[..., 0::2], sine[..., 1::2])
+            plain = {f"normalizer_{which}": each for which, each in tokens.items()}
+            tokens = {which: rotary(each) for which, each in tokens.items()} | plain
+        for index in range(len(tokens["query"]) if tokens["query"].shape == tokens["key"].shape else 0):
+            observe(name, LinearTokens(**{which: each[index : index + 1] for which, each in tokens.items()}))
 
     parts = {"query": module.norm_q or module.to_q, "key": module.norm_k or module.to_k}
     handles = [part.register_forward_hook(keep(which)) for which, part in parts.items()]
-    handles.append(module.register_forward_hook(leave))
+    handles.append(module.register_forward_hook(leave, with_kwargs=True))
 
     def end() -> None:
         for handle in handles:

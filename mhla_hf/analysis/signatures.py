@@ -53,6 +53,8 @@ AMPLIFIED, TINY, UNSTABLE_ROWS = 20.0, 10.0, 0.02
 GROWTH, LONGER = 4.0, 8
 # Share of queries, of keys, and of channels that are zero in some head.
 DEAD_QUERIES, DEAD_KEYS, DEAD_CHANNELS = 0.1, 0.5, 0.5
+# Tokens of a probe from which on such shares mean something.
+FEW_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ def probe_signatures(
         )
     limits = {"dead_queries": DEAD_QUERIES, "dead_keys": DEAD_KEYS, "dead_channels": DEAD_CHANNELS}
     dead = [f"{facts[name]:.0%} of the {name[5:]}" for name, limit in limits.items() if facts[name] > limit]
-    if dead:
+    if dead and facts["tokens"] >= FEW_TOKENS:
         figure = max(facts[name] for name in limits)
         text = (
             f"the features of {' and '.join(dead)} of a head are zero; use feature_map='elu' or another without zeros"

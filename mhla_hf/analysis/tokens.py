@@ -134,7 +134,7 @@ class LayerTokens:
         """
         rows = None if rows is None else rows.to(self.query.device)
         mixing = self.mixing if self.mixing.dim() == 2 else self.mixing[head : head + 1]
-        features = _of_heads(self.features, slice(head, head + 1))
+        features = of_heads(self.features, slice(head, head + 1))
         options = {**self._options, "layout": self.layout, "mixing": mixing}
         weights = mhla_matrix(**features, **{**options, "normalizer": "none"}, rows=rows)[0, 0]
         divisor = mhla_divisor(**features, **options)
@@ -149,16 +149,16 @@ class LayerTokens:
 
     def _original(self, heads: slice, rows: torch.Tensor | None) -> torch.Tensor:
         if self.original is not None:
-            return linear_matrix(**_of_heads(self.original, heads), eps=LINEAR_EPS, rows=rows)
+            return linear_matrix(**of_heads(self.original, heads), eps=LINEAR_EPS, rows=rows)
         query, key = self.query[:, :, heads], self.key[:, :, heads]
         return softmax_matrix(query, key, scale=self.scaling, causal=self.causal, rows=rows)
 
     def _linear(self, heads: slice, rows: torch.Tensor | None) -> torch.Tensor:
-        return linear_matrix(**_of_heads(self.features, heads), **self._options, rows=rows)
+        return linear_matrix(**of_heads(self.features, heads), **self._options, rows=rows)
 
     def _mhla(self, heads: slice, rows: torch.Tensor | None) -> torch.Tensor:
         mhla, mixing = self.mhla, self.mixing if self.mixing.dim() == 2 else self.mixing[heads]
-        features = _of_heads(self.features, heads)
+        features = of_heads(self.features, heads)
         matrix = mhla_matrix(**features, mixing=mixing, layout=self.layout, **self._options, rows=rows)
         if mhla.output_norm is not None:
             output = matrix @ self.value[:, :, heads].transpose(1, 2)
@@ -296,7 +296,8 @@ def _features(
     return {"query": query, "key": key, "normalizer_query": plain_query, "normalizer_key": plain_key}
 
 
-def _of_heads(tokens: Tokens, heads: slice) -> dict[str, Any]:
+def of_heads(tokens: Tokens, heads: slice) -> dict[str, Any]:
+    """Tokens of some heads, as arguments by name."""
     return {name: None if value is None else value[:, :, heads] for name, value in tokens.items()}
 
 

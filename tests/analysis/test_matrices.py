@@ -172,8 +172,9 @@ def test_matrix_by_the_formula(normalizer):
         torch.testing.assert_close(matrix[0, 0, 7], weights / (weights.sum() + 1e-6))
 
 
-def test_linear_is_one_block_and_softmax_is_softmax():
-    query, key = (x.exp() for x in tokens(1, 9, 2, 5, count=2))
+@pytest.mark.parametrize("length", [9, 150])
+def test_linear_is_one_block_and_softmax_is_softmax(length):
+    query, key = (x.exp() for x in tokens(1, length, 2, 5, count=2))
     scores = torch.einsum("bthk,bjhk->bhtj", query, key)
     torch.testing.assert_close(linear_matrix(query, key, eps=0.0), scores / scores.sum(-1, keepdim=True))
     lower = scores.tril()
@@ -181,7 +182,7 @@ def test_linear_is_one_block_and_softmax_is_softmax():
         linear_matrix(query, key, eps=0.0, causal=True, normalizer="block_query"), lower / lower.sum(-1, keepdim=True)
     )
     torch.testing.assert_close(softmax_matrix(query, key, scale=0.3), (0.3 * scores).softmax(-1))
-    future = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
     expected = (scores / 5**0.5).masked_fill(future, float("-inf")).softmax(-1)
     torch.testing.assert_close(softmax_matrix(query, key, causal=True), expected)
 

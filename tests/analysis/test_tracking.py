@@ -29,11 +29,11 @@ from mhla_hf.analysis.tracking import mean_figures
 from mhla_hf.training.matching.layers import mhla_layers, run
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, names, softmax_model
-from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaSprintCase, WanCase
+from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaSprintCase, SanaVideoCase, WanCase
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SOFTMAX_DIFFUSERS = {"wan": WanCase, "dit": DiTCase, "pixart": PixArtCase}
+DIFFUSERS = {"wan": WanCase, "dit": DiTCase, "pixart": PixArtCase, "sana": SanaCase, "sana-video": SanaVideoCase}
 
 
 def deit(mhla: dict | None = None):
@@ -64,10 +64,10 @@ def test_matrices_of_softmax_models_of_transformers(name, implementation):
             )
 
 
-@pytest.mark.parametrize("name", SOFTMAX_DIFFUSERS)
-def test_matrices_of_softmax_models_of_diffusers(name):
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_matrices_of_models_of_diffusers(name):
     """Times the values, they are what goes into the output projection."""
-    case = SOFTMAX_DIFFUSERS[name]()
+    case = DIFFUSERS[name]()
     model, batch = case.make(case.upstream).eval(), case.inputs(case.upstream_size)
     found = attention_matrices(model, batch)
     seen = {}
@@ -90,7 +90,7 @@ def test_matrices_of_softmax_models_of_diffusers(name):
             torch.testing.assert_close(product.float(), attended[index], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", (SanaCase(), SanaSprintCase()), ids=("sana", "sprint"))
+@pytest.mark.parametrize("case", (SanaCase(), SanaSprintCase(), SanaVideoCase()), ids=("sana", "sprint", "video"))
 def test_linear_layers_of_sana(case):
     """A conversion with equal mixing weights computes the same matrices by its MHLA layers."""
     model, batch = case.make(case.upstream).eval(), case.inputs(case.upstream_size)
