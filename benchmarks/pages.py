@@ -17,3 +17,8 @@ def with_sections(text: str, kind: str, section: Callable[[str], str]) -> str:
     """
     marked = re.compile(rf"(<!-- {kind}: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
     return marked.sub(lambda match: f"{match[1]}\n{section(match[2])}\n\n{match[3]}", text)
+
+
+def table_row(*cells: str) -> str:
+    """One row of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.pages import with_sections
+from benchmarks.pages import table_row, with_sections
 from mhla_hf import MHLA, from_preset
 from mhla_hf.benchmarks.shapes import OperatorShape
 from mhla_hf.presets import PRESETS
@@ -183,7 +183,7 @@ def _copies(model: nn.Module) -> int:
 def size_table() -> str:
     """A table of all sizes, in Markdown."""
     titles = ["preset", "tokens", "M", "parameters", "with MHLA", "GMACs", "linear", "MHLA", "published"]
-    lines = [_row(*titles), "|---" * len(titles) + "|"]
+    lines = [table_row(*titles), "|---" * len(titles) + "|"]
     for name, preset in PRESETS.items():
         size = size_of(name)
         parameters = [_millions(count, size.copies) for count in size.parameters]
@@ -191,7 +191,7 @@ def size_table() -> str:
         if operations[1] == operations[0]:
             operations[1] = "as it is"
         cells = [f"{size.tokens:,}", str(size.blocks), *parameters, *operations, preset.published]
-        lines.append(_row(f"`{name}`", *cells))
+        lines.append(table_row(f"`{name}`", *cells))
     return "\n".join(lines)
 
 
@@ -228,15 +228,11 @@ def _grouped(entries: Mapping[str, tuple[str, ...]]) -> list[str]:
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, cells in entries.items():
         rows.setdefault(cells, []).append(f"`{name}`")
-    return [_row(", ".join(names), *cells) for cells, names in rows.items()]
+    return [table_row(", ".join(names), *cells) for cells, names in rows.items()]
 
 
 def _written(value: Any) -> str:
     return repr(tuple(value)) if isinstance(value, list) else repr(value).replace("'", '"')
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {"sizes": size_table, "options": option_table, "sources": source_table}

@@ -16,16 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from conversion.digits.muon import Muon
 from mhla_hf import convert
 from mhla_hf.analysis import AttentionTracker, mean_distance, mixing_summary
 from mhla_hf.benchmarks.measuring import peak_memory
 from mhla_hf.layers import MHLA
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
 
+from ..training import descend, follow_cosine, freeze_mixing, make_optimizers
 from .digit_canvases import DigitCanvases
-from .training import descend, freeze_mixing
 
 
 NUM_CLASSES = 10
@@ -77,27 +75,17 @@ def make_classifier(
     return model if mhla is None else convert(model, dict(mhla))
 
 
-def make_optimizers(
+def classifier_optimizers(
     model: Any, matrix_learning_rate: float, learning_rate: float, mixing_learning_rate: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the transformer blocks, AdamW for the rest, mixing weights with a rate of their own."""
-    matrices, mixing, others = [], [], []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if name.endswith(".mhla.mixing"):
-            mixing.append(parameter)
-        elif parameter.ndim == 2 and ".layers." in name and ".mhla." not in name:
-            matrices.append(parameter)
-        else:
-            others.append(parameter)
-    groups = [{"params": others, "peak_lr": learning_rate}]
-    if mixing:
-        groups.append({"params": mixing, "peak_lr": mixing_learning_rate / mixing[0].shape[-1]})
-    return [
-        Muon([{"params": matrices, "peak_lr": matrix_learning_rate}], weight_decay=0.0),
-        torch.optim.AdamW(groups, weight_decay=0.0),
-    ]
+    """Those of [`benchmarks.training`][]; the rate of mixing weights is divided by the number of blocks."""
+    blocks = [module.mixing.shape[-1] for module in model.modules() if isinstance(module, MHLA)]
+    return make_optimizers(
+        model,
+        matrix_rate=matrix_learning_rate,
+        other_rate=learning_rate,
+        mixing_rate=mixing_learning_rate / blocks[0] if blocks else None,
+    )
 
 
 def train_classifiers_case(*, seeds: Sequence[int], device: torch.device, **options: Any) -> dict[str, Any]:
@@ -186,7 +174,7 @@ def train_classifier_case(
     ).to(device)
     if frozen_mixing:
         freeze_mixing(model)
-    optimizers = make_optimizers(model, matrix_learning_rate, learning_rate, mixing_learning_rate)
+    optimizers = classifier_optimizers(model, matrix_learning_rate, learning_rate, mixing_learning_rate)
     tracker = None
     if track_every:
         tracker = AttentionTracker({"pixel_values": held_out.probe(probe_images)}, every=track_every)
@@ -201,9 +189,7 @@ def train_classifier_case(
     model.train()
     track(0)
     for step in range(steps):
-        factor = learning_rate_factor(step, schedule="cosine", warmup_steps=warmup_steps, total_steps=steps)
-        for optimizer in optimizers:
-            set_learning_rate(optimizer, factor)
+        follow_cosine(optimizers, step, warmup_steps=warmup_steps, steps=steps)
         images, labels = (tensor.to(device) for tensor in training.training_batch(batch_size, seed, step))
         start = time.perf_counter()
         losses.append(take_step(model, optimizers, images, labels))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import with_sections
+from benchmarks.pages import table_row, with_sections
 from benchmarks.quality_dit.report import table_rows
 from mhla_hf.utils.json_files import read_json
 
@@ -57,8 +57,7 @@ def beside(text: str, page: Path, results: Path) -> str:
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(table_row(*cells) for cells in (header, ["---"] * len(header), *rows))
 
 
 def _tables(name: str, report: Mapping[str, Any]) -> Mapping[str, str]:

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 import mhla_hf
-from conversion.digits.muon import Muon
 from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.optimization import set_learning_rate
 from mhla_hf.utils.machine import synchronize
 
+from ..training import descend, freeze_mixing, make_optimizers
 from .language_data import Corpus, CorpusOptions, load_corpus
 from .language_evaluation import bits_by_position, long_file_windows, packed_windows, token_losses
-from .training import descend, freeze_mixing
 
 
 BLOCK_SIZE = 64
@@ -167,7 +166,7 @@ def train(
     Raises:
         FloatingPointError: If the loss is not finite.
     """
-    optimizers = make_optimizers(model, rates)
+    optimizers = make_optimizers(model, **{f"{name}_rate": rate for name, rate in rates.items()}, betas=(0.9, 0.95))
     token_bytes = torch.from_numpy(data.token_bytes).to(model.device)
     bits = []
     model.train()
@@ -183,20 +182,6 @@ def train(
     if not all(map(math.isfinite, values)):
         raise FloatingPointError("The loss is no longer finite.")
     return values
-
-
-def make_optimizers(model: Any, rates: Mapping[str, float]) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings and vectors, and at a rate of its own for mixing weights."""
-    groups: dict[str, list[torch.nn.Parameter]] = {"matrix": [], "other": [], "mixing": []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            matrix = parameter.ndim == 2 and ".layers." in name
-            groups["mixing" if name.endswith("mhla.mixing") else "matrix" if matrix else "other"].append(parameter)
-    vectors = [{"params": groups[name], "peak_lr": rates[name]} for name in ("other", "mixing") if groups[name]]
-    return [
-        Muon([{"params": groups["matrix"], "peak_lr": rates["matrix"]}], weight_decay=0.0),
-        torch.optim.AdamW(vectors, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
 
 
 def training_batch(tokens: np.ndarray, context: int, batch: int, seed: int, step: int) -> torch.Tensor:

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_hf  # noqa: F401  (registers MHLA with transformers)
-from conversion.digits.muon import Muon
 
+from ..training import descend, follow_cosine, freeze_mixing, make_optimizers
 from .recall_tasks import VOCABULARY, Questions
-from .training import descend, freeze_mixing
 
 
 LAYERS = 2
@@ -153,28 +152,13 @@ def train_model(
     Returns:
         Loss of each step.
     """
-    matrices, others = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_matrix = name.startswith("llama.model.layers.") and name.endswith("_proj.weight")
-            (matrices if is_matrix else others).append(parameter)
-    optimizers = [
-        Muon(matrices, lr=MATRIX_RATE, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-
-    def factor(step: int) -> float:
-        progress = max(0.0, (step - WARMUP) / max(1, steps - WARMUP))
-        return min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * progress)).item())
-
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
+    optimizers = make_optimizers(model, matrix_rate=MATRIX_RATE, other_rate=OTHER_RATE, betas=(0.9, 0.98))
     losses = []
     for step in range(steps):
         batch = questions(step).to(device)
         loss = F.cross_entropy(model(batch).flatten(0, 1).float(), batch.answers.flatten())
+        follow_cosine(optimizers, step, warmup_steps=WARMUP, steps=steps)
         descend(model, optimizers, loss)
-        for schedule in schedules:
-            schedule.step()
         losses.append(loss.item())
     return losses
 

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from mhla_hf import convert
 from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
 
-from .classifier import accuracy, make_classifier, make_optimizers, take_step
+from ..training import descend, follow_cosine, freeze_mixing
+from .classifier import accuracy, classifier_optimizers, make_classifier, take_step
 from .digit_canvases import DigitCanvases
-from .training import descend, freeze_mixing
 
 
 # Modules of the standard library whose source is the language: to train on, and held out.
@@ -78,7 +77,7 @@ def train_classifier(
     if query_shift:
         with torch.no_grad():
             model.deit.layers[1].attention.q_proj.bias[: 48 // 3].sub_(query_shift)
-    optimizers = make_optimizers(model, 8e-3, 4e-3, mixing_learning_rate)
+    optimizers = classifier_optimizers(model, 8e-3, 4e-3, mixing_learning_rate)
     tracker = AttentionTracker({"pixel_values": held_out.probe(2)}, every=track_every, settle=steps // 2)
     model.train()
     for step in range(steps + 1):
@@ -86,9 +85,7 @@ def train_classifier(
             tracker.record(model, step)
         if step == steps:
             break
-        factor = learning_rate_factor(step, schedule="cosine", warmup_steps=steps // 10, total_steps=steps)
-        for optimizer in optimizers:
-            set_learning_rate(optimizer, factor)
+        follow_cosine(optimizers, step, warmup_steps=steps // 10, steps=steps)
         images, labels = (tensor.to(device) for tensor in training.training_batch(batch_size, seed, step))
         take_step(model, optimizers, images, labels)
     return {"accuracy": accuracy(model, held_out, 1), **_reports(tracker)}
@@ -132,7 +129,7 @@ def train_language_model(
     text, held_out = _source(_TRAINING), _source(_HELD_OUT)
     probe = held_out[: length * longer][None]
     tracker = AttentionTracker({"input_ids": probe}, every=track_every, settle=steps // 2)
-    optimizers = make_optimizers(model, 8e-3, 4e-3, 4e-3)
+    optimizers = classifier_optimizers(model, 8e-3, 4e-3, 4e-3)
     generator = torch.Generator().manual_seed(stable_seed(seed, "signatures", "texts"))
     model.train()
     for step in range(steps + 1):
@@ -140,9 +137,7 @@ def train_language_model(
             tracker.record(model, step)
         if step == steps:
             break
-        factor = learning_rate_factor(step, schedule="cosine", warmup_steps=steps // 10, total_steps=steps)
-        for optimizer in optimizers:
-            set_learning_rate(optimizer, factor)
+        follow_cosine(optimizers, step, warmup_steps=steps // 10, steps=steps)
         starts = torch.randint(len(text) - length, (batch_size,), generator=generator).tolist()
         batch = torch.stack([text[start : start + length] for start in starts]).to(device)
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss

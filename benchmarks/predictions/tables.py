@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import with_sections
+from benchmarks.pages import table_row, with_sections
 from mhla_hf.benchmarks.shapes import SHAPES
 
 from .choosing import choices_table, parts_table, recovery_summary
@@ -98,17 +98,19 @@ def stage_table(case: Case) -> str:
     titles = ["stage", "reads", "writes", "MB", "MB, in L2", "GFLOP", "through memory", "in L2"]
     if not case.grouped:
         titles = ["stage", "reads", "writes", "MB", "GFLOP", "predicted"]
-    lines = [_row(*titles), "|---" * len(titles) + "|"]
+    lines = [table_row(*titles), "|---" * len(titles) + "|"]
     problem = case.problem
     for name, stages, full in case.passes():
         for stage in stages:
             lines.append(
-                _row(stage.name, _listed(stage.reads), _listed(stage.writes), *_figures(problem, [stage], full, ways))
+                table_row(
+                    stage.name, _listed(stage.reads), _listed(stage.writes), *_figures(problem, [stage], full, ways)
+                )
             )
-        lines.append(_row(f"**{name}**", "", "", *_figures(problem, stages, full, ways)))
+        lines.append(table_row(f"**{name}**", "", "", *_figures(problem, stages, full, ways)))
     if case.backward is not None:
         seconds = [_time(case.seconds(cached)) for cached in ways]
-        lines.append(_row("**forward and backward**", *[""] * (len(titles) - 1 - len(ways)), *seconds))
+        lines.append(table_row("**forward and backward**", *[""] * (len(titles) - 1 - len(ways)), *seconds))
     return "\n".join(lines)
 
 
@@ -126,10 +128,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([name for name in names if name not in ("z", "d", "m", "1/rms")] or names)
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def _time(seconds: float) -> str:
     return f"{1e6 * seconds:.0f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"
 
@@ -141,7 +139,7 @@ def target_table(measured: Mapping[str, float]) -> str:
         seconds = (_time(case.seconds(False)), _time(case.seconds(True)) if case.grouped else "")
         target = "" if case.target is None else _time(case.target / 1e3)
         found = _time(measured[name] / 1e3) if name in measured else "not yet"
-        lines.append(_row(name, str(case.problem.shape.layout().num_blocks), *seconds, target, found))
+        lines.append(table_row(name, str(case.problem.shape.layout().num_blocks), *seconds, target, found))
     return "\n".join(lines)
 
 
@@ -158,15 +156,15 @@ def decode_table() -> str:
     lines = [
         "| step | reads | writes | MB | predicted |",
         "|---|---|---|---|---|",
-        _row(f"prompt of {shape.tokens:,} tokens: causal attention, as above", "", "", "", attention),
-        _row("storing it in the state", "S", "S, prefixes", *_moved(2 * blocks * finished + running / 2)),
+        table_row(f"prompt of {shape.tokens:,} tokens: causal attention, as above", "", "", "", attention),
+        table_row("storing it in the state", "S", "S, prefixes", *_moved(2 * blocks * finished + running / 2)),
     ]
     for context in (2048, 131072):
         # Blocks are spread over the tokens of one.
         share = context // shape.chunk // shape.chunk or 1
         reads = f"prefixes, current block, {share} of {context // shape.chunk:,} blocks"
         moved = _moved(running + share * finished)
-        lines.append(_row(f"a token after {context:,}", reads, "prefixes, current block", *moved))
+        lines.append(table_row(f"a token after {context:,}", reads, "prefixes, current block", *moved))
     return "\n".join(lines)
 
 

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from conversion.digits.muon import Muon
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
 from mhla_hf.training.stages.flow_matching import flow_matching_losses, timesteps_from_sigmas, unshift_sigmas
 from mhla_hf.training.stages.noise_prediction import own_class_dropping_off
 
+from ..training import descend, follow_cosine, make_optimizers
 from .data import EVALUATION_BATCH, NUM_CLASSES, Digits, NoisyBatch, held_out_batches, training_batch
 from .options import QualityOptions
 
 
-# Gradients of norms above this are scaled down to it.
-GRADIENT_CLIP = 1.0
 QUARTERS = 4
 
 
@@ -42,23 +39,15 @@ def train(
     Raises:
         FloatingPointError: If the loss is not finite.
     """
-    optimizers = make_optimizers(model, options)
+    optimizers = make_optimizers(model, matrix_rate=options.matrix_learning_rate, other_rate=options.learning_rate)
     losses: list[torch.Tensor] = []
     model.train()
     with own_class_dropping_off(model):
         for step in range(options.steps):
-            factor = learning_rate_factor(
-                step, schedule="cosine", warmup_steps=options.warmup_steps, total_steps=options.steps
-            )
-            for optimizer in optimizers:
-                set_learning_rate(optimizer, factor)
+            follow_cosine(optimizers, step, warmup_steps=options.warmup_steps, steps=options.steps)
             batch = training_batch(digits, options, seed, step).to(model.device)
             loss = batch_losses(model, batch, options).mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            descend(model, optimizers, loss)
             losses.append(loss.detach())
             advance(1)
     model.eval()
@@ -66,23 +55,6 @@ def train(
     if not torch.tensor(values).isfinite().all():
         raise FloatingPointError(f"The loss of {type(model).__name__} with seed {seed} is no longer finite.")
     return values
-
-
-def make_optimizers(model: Any, options: QualityOptions) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the transformer blocks, AdamW for the rest and for all that MHLA adds.
-
-    With AdamW alone, digits take several times as many steps to become recognisable.
-    """
-    matrices: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for name, parameter in model.transformer_blocks.named_parameters():
-        hidden = parameter.ndim == 2 and ".mhla." not in name and "embedding_table" not in name
-        (matrices if hidden else others).append(parameter)
-    others += [parameter for name, parameter in model.named_parameters() if not name.startswith("transformer_blocks.")]
-    return [
-        Muon([{"params": matrices, "peak_lr": options.matrix_learning_rate}], weight_decay=0.0),
-        torch.optim.AdamW([{"params": others, "peak_lr": options.learning_rate}], weight_decay=0.0),
-    ]
 
 
 def batch_losses(model: Any, batch: NoisyBatch, options: QualityOptions) -> torch.Tensor:

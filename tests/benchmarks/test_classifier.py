@@ -10,9 +10,8 @@ from transformers import DeiTForImageClassification
 from benchmarks.experiments import blocks, classifier
 from benchmarks.experiments.classifier import (
     STATISTICS,
-    freeze_mixing,
+    classifier_optimizers,
     make_classifier,
-    make_optimizers,
     mixing_figures,
     take_step,
     train_classifier_case,
@@ -20,6 +19,7 @@ from benchmarks.experiments.classifier import (
 )
 from benchmarks.experiments.classifier_variants import SIZES, TITLES, classifier_cases
 from benchmarks.experiments.digit_canvases import DigitCanvases
+from benchmarks.training import freeze_mixing
 from mhla_hf import MHLA
 
 
@@ -89,7 +89,7 @@ def test_frozen_mixing_stays(frozen):
     model = make_classifier(seed=0, mhla={"blocks": [4, 4]}, **SHAPE)
     if frozen:
         freeze_mixing(model)
-    optimizers = make_optimizers(model, 1e-2, 1e-2, 1e-2)
+    optimizers = classifier_optimizers(model, 1e-2, 1e-2, 1e-2)
     trained = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
     assert trained == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -107,7 +107,7 @@ def test_mixing_learns_relative_to_its_size():
     rates = {}
     for count in (2, 8):
         model = make_classifier(seed=0, mhla={"blocks": [count, count]}, **SHAPE)
-        rates[count] = make_optimizers(model, 1e-2, 1e-2, 3e-2)[1].param_groups[1]["peak_lr"]
+        rates[count] = classifier_optimizers(model, 1e-2, 1e-2, 3e-2)[1].param_groups[1]["peak_lr"]
     assert rates == {2: 3e-2 / 5, 8: 3e-2 / 65}
 
 
