@@ -24,7 +24,7 @@ from mhla_hf.analysis import (
     attention_statistics,
     linear_matrix,
 )
-from mhla_hf.analysis.recording import softmax_tokens
+from mhla_hf.analysis.original_tokens import softmax_tokens
 from mhla_hf.analysis.tracking import mean_figures
 from mhla_hf.training.matching.layers import mhla_layers, run
 from tests.integrations.transformers.mhla_models import default_options
