@@ -154,7 +154,8 @@ def serve() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         if task is None:
-            return
+            # Without waiting for threads that libraries have started.
+            os._exit(0)
         process = os.fork()
         if process == 0:
             code = run_program(task)
