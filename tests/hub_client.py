@@ -154,8 +154,7 @@ def serve() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         if task is None:
-            # Without waiting for threads that libraries have started.
-            os._exit(0)
+            return
         process = os.fork()
         if process == 0:
             code = run_program(task)

@@ -75,14 +75,18 @@ class StageLoop:
             return self.losses, 0.0
         first = self.step
         with self.stage.context(), self._progress() as bar:
-            while not self.finished:
-                told_to_stop = self.take_step()
-                bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
-                bar.update()
-                if told_to_stop:
-                    self.save()
-                    raise self.shared.stopped(self.stage, self.step)
-                self._validate_if_due()
+            try:
+                while not self.finished:
+                    told_to_stop = self.take_step()
+                    bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
+                    bar.update()
+                    if told_to_stop:
+                        self.save()
+                        raise self.shared.stopped(self.stage, self.step)
+                    self._validate_if_due()
+            finally:
+                # Ends the processes that make batches ahead, which would live as long as the error's traceback.
+                self.batches.close()
         steps = self.step - first
         self.finish()
         return self.losses, self.seconds / steps
@@ -115,7 +119,7 @@ class StageLoop:
             scaler = checkpoints.read_state(checkpoint).get("scaler")
             if self.accelerator.scaler is not None and scaler:
                 self.accelerator.scaler.load_state_dict(scaler)
-        self.batches = iter(self._loader())
+        self.batches = (batch for batch in self._loader())
         # Models in shards have to take a step before parts of them can be called.
         if position is None and self.steps_before == 0 and not self._in_shards:
             self._attention_at_start = self._track()

@@ -3,6 +3,7 @@
 
 import copy
 import json
+import multiprocessing
 import re
 import shutil
 from functools import partial
@@ -400,8 +401,11 @@ class TestInProcess:
                 return dataset[index]
 
         config = options(dataloader_num_workers=1, condition_dropout=0.0)
-        with pytest.raises(ValueError, match=r"^sample is damaged$"):
+        running = multiprocessing.active_children()
+        with pytest.raises(ValueError, match=r"^sample is damaged$") as raised:
             DiffusionTrainer(config, student, Damaged()).run()
+        # Not even while the error is kept, as interactive sessions do.
+        assert raised.value.__traceback__ is not None and multiprocessing.active_children() == running
 
 
 class Interrupted(Exception):
