@@ -14,8 +14,8 @@ from mhla_hf.training.optimization import learning_rate_factor, set_learning_rat
 
 
 GRADIENT_CLIP = 1.0
-# Parameters of transformer layers, in transformers and in diffusers, but for what MHLA adds and tables of classes.
-_OF_LAYERS = re.compile(r"(?!.*\.mhla\.)(?!.*embedding_table)(.*\.layers|transformer_blocks)\.")
+# Parameters of transformer layers, in transformers and in diffusers, without tables of classes.
+_OF_LAYERS = re.compile(r"(?!.*embedding_table)(.*\.layers|transformer_blocks)\.")
 
 
 def freeze_mixing(model: nn.Module) -> None:
@@ -35,7 +35,8 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the transformer layers, AdamW for the rest; without weight decay.
 
-    Models of these sizes learn several times as fast as with AdamW alone.
+    Models of these sizes learn several times as fast as with AdamW alone. The matrix of the output gate is one of the
+    layer's.
 
     Args:
         model: The model; parameters that take no gradient are left out.

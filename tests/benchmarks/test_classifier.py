@@ -103,6 +103,16 @@ def test_frozen_mixing_stays(frozen):
     assert [layer["movement"] > 0 for layer in mixing_figures(model)] == [not frozen] * SHAPE["layers"]
 
 
+def test_matrices_of_layers_are_trained_by_muon():
+    """The output gate's are among them."""
+    model = make_classifier(seed=0, mhla=OPTIONS["mhla-cpe-gate"], **SHAPE)
+    muon, _ = classifier_optimizers(model, 1e-2, 1e-2, 1e-2)
+    chosen = {id(parameter) for parameter in muon.param_groups[0]["params"]}
+    names = {name.split(".", 3)[-1] for name, parameter in model.named_parameters() if id(parameter) in chosen}
+    own = {f"attention.{part}_proj.weight" for part in "qkvo"} | {"mlp.fc1.weight", "mlp.fc2.weight"}
+    assert names == own | {"attention.mhla.gate.weight"}
+
+
 def test_mixing_learns_relative_to_its_size():
     rates = {}
     for count in (2, 8):
