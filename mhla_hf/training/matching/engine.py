@@ -183,6 +183,8 @@ class Matching:
                 stage = MatchingStage(self.model, [run.layer], run.names, records, self.steps)
                 loops.append(StageLoop(run, stage))
                 loops[-1].start(run.position, run.checkpoint)
+                if not loops[-1].finished:
+                    stack.callback(loops[-1].batches.close)
             while not all(loop.finished for loop in loops):
                 step = min(loop.step for loop in loops)
                 # A run that was killed between the checkpoints of two layers has one that is ahead.
