@@ -78,7 +78,7 @@ def make_classifier(
 def classifier_optimizers(
     model: Any, matrix_learning_rate: float, learning_rate: float, mixing_learning_rate: float
 ) -> list[torch.optim.Optimizer]:
-    """Those of [`benchmarks.training`][]; the rate of mixing weights is divided by the number of blocks."""
+    """The optimizers of [`benchmarks.training`][], the rate of the mixing weights divided by the number of blocks."""
     blocks = [module.mixing.shape[-1] for module in model.modules() if isinstance(module, MHLA)]
     return make_optimizers(
         model,

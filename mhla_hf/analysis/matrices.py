@@ -130,7 +130,7 @@ def linear_matrix(
         ValueError: As there.
     """
     length = query.shape[1] if isinstance(query, torch.Tensor) and query.dim() > 1 else 1
-    # The causal normaliser makes all weights inside of a block; one weight stands for blocks of any size.
+    # The causal normaliser writes out all weights within a block; one mixing weight serves any number of blocks.
     block_size = min(length, _CAUSAL_BLOCK_SIZE) if causal else length
     return mhla_matrix(
         query,

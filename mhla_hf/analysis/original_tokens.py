@@ -7,7 +7,7 @@ Shape letters: B batch, T tokens, R query tokens, H heads, H_kv key/value heads,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,8 +100,7 @@ class LinearTokens(_Tokens):
         """The attention matrix, see [`LayerTokens.matrix`][mhla_hf.analysis.LayerTokens]."""
         heads = slice(None) if head is None else slice(head, head + 1)
         rows = None if rows is None else rows.to(self.query.device)
-        tokens = {field.name: getattr(self, field.name) for field in fields(self)}
-        matrix = linear_matrix(**of_heads(tokens, heads), eps=LINEAR_EPS, rows=rows)[0]
+        matrix = linear_matrix(**of_heads(vars(self), heads), eps=LINEAR_EPS, rows=rows)[0]
         return matrix if head is None else matrix[0]
 
     def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:

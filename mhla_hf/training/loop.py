@@ -119,12 +119,13 @@ class StageLoop:
             scaler = checkpoints.read_state(checkpoint).get("scaler")
             if self.accelerator.scaler is not None and scaler:
                 self.accelerator.scaler.load_state_dict(scaler)
-        self.batches = (batch for batch in self._loader())
         # Models in shards have to take a step before parts of them can be called.
         if position is None and self.steps_before == 0 and not self._in_shards:
             self._attention_at_start = self._track()
             if self._attention_at_start is not None:
                 self._log({}, self._attention_at_start)
+        # Last, since it starts processes, which end when it is closed.
+        self.batches = (batch for batch in self._loader())
 
     def take_step(self) -> bool:
         """Takes an optimizer step, reports it, and saves a checkpoint where one is due.
