@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .ops import mhla_attention as mhla_attention
     from .pipelines import convert as convert
     from .pipelines import load_pipeline as load_pipeline
+    from .pipelines import unconvert as unconvert
     from .presets import from_preset as from_preset
     from .recovery.calibration import calibrate as calibrate
     from .recovery.recover import recover as recover
@@ -56,6 +57,7 @@ _PUBLIC_NAMES = {
     "recover": "recovery.recover",
     "resample_mixing": "layouts.resampling",
     "supported_models": "models.registry",
+    "unconvert": "pipelines",
     **{name: family.module.removeprefix("mhla_hf.") for name, family in MHLA_CLASSES.items()},
 }
 # Public names that need another library, told apart from mere import errors.

@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -44,6 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # Weights of the depthwise convolution for each channel.
 MAX_LEPE_WEIGHTS = 2**15
 _AXES = ("blocks", "block_size", "grid")
+_FRACTION = re.compile(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*")
 _FLAGS = ("output_norm", "output_gate", "causal")
 
 
@@ -99,7 +102,8 @@ class MHLAConfig:
             that a query sees: (192,), (14, 14) or (21, 3, 3) for `"block"`, (64,), (5, 5) or (2, 2, 2) for
             `"adjacent"`, (1, 3, 3) for `"cross"`.
         window_gains: One pair of gains a feature head (`"per_head"`) or a channel of one (`"per_channel"`).
-        layers: Indices of the layers that are MHLA; the others stay softmax. `None` means every layer.
+        layers: The layers that are MHLA; the others stay softmax. Indices, a fraction such as `"2/3"` (see
+            [`parse_layers`][mhla_hf.config.parse_layers]; a model keeps the indices), or `None` for every layer.
         causal: Blocks are consecutive chunks of `block_size` tokens and attention only looks back.
         backend: What computes the operator: `"torch"`, `"triton"` (kernels for GPUs) or `"auto"`, which picks by
             device and dtype. Results agree up to rounding, so any checkpoint runs with any backend. The environment
@@ -137,7 +141,7 @@ class MHLAConfig:
     window: str | None = None
     window_size: tuple[int, ...] | None = None
     window_gains: str = "per_head"
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | str | None = None
     causal: bool = False
     backend: str = "auto"
 
@@ -157,7 +161,7 @@ class MHLAConfig:
                 raise ValueError(f"{name}={shorten_value(getattr(self, name))} must be True or False.")
         for name in (*_AXES, "window_size"):
             self._set(name, _axis_tuple(name, getattr(self, name)))
-        self._set("layers", _layer_tuple(self.layers))
+        self._set("layers", _layers(self.layers))
         for name in ("eps", "feature_map_eps"):
             self._set(name, _number(name, getattr(self, name), minimum=0.0))
         if self.mixing_range is not None:
@@ -281,14 +285,10 @@ class MHLAConfig:
         """Returns the indices of the MHLA layers in a model of `num_layers` layers.
 
         Raises:
-            ValueError: If `layers` names a layer that the model does not have.
+            ValueError: If `layers` names a layer that the model does not have, or is a fraction that selects none.
         """
-        if self.layers is None:
-            return list(range(num_layers))
-        beyond = [index for index in self.layers if index >= num_layers]
-        if beyond:
-            raise ValueError(f"layers names [{shorten_list(beyond)}], but the model has layers 0 to {num_layers - 1}.")
-        return list(self.layers)
+        layers = parse_layers(self.layers, num_layers)
+        return list(range(num_layers)) if layers is None else layers
 
 
 def laid_over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,18 +313,65 @@ def _axis_tuple(name: str, value: Any) -> tuple[int, ...] | None:
     return tuple(int(entry) for entry in value)
 
 
-def _layer_tuple(value: Any) -> tuple[int, ...] | None:
-    if value is None:
+def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[int] | None:
+    """Reads the choice of layers that become MHLA.
+
+    Args:
+        layers: `None` or `"all"` for every layer; indices as `"1,2,4"` or as integers; or a fraction `"p/q"`: of each
+            q layers in a row the first q - p stay softmax, so `"2/3"` keeps 0, 3, 6, … as the authors' hybrid does.
+        num_layers: Number of layers of the model.
+
+    Returns:
+        Sorted indices, or `None` for every layer.
+
+    Raises:
+        ValueError: If the text is none of these, names a layer twice or one that is not there, or selects none.
+    """
+    chosen = _layers(layers)
+    if isinstance(chosen, str):
+        part, whole = map(int, chosen.split("/"))
+        indices = [index for index in range(num_layers) if index % whole >= whole - part]
+        if not indices:
+            raise ValueError(f"layers={chosen} selects none of the model's {num_layers} layers.")
+        return None if len(indices) == num_layers else indices
+    beyond = [index for index in chosen or () if index >= num_layers]
+    if beyond:
+        raise ValueError(f"layers names {shorten_list(beyond)}, but the model has layers 0 to {num_layers - 1}.")
+    return None if chosen is None else list(chosen)
+
+
+def _layers(layers: Any) -> tuple[int, ...] | str | None:
+    """A choice of layers for a model of any depth: indices, a fraction as text, or `None` for every layer."""
+    if layers is None or layers == "all":
         return None
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
-        raise ValueError(
-            f"layers={shorten_value(value)} must be a non-empty list of layer indices, or None for every layer."
-        )
-    if any(isinstance(entry, bool) or not isinstance(entry, Integral) or entry < 0 for entry in value):
-        raise ValueError(f"layers={shorten_value(list(value))} must hold integers of at least 0.")
-    if len(set(value)) != len(value):
-        raise ValueError(f"layers={shorten_value(list(value))} names a layer twice.")
-    return tuple(sorted(int(entry) for entry in value))
+    if isinstance(layers, str):
+        fraction = _FRACTION.fullmatch(layers)
+        if fraction:
+            part, whole = int(fraction[1]), int(fraction[2])
+            if not 0 < part <= whole:
+                raise ValueError(f"layers={part}/{whole} must be a fraction above 0 and at most 1.")
+            return f"{part}/{whole}"
+        parts = [part.strip() for part in layers.split(",")]
+        # Python refuses to convert thousands of digits.
+        if not all(part.isdecimal() and len(part) < 10 for part in parts):
+            raise ValueError(
+                f"layers={layers!r:.100} must be all, layer indices such as 1,2,4, or a fraction such as 2/3."
+            )
+        layers = [int(part) for part in parts]
+    if not isinstance(layers, Iterable) or isinstance(layers, bytes):
+        raise ValueError(f"layers={shorten_value(layers)} must be indices, a fraction such as 2/3, or None for all.")
+    layers = list(layers)
+    if any(isinstance(index, bool) or not isinstance(index, Integral) for index in layers):
+        raise ValueError(f"layers={shorten_value(layers)} must hold integers.")
+    negative = [index for index in layers if index < 0]
+    if negative:
+        raise ValueError(f"layers names {shorten_list(negative)}, but layers are counted from 0.")
+    repeated = [index for index, count in Counter(layers).items() if count > 1]
+    if repeated:
+        raise ValueError(f"layers names {shorten_list(repeated)} twice.")
+    if not layers:
+        raise ValueError("layers is empty: no layer would become MHLA.")
+    return tuple(sorted(int(index) for index in layers))
 
 
 def _number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import MHLAConfig
 from .integrations.diffusers import loading_as_mhla
-from .models.options import is_by_component, options_by_component
+from .models.options import is_by_component, options_by_component, with_given
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
 from .utils.compat import check_version
 from .utils.files import path_inside
@@ -165,17 +165,21 @@ def _damage_named(folder: Path, index: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
+def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None, **options: Any) -> Any:
     """Converts a loaded softmax model, or every supported component of a diffusers pipeline, to MHLA in place.
+
+    The model keeps a record of its pretrained weights: checksums, and the values that calibration and matching replace
+    (in memory on the CPU, for Wan 14B about 8 GB). [`unconvert`][mhla_hf.unconvert] restores them.
 
     Args:
         model_or_pipeline: A model of transformers, a supported diffusers model, or a diffusers pipeline that has one.
         mhla: The options. Those not given are the model's defaults. For a pipeline also a dict of options by
             component, `{"transformer": {...}, "transformer_2": {...}}`; a component that is not named, or named with
             `None`, stays as it is.
+        **options: Options by name, such as `block_size=16` or `layers="2/3"`, over those in `mhla`.
 
     Returns:
-        The same object.
+        The same object. The configuration of a model of transformers is a copy from now on.
 
     Raises:
         ValueError: If there is nothing to convert, or it is MHLA already, offloaded, hooked or quantised. Nothing is
@@ -185,10 +189,11 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         >>> from transformers import BertConfig, BertModel
         >>> from mhla_hf import convert
         >>> config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-        >>> model = convert(BertModel(config), {"block_size": [16], "layers": [1]})
+        >>> model = convert(BertModel(config), block_size=16, layers="1/2")
         >>> [name for name, _ in model.named_modules() if name.endswith(".mhla")]
         ['encoder.layer.1.attention.self.mhla']
     """
+    mhla = with_given(mhla, options)
     if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
         check_version("transformers")
         from .integrations.transformers.attaching import convert_transformers_model
@@ -215,13 +220,62 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     chosen = options_by_component(mhla, found)
-    for name, options in chosen.items():
+    for name, own in chosen.items():
         check_convertible(found[name], name)
-        check_options(found[name], options)
-    for name, options in chosen.items():
+        check_options(found[name], own)
+    for name, own in chosen.items():
         # Registered anew, or a saved index would go on naming the softmax class.
-        model_or_pipeline.register_modules(**{name: convert_model(found[name], options)})
+        model_or_pipeline.register_modules(**{name: convert_model(found[name], own)})
     return model_or_pipeline
+
+
+def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
+    """Turns a converted model, or every MHLA model of a pipeline, back into its softmax original, in place.
+
+    Args:
+        model_or_pipeline: A model of transformers or diffusers with MHLA layers, or a diffusers pipeline with one.
+        original: The softmax original, loaded: a model, or a pipeline for a pipeline. It gives the pretrained weights
+            of a model that was trained, or calibrated or matched before it was loaded. By default the model's own
+            record gives them.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: If there is no MHLA layer, the pretrained weights are not known, or `original` is another model.
+            Nothing is changed then.
+
+    Examples:
+        >>> from transformers import BertConfig, BertModel
+        >>> from mhla_hf import convert, unconvert
+        >>> config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> model = unconvert(convert(BertModel(config), block_size=16))
+        >>> model.config._attn_implementation
+        'sdpa'
+    """
+    from .layers.mhla import MHLA
+    from .layers.original import take_original
+
+    if _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline"):
+        names = [name for name, part in model_or_pipeline.components.items() if hasattr(part, "mhla_modules")]
+        if not names:
+            raise ValueError(f"No component of this {type(model_or_pipeline).__name__} is MHLA.")
+        for name in names:
+            part = None if original is None else getattr(original, name, None)
+            if original is not None and part is None:
+                raise ValueError(f"original has no {name}: it must be the pipeline that this one was converted from.")
+            # Registered anew, or a saved index would go on naming the MHLA class.
+            model_or_pipeline.register_modules(**{name: unconvert(getattr(model_or_pipeline, name), part)})
+        return model_or_pipeline
+    if not any(isinstance(module, MHLA) for module in model_or_pipeline.modules()):
+        raise ValueError(f"This {type(model_or_pipeline).__name__} has no MHLA layers.")
+    if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
+        from .integrations.transformers.attaching import unconvert_transformers_model as restore
+    else:
+        from .models.converting import unconvert_model as restore
+    if original is not None:
+        take_original(model_or_pipeline, original)
+    return restore(model_or_pipeline)
 
 
 def _has_base(value: Any, module: str, name: str) -> bool:

@@ -73,7 +73,7 @@ def test_coerce_takes_what_users_write():
         ({"layers": []}, "layers"),
         ({"layers": [-1]}, "layers"),
         ({"layers": [1, 1]}, "twice"),
-        ({"layers": "all"}, "layers"),
+        ({"layers": "some"}, "layers"),
         ({"causal": True, "blocks": (2,)}, "block_size"),
         ({"causal": True, "block_size": (2, 2)}, "1-D"),
         ({"resize": "block_size", "blocks": (2,)}, "grid"),
@@ -94,8 +94,15 @@ def test_an_option_without_effect_warns():
 def test_layers_beyond_the_model_are_refused():
     assert MHLAConfig().mhla_layers(3) == [0, 1, 2]
     assert MHLAConfig(layers=(2, 0)).mhla_layers(3) == [0, 2]
-    with pytest.raises(ValueError, match=r"\[3\].*layers 0 to 2"):
+    with pytest.raises(ValueError, match=r"names 3, .*layers 0 to 2"):
         MHLAConfig(layers=(1, 3)).mhla_layers(3)
+
+
+def test_layers_as_text():
+    assert MHLAConfig(layers="2, 0").layers == (0, 2)
+    assert MHLAConfig(layers="all").layers is None
+    config = MHLAConfig.from_dict(MHLAConfig(layers="2/3").to_dict())
+    assert config.layers == "2/3" and config.mhla_layers(7) == [1, 2, 4, 5]
 
 
 def test_blocks_are_derived_and_pinned():

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..conversion.options import parse_layers
+from ..config import parse_layers
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
 from .findings import AttentionSummary, LayerInspection, ModelInspection

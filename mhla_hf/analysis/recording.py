@@ -20,7 +20,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..conversion.options import parse_layers
+from ..config import parse_layers
 from ..layers.fused import PairwiseRotary
 from ..layers.mhla import MHLA
 from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for

@@ -263,8 +263,7 @@ def _mhla_options(
     training: dict[str, Any], shortcuts: dict[str, Any]
 ) -> tuple["PipelineSource | None", dict[str, Any]]:
     """MHLA options from the shortcuts `--blocks`, `--layers`, ..., and the pipeline if its layers were counted."""
-    from ..config import MHLAConfig
-    from ..conversion.options import parse_layers
+    from ..config import MHLAConfig, parse_layers
     from ..training.loading import PipelineSource
 
     if "mhla" in training:

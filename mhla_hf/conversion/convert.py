@@ -73,7 +73,7 @@ def convert_pretrained(
         config: For original weights, the directory (or file) of the model's `config.json`. By default that of `base`,
             else it is read off the weights, where heads are taken to be 128 wide as in every published Wan.
         layers: Which layers become MHLA, in place of `mhla.layers`: `"all"`, indices (`"1,2,4"` or integers), or a
-            fraction such as `"2/3"`; see [`parse_layers`][mhla_hf.conversion.options.parse_layers]. Under `"all"`
+            fraction such as `"2/3"`; see [`parse_layers`][mhla_hf.config.parse_layers]. Under `"all"`
             and fractions, layers with a sliding window stay softmax.
         dtype: Cast the weights: float32, bfloat16 or float16. Modules that the library keeps in fp32 keep their type.
             By default nothing is cast, and new parameters get the type most weights have.

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, parse_layers
+from ..layers.original import STATE_KEY, STATES
 from ..models.bounds import check_layer_count, check_model_config, check_new_size
 from ..models.options import to_stored
 from ..models.registry import family_for
 from ..models.source import Component
 from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.tensor_files import TensorEntry
-from .options import parse_layers
 from .planning import (
     ComponentPlan,
     PlanOptions,
@@ -100,7 +100,7 @@ def plan_component(
     if kept["_class_name"] != component.class_name:
         # The configuration of a legacy checkpoint has entries for the other models that its class could be.
         kept = {name: value for name, value in kept.items() if name in arguments or name.startswith("_")}
-    stored_config = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla})
+    stored_config = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla, STATE_KEY: STATES[0]})
     return ComponentPlan(component.name, stored_config, plans, report)
 
 

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
 from fractions import Fraction
-from numbers import Integral
 
 import torch
 
-from ..utils.messages import shorten_list, shorten_value
+from ..utils.messages import shorten_value
 
 
 DTYPES: dict[str, torch.dtype] = {
@@ -50,47 +47,6 @@ def parse_axes(text: str | None, name: str, axes: int | None = 3) -> tuple[int, 
     return tuple(int(part) for part in parts)
 
 
-def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[int] | None:
-    """Reads the choice of layers that become MHLA.
-
-    Args:
-        layers: `None` or `"all"` for every layer; indices as `"1,2,4"` or as integers; or a fraction `"p/q"`: of each
-            q layers in a row the first q - p stay softmax, so `"2/3"` keeps 0, 3, 6, … as the authors' hybrid does.
-        num_layers: Number of layers of the model.
-
-    Returns:
-        Sorted indices, or `None` for every layer.
-
-    Raises:
-        ValueError: If the text is none of these, names a layer twice or one that is not there, or selects none.
-    """
-    if layers is None or layers == "all":
-        return None
-    if isinstance(layers, str):
-        fraction = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", layers)
-        if fraction:
-            return _fraction_of_layers(int(fraction[1]), int(fraction[2]), num_layers)
-        parts = [part.strip() for part in layers.split(",")]
-        if not all(_is_count(part) for part in parts):
-            raise ValueError(
-                f"layers={layers!r:.100} must be all, layer indices such as 1,2,4, or a fraction such as 2/3."
-            )
-        layers = [int(part) for part in parts]
-    layers = list(layers)
-    if any(isinstance(index, bool) or not isinstance(index, Integral) for index in layers):
-        raise ValueError(f"layers={shorten_value(layers)} must hold integers.")
-    indices = sorted(layers)
-    repeated = [index for index, count in Counter(indices).items() if count > 1]
-    if repeated:
-        raise ValueError(f"layers names {shorten_list(repeated)} twice.")
-    outside = [index for index in indices if not 0 <= index < num_layers]
-    if outside:
-        raise ValueError(f"layers names {shorten_list(outside)}, but the model has layers 0 to {num_layers - 1}.")
-    if not indices:
-        raise ValueError("layers is empty: no layer would become MHLA.")
-    return indices
-
-
 def automatic_share(layers: str) -> Fraction | None:
     """Reads `auto:p/q`: the share p/q of the layers becomes MHLA, and the others are those worst to replace.
 
@@ -109,15 +65,6 @@ def automatic_share(layers: str) -> Fraction | None:
             f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3."
         )
     return Fraction(int(match[1]), int(match[2]))
-
-
-def _fraction_of_layers(part: int, whole: int, num_layers: int) -> list[int] | None:
-    if not 0 < part <= whole:
-        raise ValueError(f"layers={part}/{whole} must be a fraction above 0 and at most 1.")
-    indices = [index for index in range(num_layers) if index % whole >= whole - part]
-    if not indices:
-        raise ValueError(f"layers={part}/{whole} selects none of the model's {num_layers} layers.")
-    return None if len(indices) == num_layers else indices
 
 
 def _is_count(text: str) -> bool:

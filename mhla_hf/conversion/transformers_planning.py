@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, parse_layers
 from ..integrations.transformers.attaching import convert_transformers_model
 from ..integrations.transformers.checks import check_layers, check_new_parameters, check_sizes
 from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
 from ..layers.mhla import MHLA
+from ..layers.original import STATE_KEY, STATES
 from ..models.source import Component
 from ..models.weight_files import TRANSFORMERS_FILES, WeightSet
 from ..utils.compat.transformers import fp32_patterns, ignored_names
 from ..utils.json_files import read_json
 from ..utils.messages import shorten_text
 from ..utils.tensor_files import FLOAT_TYPES, SafetensorsReader, TensorEntry
-from .options import parse_layers
 from .planning import (
     ComponentPlan,
     PlanOptions,
@@ -238,6 +238,7 @@ def _set_dtype(config: Any, dtype: torch.dtype | None, found: torch.dtype) -> No
 def _saved_config(model: Any) -> dict[str, Any]:
     """`config.json` as `save_pretrained` writes it."""
     model.config.architectures = [type(model).__name__]
+    setattr(model.config, STATE_KEY, STATES[0])
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         return read_json(Path(folder) / "config.json", "the configuration")

@@ -215,7 +215,8 @@ def _layers(
 ) -> tuple[list[int] | None, int | None]:
     """Indices of the MHLA layers and number of layers."""
     total = next((config[name] for name in LAYER_COUNTS if isinstance(config.get(name), int)), None)
-    layers = None if options.layers is None else list(options.layers)
+    # Models keep indices; a fraction can only be of another's making.
+    layers = list(options.layers) if isinstance(options.layers, tuple) else None
     if is_only:
         # The record also knows which layers of its own accord stay softmax, those with sliding windows for instance.
         recorded = entry(record, "mhla_layers", kind=list)

@@ -104,6 +104,8 @@ class MHLA(nn.Module):
         )  # fmt: skip
         check_count("num_prefix_tokens", num_prefix_tokens, minimum=0)
         self.config = config
+        # The model's record of its pretrained weights, and the name of this layer in it: see `original.py`.
+        self.record: tuple[Any, str] | None = None
         self.num_key_value_heads = num_key_value_heads
         self.num_prefix_tokens = num_prefix_tokens
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, head_dim, value_head_dim

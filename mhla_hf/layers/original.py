@@ -1,28 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention that an MHLA layer stands in for: softmax, or the linear attention of models that have that.
+"""The original of an MHLA model: the attention replaced by MHLA, and what is known of the pretrained weights.
+
+A freshly converted model has all weights of its original: it can be turned back, and be its own teacher. Calibration,
+matching and training by any optimizer change that. A converted model therefore has a record of its weights, which its
+MHLA layers refer to: checksums of the pretrained tensors, and the values of those that calibration or matching
+replaced.
 
 Shape letters: B batch, T tokens, H feature heads, H_kv key/value heads, K query/key width, V value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from ..ops.mixing import repeat_heads
 from ..ops.sharded import TokenShard
+from ..utils.messages import shorten_list
 from .fused import HeadNorms
+from .mhla import MHLA
 from .sequence import TokenSequence
 
 
-if TYPE_CHECKING:
-    from .mhla import MHLA
-
 # SANA's, of the attention in diffusers.
 _LINEAR_EPS = 1e-15
+
+STATES = ("converted", "calibrated", "matched", "trained")
+"""What was done to a model last, and the values of `STATE_KEY`."""
+
+STATE_KEY = "_mhla_state"
+"""Entry of `config.json` that holds the state. Models saved without it count as trained."""
+
+_ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)
+# Tensors are read in parts, so that rounding takes little memory.
+_CHUNK = 2**22
+# Modules that adapters, compiling and sharding put around others.
+_WRAPPERS = ("base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module")
+
+_Checksums = Mapping[torch.dtype, int]
 
 
 def original_attention(
@@ -103,3 +125,301 @@ def _linear_attention(
     summary = torch.einsum("bthk,bthv->bhkv", key, value.float())
     output = torch.einsum("bthk,bhkv->bthv", query, summary) / normalizer.unsqueeze(-1)
     return output.to(value.dtype)
+
+
+@dataclass(frozen=True)
+class WeightRecord:
+    """What is known of a converted model's weights. Names are those of the whole model, without adapters.
+
+    Attributes:
+        state: One of [`STATES`].
+        pretrained: Checksums of the pretrained tensors; `None` for those that cannot be read (offloaded or sharded).
+            Empty for a model that was loaded after some had changed.
+        current: Checksums of all tensors after the step that `state` names.
+        values: Pretrained values, on the CPU, of tensors that calibration or matching replaced.
+        fitted: Values that stood in place of those while the model is restored to softmax.
+        restored: Prefixes of the parts that were restored to softmax.
+    """
+
+    state: str
+    pretrained: Mapping[str, _Checksums | None] = field(default_factory=dict)
+    current: Mapping[str, _Checksums | None] = field(default_factory=dict)
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fitted: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    restored: frozenset[str] = frozenset()
+
+    def __deepcopy__(self, memo: Any) -> WeightRecord:
+        # Never changed in place: copies of a model, and of its layers by adapters, share the values.
+        return self
+
+
+class _Weights:
+    """The tensors of a model by name, and their record.
+
+    Args:
+        model: The model, a part of it, or a wrapper around it.
+        part: Prefix of the names to look at.
+    """
+
+    def __init__(self, model: nn.Module, part: str = "") -> None:
+        self.model = model
+        self.record: WeightRecord | None
+        self.layers = {
+            original_name(name): module for name, module in model.named_modules() if isinstance(module, MHLA)
+        }
+        name, layer = next(iter(self.layers.items()))
+        self.record, whole = layer.record or (None, name)
+        # Names of a part of the whole model lack a prefix; those of a wrapper around it have one more.
+        self.ahead = whole.removesuffix(name) if whole.endswith(name) else ""
+        self.behind = name.removesuffix(whole) if name.endswith(whole) else ""
+        # Quantised weights are not trained, and are not looked at.
+        self.tensors = {
+            own: parameter
+            for own, parameter in _without_adapters(model.named_parameters())
+            if own.startswith(part) and own.startswith(self.behind) and parameter.is_floating_point()
+        }
+
+    def whole(self, name: str) -> str:
+        """Returns the name in the whole model of a tensor or part."""
+        return f"{self.ahead}{name.removeprefix(self.behind)}"
+
+    def is_changed(self, name: str, known: Mapping[str, _Checksums | None]) -> bool:
+        """Returns whether a tensor is not as it was by its checksums; those that cannot be read count as changed."""
+        sums = known[self.whole(name)]
+        return sums is None or not _is_unchanged(self.tensors[name], sums)
+
+    def checksums(self) -> dict[str, _Checksums | None]:
+        """Returns the checksums of all tensors, by their names in the whole model."""
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(map(self.whole, self.tensors), pool.map(_checksums, self.tensors.values())))
+
+    def attach(self, record: WeightRecord) -> None:
+        """Lets all layers refer to a record."""
+        for name, layer in self.layers.items():
+            layer.record = record, self.whole(name)
+
+
+def record_weights(model: nn.Module, state: str = "converted", restored: Iterable[str] = ()) -> None:
+    """Starts the record of a model whose weights are those that `state` names.
+
+    Reads every tensor once, unless the model was trained. Does nothing for a model on the meta device.
+
+    Args:
+        model: The whole model.
+        state: One of [`STATES`]; the weights of a `"converted"` model are the pretrained ones, and any other value
+            counts as `"trained"`.
+        restored: Prefixes of the parts that compute softmax attention.
+    """
+    weights = _Weights(model)
+    weights.ahead = weights.behind = ""
+    state = state if state in STATES else "trained"
+    if any(layer.mixing.is_meta for layer in weights.layers.values()):
+        return
+    current = {} if state == "trained" else weights.checksums()
+    pretrained = {name: sums for name, sums in current.items() if ".mhla." not in name} if state == STATES[0] else {}
+    weights.attach(WeightRecord(state, pretrained, current, restored=frozenset(restored)))
+
+
+def record_step(model: nn.Module, state: str, values: Mapping[str, torch.Tensor]) -> None:
+    """Notes that calibration or matching has changed a model.
+
+    Args:
+        model: The model, or a part or wrapper of it.
+        state: `"calibrated"` or `"matched"`.
+        values: Copies of the values that were replaced, by their names in `model` without adapters. Those that are not
+            pretrained are left out.
+    """
+    weights = _Weights(model)
+    record = weights.record
+    if record is None or record.state == "trained":
+        return
+    kept = dict(record.values)
+    for name, value in values.items():
+        whole = weights.whole(name)
+        sums = record.pretrained.get(whole)
+        if sums and whole not in kept and _is_unchanged(value, sums):
+            kept[whole] = value.to("cpu")
+    weights.attach(replace(record, state=state, current={**record.current, **weights.checksums()}, values=kept))
+
+
+def original_values(model: nn.Module, purpose: str, part: str = "") -> dict[str, torch.Tensor]:
+    """Returns the pretrained values of the tensors that have changed since the conversion.
+
+    Args:
+        model: The model, or a part or wrapper of it.
+        purpose: What they are for, for the error.
+        part: Prefix of the names to look at.
+
+    Returns:
+        Values on the CPU, by their names in `model` without adapters.
+
+    Raises:
+        ValueError: If the value of a changed tensor is not known.
+    """
+    weights, name = _Weights(model, part), type(model).__name__
+    record = weights.record
+    if record is None or not record.pretrained:
+        state = "trained" if record is None else record.state
+        raise ValueError(
+            f"Cannot {purpose}: this {name} was {state} before it was saved, and the checkpoint does not have its "
+            "pretrained weights. Use the softmax original."
+        )
+    changed = [
+        own
+        for own in weights.tensors
+        if weights.whole(own) in record.pretrained and weights.is_changed(own, record.pretrained)
+    ]
+    lost = [own for own in changed if weights.whole(own) not in record.values]
+    if lost:
+        raise ValueError(
+            f"Cannot {purpose}: {len(lost)} pretrained weight(s) of this {name} have been trained since its "
+            f"conversion, or are offloaded or sharded ({shorten_list(lost)}). Use the softmax original."
+        )
+    return {own: record.values[weights.whole(own)] for own in changed}
+
+
+def weights_state(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None) -> str:
+    """Returns what was done to a model last, one of [`STATES`]: any change that no step noted is training.
+
+    Args:
+        model: The model.
+        state_dict: Its tensors, where they are not to be read from the model.
+    """
+    weights = _Weights(model)
+    record = weights.record
+    if record is None or record.state == "trained":
+        return "trained"
+    if state_dict is not None:
+        given = dict(_without_adapters(state_dict.items()))
+        weights.tensors = {name: given[name] for name in weights.tensors if name in given}
+    known = [name for name in weights.tensors if weights.whole(name) in record.current]
+    return "trained" if any(weights.is_changed(name, record.current) for name in known) else record.state
+
+
+@torch.no_grad()
+def restore_softmax(model: nn.Module, purpose: str, part: str = "") -> None:
+    """Gives a part of a model its pretrained weights back, and keeps those of MHLA for [`restore_mhla`].
+
+    Args:
+        model: The model.
+        purpose: What that is for, for the error.
+        part: Prefix of the part's names.
+
+    Raises:
+        ValueError: If they are not known; nothing is changed then.
+    """
+    values, weights = original_values(model, purpose, part), _Weights(model, part)
+    record = weights.record
+    assert record is not None
+    fitted = {weights.whole(name): weights.tensors[name].detach().to("cpu", copy=True) for name in values}
+    for name, value in values.items():
+        weights.tensors[name].copy_(value)
+    restored = record.restored | {weights.whole(part)}
+    weights.attach(replace(record, fitted={**record.fitted, **fitted}, restored=restored))
+
+
+@torch.no_grad()
+def restore_mhla(model: nn.Module, part: str = "") -> None:
+    """Reverses [`restore_softmax`]. A part that was trained with softmax attention meanwhile is converted anew.
+
+    Args:
+        model: The model.
+        part: Prefix of the part's names.
+    """
+    weights = _Weights(model, part)
+    record = weights.record
+    if record is None or weights.whole(part) not in record.restored:
+        return
+    own = {weights.whole(name): tensor for name, tensor in weights.tensors.items()}
+    pretrained = [name for name in weights.tensors if weights.whole(name) in record.pretrained]
+    if any(weights.is_changed(name, record.pretrained) for name in pretrained):
+        sums = {name: value for name, value in weights.checksums().items() if name in record.pretrained}
+        record = replace(
+            record,
+            pretrained={**record.pretrained, **sums},
+            current={**record.current, **sums},
+            values={name: value for name, value in record.values.items() if name not in own},
+        )
+    else:
+        for name in own.keys() & record.fitted.keys():
+            own[name].copy_(record.fitted[name])
+    fitted = {name: value for name, value in record.fitted.items() if name not in own}
+    weights.attach(replace(record, fitted=fitted, restored=record.restored - {weights.whole(part)}))
+
+
+@torch.no_grad()
+def take_original(model: nn.Module, original: nn.Module) -> None:
+    """Gives a model the weights of the softmax model that it was converted from; the record starts anew.
+
+    Args:
+        model: The whole model, of any state.
+        original: The softmax model.
+
+    Raises:
+        ValueError: If the original has MHLA layers, lacks a weight, or has one of another shape; nothing is changed.
+    """
+    if any(isinstance(module, MHLA) for module in original.modules()):
+        raise ValueError("original has MHLA layers: load the softmax model that this one was converted from.")
+    found = dict(original.named_parameters(remove_duplicate=False))
+    own = {name: tensor for name, tensor in _Weights(model).tensors.items() if ".mhla." not in name}
+    wrong = [name for name, tensor in own.items() if name not in found or found[name].shape != tensor.shape]
+    if wrong:
+        raise ValueError(
+            f"original lacks {len(wrong)} weight(s) of this {type(model).__name__}, or has them in another shape "
+            f"({shorten_list(wrong)}): it must be the model that this one was converted from."
+        )
+    for name, tensor in own.items():
+        tensor.copy_(found[name])
+    record_weights(model)
+
+
+def is_restored(model: nn.Module, part: str = "") -> bool:
+    """Returns whether a part of a model was restored to softmax, so that its weights may be trained as such."""
+    weights = _Weights(model)
+    return weights.record is not None and weights.whole(part) in weights.record.restored
+
+
+def original_name(name: str) -> str:
+    """Returns the name that a parameter or module had before an adapter wrapped it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _without_adapters(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by the names that they have without adapters, whose own are left out."""
+    for name, tensor in tensors:
+        if ".lora_" not in name and ".modules_to_save." not in name:
+            yield original_name(name), tensor
+
+
+def _checksums(tensor: torch.Tensor) -> _Checksums | None:
+    """Checksums of a tensor's values as they are, and as they are after a cast; `None` where they cannot be read."""
+    if tensor.is_meta or hasattr(tensor, "device_mesh"):
+        return None
+    sums = dict.fromkeys({tensor.dtype, *_ROUNDINGS}, 0)
+    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
+        chunk = chunk.cpu()
+        for dtype in sums:
+            sums[dtype] = _add(sums[dtype], chunk.to(dtype))
+    return sums
+
+
+def _is_unchanged(tensor: torch.Tensor, sums: _Checksums) -> bool:
+    """Returns whether a tensor has the values of checksums, or those that a cast makes of them."""
+    if tensor.is_meta or hasattr(tensor, "device_mesh"):
+        return False
+    # In its own type first; values that were cast and cast back are exact in another.
+    for dtype in dict.fromkeys((tensor.dtype, *_ROUNDINGS)):
+        total = 0
+        for chunk in tensor.detach().reshape(-1).split(_CHUNK):
+            cast = chunk.to(dtype)
+            if dtype != tensor.dtype and not torch.equal(cast.to(chunk.dtype), chunk):
+                break
+            total = _add(total, cast.cpu())
+        else:
+            if sums.get(dtype) == total:
+                return True
+    return False
+
+
+def _add(total: int, chunk: torch.Tensor) -> int:
+    return zlib.crc32(chunk.contiguous().view(torch.uint8).numpy().data, total)

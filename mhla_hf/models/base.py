@@ -17,6 +17,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from ..config import MHLAConfig
 from ..layers.blocks import reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
+from ..layers.original import STATE_KEY, record_weights, weights_state
 from ..utils.compat.diffusers import check_parallel_setup, declared, fp32_parts, loading_call
 from .adapters import MHLAAdapterMixin
 from .bounds import check_model_config
@@ -166,10 +167,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
             raise ValueError(f"causal=True is for language models; {type(self).__name__} attends in both directions.")
         attentions = self._self_attentions()
         layers = config.mhla_layers(len(attentions))
+        if isinstance(config.layers, str):
+            config = config.replace(layers=layers)
         for index in layers:
             attentions[index].mhla = MHLA(config, **self._attention_widths(attentions[index]))
         self._use_mhla(attentions, layers)
         self.register_to_config(mhla=config.to_dict())
+        record_weights(self)
 
     @property
     def mhla_config(self) -> MHLAConfig:
@@ -224,6 +228,11 @@ class MHLAModelMixin(MHLAAdapterMixin):
         # Loading weights that were made under other options has to check that they mean the same under these.
         (result[0] if return_unused_kwargs else result)._mhla_options_of_checkpoint = stored
         return result
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream; the configuration says whether the model is converted, calibrated, matched or trained."""
+        self.register_to_config(**{STATE_KEY: weights_state(self)})
+        super().save_pretrained(*args, **kwargs)
 
     def to_json_string(self) -> str:
         """The configuration as `config.json` holds it, with an entry by which softmax classes refuse it."""

@@ -10,7 +10,9 @@ import torch
 import torch.nn as nn
 
 from ..config import MHLAConfig
+from ..layers.original import STATE_KEY, original_values
 from ..utils.compat.diffusers import fp32_parts
+from .loading import warn_of_fresh
 from .registry import mhla_class_for
 
 
@@ -18,7 +20,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types of weights that are not quantised."""
 
 
-def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None) -> Any:
+def convert_model(
+    model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None, source: str = "the softmax model"
+) -> Any:
     """Turns a loaded softmax model into its MHLA version, in place.
 
     Every weight is kept; the new parameters are initialised in the model's dtype and on its device (float32 where
@@ -27,6 +31,7 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
     Args:
         model: A supported diffusers model, see [`supported_models`].
         mhla: The options.
+        source: Name of the softmax model, for the warning that there are new parameters.
 
     Returns:
         The same object, now of the MHLA class.
@@ -51,6 +56,48 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
         for name, parameter in module.named_parameters():
             dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
             parameter.data = parameter.data.to(weight.device, dtype)
+    warn_of_fresh(model, [name for name, _ in model.named_parameters() if ".mhla." in name], source)
+    return model
+
+
+def unconvert_model(model: Any) -> Any:
+    """Turns an MHLA model of diffusers back into its softmax original, in place.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The same object, now of the softmax class.
+
+    Raises:
+        ValueError: If its pretrained weights are not known, it is compiled, offloaded, hooked or quantised, or has
+            adapters or fused projections; it is left as it was.
+    """
+    from accelerate import init_empty_weights
+
+    _check_bare(model, "model")
+    if getattr(model, "peft_config", None):
+        raise ValueError(f"This {type(model).__name__} has adapters: merge them into its weights, or delete them.")
+    values, target = original_values(model, "restore softmax attention"), model._upstream_class()
+    config = {name: value for name, value in model.config.items() if name not in ("mhla", STATE_KEY)}
+    with init_empty_weights(include_buffers=False):
+        restored = target.from_config({**config, "_class_name": target.__name__})
+    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if ".mhla." not in name}
+    if set(tensors) != set(restored.state_dict()):
+        raise ValueError(f"This {type(model).__name__} has fused projections: take them apart first.")
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(value)
+    restored.load_state_dict(tensors, assign=True)
+    for name, buffer in model.named_buffers():
+        owner = restored.get_submodule(name.rpartition(".")[0])
+        owner._buffers[name.rpartition(".")[2]] = buffer
+    restored.train(model.training)
+    if model.is_gradient_checkpointing:
+        restored.enable_gradient_checkpointing()
+    model.__class__ = target
+    vars(model).clear()
+    vars(model).update(vars(restored))
     return model
 
 
@@ -76,6 +123,12 @@ def check_convertible(model: Any, called: str = "model") -> None:
     if is_mhla:
         raise ValueError(f"This {called} ({name}) is MHLA already; load its softmax original to convert it anew.")
     mhla_class_for(name)
+    _check_bare(model, called)
+
+
+def _check_bare(model: Any, called: str) -> None:
+    """Checks that a model's weights are all there as plain floats, and that no hook has its class's methods."""
+    name = type(model).__name__
     for key, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(
@@ -91,8 +144,8 @@ def check_convertible(model: Any, called: str = "model") -> None:
     if hooked is not None:
         raise ValueError(
             f"This {called} ({name}) has hooks{f' on {hooked}' if hooked else ''} (offloading, device_map, layer-wise "
-            "casting, caching) that would go on calling its softmax methods. Convert it before they are put on, or "
-            "take them off: remove_all_hooks() of the pipeline, or accelerate's remove_hook_from_module(model, "
+            "casting, caching) that would go on calling the methods of its class. Convert it before they are put on, "
+            "or take them off: remove_all_hooks() of the pipeline, or accelerate's remove_hook_from_module(model, "
             "recurse=True)."
         )
 

@@ -17,6 +17,7 @@ import torch.nn as nn
 from accelerate.utils import offload_weight, save_offload_index
 
 from ..layers.blocks import reference_blocks
+from ..layers.original import STATE_KEY, record_weights
 from ..utils.compat.diffusers import LoadedWeights, load_weights
 from ..utils.locations import LOCATION_OPTIONS
 from ..utils.tensor_files import check_safetensors
@@ -120,6 +121,8 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
             # The index is in the offload folder, as upstream leaves it.
             result = result._replace(offload_index=None)
         warn_of_fresh(model, fresh, name)
+    is_converted = model._mhla_options_of_checkpoint is not None
+    record_weights(model, model.config.get(STATE_KEY, "trained") if is_converted else "converted")
     return result._replace(missing_keys=sorted({*result.missing_keys, *fresh}))
 
 

@@ -80,6 +80,13 @@ def is_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Col
     )
 
 
+def with_given(mhla: MHLAConfig | Mapping[str, Any] | None, given: Mapping[str, Any]) -> Any:
+    """Returns options with those that were given as keywords, which win."""
+    if not given:
+        return mhla
+    return mhla.replace(**given) if isinstance(mhla, MHLAConfig) else {**(mhla or {}), **given}
+
+
 def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Lays `given` options over `stored` ones; giving `blocks` drops a stored `block_size` and the other way round."""
     merged = laid_over(stored, given)

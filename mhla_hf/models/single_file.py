@@ -20,7 +20,6 @@ from ..utils.hub import hub_downloads
 from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
 from .bounds import check_layer_count, check_model_config
 from .converting import FLOATS, convert_model
-from .loading import warn_of_fresh
 from .options import from_stored, merge_options
 from .registry import family_for
 
@@ -125,9 +124,7 @@ def load_single_file(
         model = _assign(getattr(diffusers, name), content, weights, dtype, called)
         if options.get("device") is not None:
             model = model.to(options["device"])
-    model = convert_model(model, mhla)
-    warn_of_fresh(model, [key for key, _ in model.named_parameters() if ".mhla." in key], called)
-    return model
+    return convert_model(model, mhla, called)
 
 
 def read_config(mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], called: str, argument: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..conversion.options import parse_size
+from ..layers.original import original_name, original_values, record_step
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
@@ -26,6 +27,7 @@ from ..training.matching.layers import (
     mhla_layers,
     on_device,
     original_heads,
+    replaced,
     run,
 )
 from .fits import HeadsFit, LayerCall, ProjectionFit, TemperatureFit
@@ -135,8 +137,9 @@ def calibrate(
     alone.
 
     Args:
-        model_or_pipeline: A converted model of transformers or diffusers, or a pipeline with one. It must not have
-            been trained: the projections are those of the original.
+        model_or_pipeline: A converted model of transformers or diffusers, or a pipeline with one. What an earlier
+            calibration or matching of the same object has changed is restored first; a model that was trained, or
+            calibrated before it was loaded, is refused.
         batches: The probe: keyword arguments of the model's `forward`, such as tokenised texts or images, of two
             samples at least; some dozens are better. Of a pipeline with several MHLA models a dict of such by
             component. A pipeline needs none: what its models see while it makes samples with their original attention
@@ -152,8 +155,8 @@ def calibrate(
         Changes of each layer, and its error before and after.
 
     Raises:
-        ValueError: If there is no MHLA layer or no batch, weights are offloaded or quantised, or activations are not
-            finite. The model is unchanged then, and when it is interrupted.
+        ValueError: If there is no MHLA layer or no batch, the pretrained weights are not known, weights are offloaded
+            or quantised, or activations are not finite. The model is unchanged then, and when it is interrupted.
 
     Examples:
         >>> report = calibrate(model, [tokenizer(texts, return_tensors="pt", padding=True)])  # doctest: +SKIP
@@ -210,7 +213,13 @@ def calibrate_model(
     layers = mhla_layers(model)
     _check_weights(layers)
     report, changes = CalibrationReport(batches=len(batches)), {}
-    with evaluating(model):
+    parameters = {original_name(name): parameter for name, parameter in model.named_parameters()}
+    # What an earlier calibration or matching has changed begins anew.
+    originals: Changes = {
+        parameters[name]: value.to(parameters[name])
+        for name, value in original_values(model, "calibrate the model").items()
+    }
+    with evaluating(model), replaced(originals):
         layers = find_projections(model, layers, on_device(batches[0], model))
         _check_weights(layers)
         groups = _groups(layers, limit)
@@ -219,7 +228,9 @@ def calibrate_model(
             for solved, new in _calibrate_group(probe, group):
                 report.layers.append(solved)
                 changes.update(new)
-    _write(changes)
+        before = {name: parameter.clone() for name, parameter in parameters.items() if parameter in changes}
+    _write({**originals, **changes})
+    record_step(model, "calibrated", before)
     report.seconds = time.monotonic() - started
     return report
 

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layers.original import STATE_KEY, STATES, record_weights
 from ..models.registry import MHLA_CLASSES
-from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Component, Source, open_source, read_source
+from ..models.source import CONVERSION_RECORD, Component, Source, open_source, read_source
 from ..models.weight_files import check_weights, damage_named
 from ..training.matching.layers import Batch, is_linear, mhla_layers
 from ..utils.destinations import claim_destination
 from ..utils.files import atomic_directory, link_or_copy, write_json
 from ..utils.json_files import read_json
 from ..utils.machine import choose_device
+from ..utils.messages import shorten_text
 from ..utils.source_files import list_files
 from ..utils.tensor_files import FLOAT_TYPES, TensorEntry, read_header, write_safetensors
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
@@ -60,12 +62,15 @@ def calibrate_directory(
     if not root.is_dir():
         raise ValueError(f"{directory} is no directory; give one that mhla-hf convert wrote.")
     source = read_source(root, str(directory), wanted=MHLA_CLASSES)
-    check_untrained(root, force)
+    if not force:
+        check_untrained(source)
     destination = root if output is None else Path(output).expanduser()
     with claim_destination(destination, overwrite=output is None or overwrite) as claimed:
         models, batches, origin = open_probe(source, source.components, **probe)
         report, changed = CalibrationReport(probe=origin), {}
         for name, model in models.items():
+            if force:
+                record_weights(model)
             touched = _touched(model)
             before = {key: (value, value.clone()) for key, value in model.named_parameters() if key in touched}
             own = calibrate(model, batches[name], memory_limit=memory_limit, progress=progress)
@@ -76,22 +81,20 @@ def calibrate_directory(
     return report
 
 
-def check_untrained(root: Path, force: bool) -> None:
+def check_untrained(source: Source) -> None:
     """Refuses models whose projections are no longer those of their original.
 
     Raises:
-        ValueError: If records say so, without `force`.
+        ValueError: If a configuration says so.
     """
-    if force:
-        return
-    conversion = _record(root)
-    found = "has been trained" if (root / TRAINING_RECORD).is_file() or conversion.get("recovery") else ""
-    found = found or ("has been calibrated" if conversion.get("calibration") else "")
-    if found:
-        raise ValueError(
-            f"{root} {found}: its projections are not those of the original, which tell what to aim at. Convert the "
-            "original again, or pass force=True (--force) to take it for untrained."
-        )
+    for part in source.mhla_components:
+        state = part.config.get(STATE_KEY, "trained")
+        if state != STATES[0]:
+            raise ValueError(
+                f"{part.folder} has been {shorten_text(str(state))}: its projections are not those of the original, "
+                "which tell what to aim at. Convert the original again, or pass force=True (--force) to take it for "
+                "untrained."
+            )
 
 
 def select_layers_of(
@@ -205,6 +208,11 @@ def _write(
     rewritten: set[Path] = {Path(CONVERSION_RECORD)}
     for part in source.components:
         values = changed.get(part.name) or {}
+        if values:
+            relative = (part.folder / "config.json").relative_to(source.root)
+            rewritten.add(relative)
+            (staging / relative).parent.mkdir(parents=True, exist_ok=True)
+            write_json(staging / relative, {**part.config, STATE_KEY: "calibrated"})
         for weights in part.weight_sets():
             readers = weights.open(floats_only=False)
             names = _stored_names(values, [name for reader in readers for name in reader.shapes], part)

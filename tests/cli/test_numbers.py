@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from benchmarks.quality_dit.options import QualityOptions
 from mhla_hf.cli.main import app
-from mhla_hf.conversion.options import parse_axes, parse_layers, parse_size
+from mhla_hf.config import parse_layers
+from mhla_hf.conversion.options import parse_axes, parse_size
 from mhla_hf.demo.config import DemoConfig
 from mhla_hf.training.config import CacheConfig, TrainingConfig
 

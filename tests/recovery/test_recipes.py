@@ -10,7 +10,7 @@ import transformers
 import mhla_hf
 from conversion.recipe_memory import expected
 from mhla_hf import MHLAConfig
-from mhla_hf.conversion.options import parse_layers
+from mhla_hf.config import parse_layers
 from mhla_hf.recovery.defaults import DEFAULTS, PRESETS, default_recipe
 from mhla_hf.recovery.recipe_files import recipe_names
 from mhla_hf.recovery.recipes import FAMILIES, load_recipe, parse_keep, parse_recipe

@@ -3,17 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 import torch.nn as nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
 from ...config import MHLAConfig
 from ...layers.mhla import MHLA
+from ...layers.original import (
+    STATE_KEY,
+    is_restored,
+    original_values,
+    record_weights,
+    restore_mhla,
+    restore_softmax,
+    weights_state,
+)
 from ...models.registry import default_rope, is_tested
 from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import (
@@ -38,7 +49,7 @@ from .geometry import (
     window_reason,
 )
 from .inputs import NAME, LayerInputsHook, ModelInputsHook
-from .options import max_positions, resolve_image, resolve_sequence
+from .options import STORED, max_positions, resolve_image, resolve_sequence
 from .rotary import rotates_sometimes, rotation_of, uses_rotary
 from .towers import (
     implementations,
@@ -132,16 +143,6 @@ def check_class(model: PreTrainedModel, config: Any) -> None:
         set_attention(config, _softmax_of(model))
 
 
-def warn_of_softmax(model: PreTrainedModel) -> None:
-    """Warns when the weights of an MHLA checkpoint are about to be used with softmax attention."""
-    implementation = attention_of(model.config)
-    if getattr(model.config, "mhla", None) is not None and implementation != NAME:
-        logger.warning_once(
-            f"This is an MHLA checkpoint with attn_implementation={implementation!r}: it attends with softmax, which "
-            "is right only as long as its projections were not trained for MHLA."
-        )
-
-
 def _not_dispatching(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} cannot use attn_implementation='mhla': its attention does not go through "
@@ -168,6 +169,8 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     windows = {index: window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
     options = _resolve(model, config, attentions[0][1])
     chosen = _chosen_layers(model_name, options, indices, windows, attentions[0][1])
+    if isinstance(options.layers, str):
+        options = options.replace(layers=sorted(chosen))
     if not is_tested(config.model_type):
         logger.warning_once(f"{model_name} was not tested with MHLA; mhla_hf.supported_models() lists those that are.")
     prefix = num_prefix_tokens(model) if not options.is_sequence else 0
@@ -197,8 +200,10 @@ def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAC
 def _chosen_layers(
     model_name: str, options: MHLAConfig, indices: list[int], windows: dict[int, str | None], first: nn.Module
 ) -> set[int]:
-    if options.layers is None:
-        chosen = {index for index in indices if windows[index] is None}
+    if options.layers is None or isinstance(options.layers, str):
+        # A fraction is of all layers; those that cannot be MHLA stay softmax in any case.
+        places = options.mhla_layers(len(indices))
+        chosen = {indices[place] for place in places if windows[indices[place]] is None}
         if not chosen:
             raise ValueError(
                 f"{model_name} cannot use attn_implementation='mhla': no layer can be MHLA, the first one because "
@@ -301,8 +306,9 @@ def convert_transformers_model(
 ) -> Any:
     """Turns a loaded softmax model into its MHLA version, in place.
 
-    Every weight is kept; the new parameters are initialised in the dtype and on the device of their layer.
-    `model.set_attn_implementation("sdpa")` switches back to softmax as long as nothing was trained.
+    Every weight is kept; the new parameters are initialised in the dtype and on the device of their layer. The model
+    gets a copy of its configuration. `model.set_attn_implementation("sdpa")` switches back to softmax as long as
+    nothing was trained.
 
     Args:
         model: A model of transformers.
@@ -323,6 +329,7 @@ def convert_transformers_model(
         raise ValueError(
             "This model is split over processes. Convert the checkpoint first (mhla-hf convert) and load the result."
         )
+    shared = _copy_configs(model)
     before = remember(model.config)
     for config, _, _ in before:
         set_attention(config, None)
@@ -336,7 +343,8 @@ def convert_transformers_model(
         if not has_mhla(model):
             raise ValueError(f"{type(model).__name__} has no self-attention that can be MHLA.")
     except Exception:
-        restore(before)
+        for module, name, config in shared:
+            setattr(module, name, config)
         raise
     for config, _, implementation in before:
         if config.mhla is None:
@@ -347,4 +355,177 @@ def convert_transformers_model(
         attention.mhla.to(device=weight.device, dtype=dtype).train(attention.training)
     mark_implementation(model.config)
     model.set_attn_implementation(NAME if not model.config.sub_configs else implementations(model.config))
+    record_weights(model)
+    if not without_weights:
+        count = sum(".mhla." in name for name, _ in model.named_parameters())
+        logger.warning(
+            f"{type(model).__name__}: {count} MHLA parameter(s) are newly initialised. Calibrate the model "
+            "(mhla_hf.calibrate) or fine-tune it before you use it."
+        )
+    return model
+
+
+def _copy_configs(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:
+    """Gives a model a copy of its configuration, which others may hold as well.
+
+    Returns:
+        Modules, the names of their attributes, and the configurations that these had.
+    """
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    shared = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig) and id(value) in copies
+    ]
+    for module, name, value in shared:
+        setattr(module, name, copies[id(value)])
+    return shared
+
+
+def record(model: PreTrainedModel, was_mhla: bool = False) -> None:
+    """Starts the record of a model's weights, when it was built or loaded.
+
+    Args:
+        model: The model.
+        was_mhla: Whether its checkpoint was MHLA; the configuration then says what was done to its weights.
+
+    Raises:
+        ValueError: If weights that are not the pretrained ones are to be used with softmax attention.
+    """
+    softmax = [part for part, module in _parts(model).items() if not _is_mhla(module)]
+    record_weights(model, getattr(model.config, STATE_KEY, "trained") if was_mhla else "converted", softmax)
+    for part in softmax if was_mhla else ():
+        original_values(model, "use softmax attention", part)
+
+
+def _parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """The parts of a model that have MHLA layers, by the prefix of their names.
+
+    A part is what shares a configuration: the whole model, or a tower.
+    """
+    configs = {
+        id(attention.config)
+        for attention in model.modules()
+        if isinstance(attention._modules.get("mhla"), nn.Module) and hasattr(attention, "config")
+    }
+    parts: dict[int, tuple[str, PreTrainedModel]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and id(module.config) in configs:
+            parts.setdefault(id(module.config), (f"{name}." if name else "", module))
+    return dict(parts.values())
+
+
+def _is_mhla(part: PreTrainedModel) -> bool:
+    return attention_of(part.config) == NAME
+
+
+@contextmanager
+def switching(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which the attention implementation of a model with MHLA layers is set.
+
+    Raises:
+        ValueError: If a part is to be softmax whose pretrained weights are not known; nothing is changed then.
+    """
+    parts, configs = _parts(model), remember(model.config)
+    before = {part: _is_mhla(module) for part, module in parts.items()}
+    yield
+    try:
+        for part, module in parts.items():
+            if before[part] and not _is_mhla(module):
+                restore_softmax(model, "use softmax attention", part)
+    except ValueError:
+        restore(configs)
+        raise
+    for part, module in parts.items():
+        if _is_mhla(module) and not before[part]:
+            restore_mhla(model, part)
+
+
+@contextmanager
+def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
+    """A context in which a model with MHLA layers is saved: parts that are softmax at present without MHLA.
+
+    Args:
+        model: The model. Its configuration says what was done to its weights.
+        state_dict: The tensors to save; `None` for those of the model.
+
+    Yields:
+        The tensors to save, likewise.
+
+    Raises:
+        ValueError: If the weights of such a part were trained as MHLA.
+    """
+    parts, config = _parts(model), model.config
+    softmax = [part for part, module in parts.items() if not _is_mhla(module)]
+    for part in softmax:
+        if not is_restored(model, part):
+            original_values(model, "save a softmax checkpoint", part)
+    setattr(config, STATE_KEY, weights_state(model, state_dict))
+    if not softmax:
+        yield state_dict
+        return
+    state_dict = model.state_dict() if state_dict is None else state_dict
+    kept = {
+        name: tensor
+        for name, tensor in state_dict.items()
+        if ".mhla." not in name or max(filter(name.startswith, parts), key=len) not in softmax
+    }
+    changed = [config, *(parts[part].config for part in softmax)]
+    before = [(part, dict(part.__dict__)) for part in changed]
+    try:
+        forget_mhla(config, [parts[part].config for part in softmax])
+        yield kept
+    finally:
+        for part, entries in before:
+            part.__dict__.update(entries)
+
+
+def forget_mhla(config: Any, parts: Iterable[Any]) -> None:
+    """Removes MHLA from the configuration of a model.
+
+    Args:
+        config: The model's configuration.
+        parts: Those of the parts that are softmax.
+    """
+    for part in parts:
+        part.mhla = None
+    for part in (config, *parts):
+        part.__dict__.pop("attn_implementation", None)
+        if part.mhla is None:
+            part.__dict__.pop("mhla", None)
+    mark_implementation(config)
+    if not implementations(config):
+        config.__dict__.pop(STATE_KEY, None)
+
+
+def unconvert_transformers_model(model: PreTrainedModel) -> Any:
+    """Turns an MHLA model back into its softmax original, in place.
+
+    Args:
+        model: A converted model of transformers.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: If its pretrained weights are not known; nothing is changed then.
+    """
+    parts = _parts(model)
+    for part in parts:
+        # Of a part that was restored already there is nothing to restore.
+        if not is_restored(model, part):
+            original_values(model, "restore softmax attention", part)
+    for part in parts.values():
+        part.set_attn_implementation(_softmax_of(part))
+    for module in model.modules():
+        module.__dict__.pop(STORED, None)
+        if isinstance(module._modules.get("mhla"), nn.Module):
+            del module.mhla
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, (LayerInputsHook, ModelInputsHook)):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    forget_mhla(model.config, [module.config for module in parts.values()])
     return model

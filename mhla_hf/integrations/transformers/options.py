@@ -15,6 +15,8 @@ from ...ops.normalizers import SEQUENCE_NORMALIZERS
 logger = logging.getLogger(__name__)
 
 
+# Attribute of models that were MHLA when they were saved.
+STORED = "_was_stored_as_mhla"
 # As many rows of mixing weights as are learned; longer texts go by distance.
 MAX_SEQUENCE_BLOCKS = 64
 SMALLEST_CAUSAL_BLOCK = 64

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: nine methods, one constructor, one attribute, three registries.
+"""Changes to transformers: eleven methods, one constructor, one attribute, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores everything.
 """
@@ -16,11 +16,7 @@ from typing import Any
 from ...config import MHLAConfig, laid_over
 from ...utils.compat import unwrap, wrap
 from ...utils.compat.transformers import attention_of, hook_models, hook_uploads, initialize_once
-from .options import is_complete, warn_of_changes
-
-
-# Attribute of models that were MHLA when they were saved.
-_STORED = "_was_stored_as_mhla"
+from .options import STORED, is_complete, warn_of_changes
 
 
 class _MHLAOptions:
@@ -69,7 +65,7 @@ def install_models(module: ModuleType) -> None:
 
     hook_models(
         module.PreTrainedModel, build=_build, finish=_finish, initialize=_initialize, place_missing=_place_missing,
-        report_names=_report_names, read=_read, plan=_plan,
+        report_names=_report_names, read=_read, plan=_plan, choose=_choose, save=_save,
     )  # fmt: skip
     hook_uploads(module.PreTrainedModel, _upload)
     wrap("transformers", QuantizedCache, "__init__", _make_quantized_cache)
@@ -134,11 +130,11 @@ def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) ->
             check_configuration(config)
     original(model, config, *args, **kwargs)
     if stored:
-        setattr(model, _STORED, True)
+        setattr(model, STORED, True)
 
 
 def _finish(original: Any, model: Any) -> None:
-    from .attaching import attach, refuse_split_heads, warn_of_softmax
+    from .attaching import attach, has_mhla, record, refuse_split_heads
     from .towers import mark_implementation, wants_mhla
 
     # Before the original, which initialises weights: parameters must exist by then.
@@ -146,8 +142,10 @@ def _finish(original: Any, model: Any) -> None:
         attach(model)
         refuse_split_heads(model)
         mark_implementation(model.config)
-        warn_of_softmax(model)
     original(model)
+    if has_mhla(model):
+        # Of weights that are loaded later there is nothing to record yet.
+        record(model)
 
 
 def _initialize(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -170,7 +168,7 @@ def _place_missing(
 
 
 def _report_names(original: Any, model: Any, loading_info: Any, *args: Any, **kwargs: Any) -> None:
-    from .attaching import has_mhla
+    from .attaching import has_mhla, record
     from .checks import check_layers
 
     original(model, loading_info, *args, **kwargs)
@@ -178,6 +176,7 @@ def _report_names(original: Any, model: Any, loading_info: Any, *args: Any, **kw
         # transformers only reports them.
         missing, surplus = loading_info.missing_keys, loading_info.unexpected_keys
         check_layers(model, missing, surplus, str(model.config.name_or_path))
+        record(model, was_mhla=getattr(model, STORED, False))
 
 
 def _read(
@@ -191,7 +190,7 @@ def _read(
     from ...models.weight_files import check_loaded_files
 
     location = load_config.pretrained_model_name_or_path
-    allowed = load_config.use_safetensors is False or not getattr(model, _STORED, False)
+    allowed = load_config.use_safetensors is False or not getattr(model, STORED, False)
     check_loaded_files(checkpoint_files, location, pickles=allowed)
     try:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
@@ -209,6 +208,25 @@ def _plan(original: Any, model: Any, distributed_config: Any) -> Any:
 
         plan_heads(model, distributed_config)
     return original(model, distributed_config)
+
+
+def _choose(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Softmax layers get the pretrained weights back, and MHLA layers those that were fitted to them."""
+    from .attaching import has_mhla, switching
+
+    if not has_mhla(model):
+        return original(model, *args, **kwargs)
+    with switching(model):
+        return original(model, *args, **kwargs)
+
+
+def _save(original: Any, self: Any, **kwargs: Any) -> Any:
+    from .attaching import has_mhla, saving
+
+    if not has_mhla(self):
+        return original(self, **kwargs)
+    with saving(self, kwargs.get("state_dict")) as state_dict:
+        return original(self, **{**kwargs, "state_dict": state_dict})
 
 
 def _make_quantized_cache(original: Any, cache: Any, backend: str, config: Any, *args: Any, **kwargs: Any) -> None:

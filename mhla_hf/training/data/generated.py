@@ -182,7 +182,7 @@ def generate_text(
     fingerprint = f"{stable_seed(json.dumps(identity, sort_keys=True)):016x}"
     folder = folder / f"generated-{fingerprint}"
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = []
+    pieces, teacher = [], None
     lock = take_lock(folder / ".lock", f"{folder} is in use by another run; wait for it")
     with lock or nullcontext():
         for start in range(0, rows, _ROWS_AT_ONCE):
@@ -190,9 +190,12 @@ def generate_text(
             numbers = range(start, min(start + _ROWS_AT_ONCE, rows))
             piece = _read_rows(path, len(numbers), length)
             if piece is None:
+                if teacher is None:
+                    converted = any(isinstance(module, MHLA) for module in model.modules())
+                    teacher = SharedTeacher(model) if converted else model.eval()
                 seeds = [stable_seed(seed, GENERATED, number) for number in numbers]
                 drawn = [
-                    _row(model, starts[number % len(starts)], length, temperature, own)
+                    _row(teacher, starts[number % len(starts)], length, temperature, own)
                     for number, own in zip(numbers, seeds, strict=True)
                 ]
                 piece = torch.stack(drawn).int()
@@ -206,13 +209,12 @@ def generate_text(
 
 
 @torch.no_grad()
-def _row(model: Any, start: list[int], length: int, temperature: float, seed: int) -> torch.Tensor:
+def _row(teacher: Any, start: list[int], length: int, temperature: float, seed: int) -> torch.Tensor:
     """One row `[length]`, sampled token by token."""
-    device = next(model.parameters()).device
+    converted = isinstance(teacher, SharedTeacher)
+    device = next(tensor.device for _, tensor in teacher.named_parameters())
     tokens = torch.tensor([start], device=device)
     generator = torch.Generator().manual_seed(seed)
-    converted = any(isinstance(module, MHLA) for module in model.modules())
-    teacher: Any = SharedTeacher(model) if converted else model.eval()
     cache: Any = None
     while tokens.shape[1] < length:
         # The cache of a converted model holds the MHLA state, which softmax attention cannot use.

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from ...conversion.options import parse_dtype, parse_size
+from ...layers.original import original_name, record_step
 from ..config import TrainingConfig
 from ..processes import StopSignals
 from .activations import CACHES
 from .engine import Batches, Matching, MatchingReport, Progress, layers_with_projections
 from .layers import Batch, evaluating, mhla_layers
 from .stage import layer_loss
-from .teacher import SharedTeacher, original_name, shared_teacher
+from .teacher import SharedTeacher, shared_teacher
 
 
 TRAINED = ("full", "mhla")
@@ -54,9 +55,9 @@ def match_layers(
 ) -> MatchingReport:
     """Trains the MHLA layers of a model, each alone, towards the outputs of the original's layers.
 
-    The original is the model itself, run with its original attention: that is exact for a freshly converted model.
-    Of a model whose other parameters have changed since, by calibration or training, give `teacher` or
-    `original_parameters`.
+    The original is the model itself, run with its original attention and its pretrained weights, which the model keeps
+    where calibration or matching replaced them. Of a model that was trained, or calibrated before it was loaded, give
+    `teacher` or `original_parameters`.
 
     Dropout is off throughout. Afterwards the model is in the mode it was in, and what required gradients does again.
     With several processes of `torch.distributed`, each trains its share of the layers and all get the result, which is
@@ -96,8 +97,8 @@ def match_layers(
         A report.
 
     Raises:
-        ValueError: If the model has no MHLA layers, an argument is wrong, the records do not fit, or `output` holds
-            another run.
+        ValueError: If the model has no MHLA layers, an argument is wrong, the records do not fit, `output` holds
+            another run, or the original of a model that was trained is not given.
         FloatingPointError: If a loss is no longer finite.
         TrainingStopped: After Ctrl-C or SIGTERM, when a checkpoint is saved.
         OSError: If there is no room on the disk.
@@ -143,7 +144,15 @@ def match_layers(
         identity={**options, "steps": steps, "batch_size": batch_size, "cache_dtype": str(dtype)},
     )
     with run.locked(), run.whole_model(), StopSignals() as signals:
-        return run.run(cache, limit, signals)
+        before = {
+            original_name(name): parameter.detach().to("cpu", copy=True)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        try:
+            return run.run(cache, limit, signals)
+        finally:
+            record_step(model, "matched", before)
 
 
 def matching_losses(

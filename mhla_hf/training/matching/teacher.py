@@ -13,12 +13,11 @@ from torch import nn
 from torch.func import functional_call
 
 from ...layers.mhla import MHLA
+from ...layers.original import original_name, original_values
 from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, mhla_layers, original_heads, record_calls
 
 
 logger = logging.getLogger(__name__)
-
-_BASE_LAYER = ".base_layer."
 
 
 class SharedTeacher:
@@ -31,10 +30,12 @@ class SharedTeacher:
     Args:
         model: The converted model. Its weights may change from now on; those named in `keep` before that are kept.
         weights: Original values of parameters, by the names that they have in the original model. Only those that
-            differ from the model's are kept.
+            differ from the model's are kept. By default those that the model's own record has
+            ([`mhla_hf.layers.original`]).
 
     Raises:
-        ValueError: If the model has no MHLA layers, or a weight is not one of the model's.
+        ValueError: If the model has no MHLA layers, a weight is not one of the model's, or the model was trained and
+            the original values are not known.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -42,7 +43,9 @@ class SharedTeacher:
         self.layers = mhla_layers(model)
         self.weights: dict[str, torch.Tensor] = {}
         parameters = self._parameters()
-        for name, value in (weights or {}).items():
+        if weights is None:
+            weights = original_values(model, "run the model with its original attention")
+        for name, value in weights.items():
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != value.shape:
                 raise ValueError(f"weights has {name} of shape {tuple(value.shape)}, which the model does not have.")
@@ -138,16 +141,17 @@ def shared_teacher(model: nn.Module, teacher: nn.Module | SharedTeacher | None =
 
     Args:
         model: The converted model.
-        teacher: The original, of the class that transformers or diffusers has; None for the present weights.
+        teacher: The original, of the class that transformers or diffusers has; None for the model's own record.
 
     Raises:
-        ValueError: If the teacher is the model itself or has MHLA layers, or lacks a parameter.
+        ValueError: If the teacher is the model itself or has MHLA layers, or lacks a parameter, or is None for a model
+            that was trained.
     """
     if isinstance(teacher, SharedTeacher):
         return teacher
-    shared = SharedTeacher(model)
     if teacher is None:
-        return shared
+        return SharedTeacher(model)
+    shared = SharedTeacher(model, {})
     trunk, original_trunk = base_model(model), base_model(teacher)
     if original_trunk is trunk:
         raise ValueError("teacher is the student itself; pass teacher=None to run it with its original attention.")
@@ -179,11 +183,6 @@ class _Call(nn.Module):
 
     def forward(self, function: Callable[[Any], Any]) -> Any:
         return function(self.model)
-
-
-def original_name(name: str) -> str:
-    """The name that a parameter had before LoRA wrapped its module."""
-    return name.replace(_BASE_LAYER, ".")
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

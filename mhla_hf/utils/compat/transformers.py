@@ -95,8 +95,10 @@ def hook_models(
     report_names: Around,
     read: Around,
     plan: Around,
+    choose: Around,
+    save: Around,
 ) -> None:
-    """Wraps the steps in which transformers builds and loads a model: all of them, or none.
+    """Wraps the steps in which transformers builds, loads, switches and saves a model: all of them, or none.
 
     Each keyword argument is called as `around(original, model, *args, **kwargs)`, see
     [`wrap`][mhla_hf.utils.compat.wrap].
@@ -110,6 +112,8 @@ def hook_models(
         report_names: Around the report of `missing_keys` and `unexpected_keys`, with an object that has both.
         read: Around reading weights, with the model, a state dict or `None`, the files, and the options of loading.
         plan: Around the parallel plan, with the distributed configuration; see [`has_parallel_plans`].
+        choose: Around `set_attn_implementation`.
+        save: Around `save_pretrained`, with all its arguments by name.
     """
     steps = {
         "__init__": build,
@@ -118,6 +122,8 @@ def hook_models(
         "_move_missing_keys_from_meta_to_device": place_missing,
         "_adjust_missing_and_unexpected_keys": report_names,
         "_load_pretrained_model": read,
+        "set_attn_implementation": choose,
+        "save_pretrained": lambda original, *args, **kwargs: save(original, **_by_name(original, args, kwargs)),
     }
     for name in steps:
         attribute("transformers", model_class, name, "PreTrainedModel")
@@ -125,6 +131,10 @@ def hook_models(
         steps["_resolve_parallel_plans"] = plan
     for name, around in steps.items():
         wrap("transformers", model_class, name, around)
+
+
+def _by_name(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**inspect.signature(function).bind_partial(*args).arguments, **kwargs}
 
 
 def initialize_once(module: Any, initialize: Callable[[Any], None]) -> None:

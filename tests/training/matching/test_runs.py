@@ -123,7 +123,7 @@ def test_another_run_is_refused(tmp_path):
     other = student()
     torch.nn.init.normal_(other.bert.encoder.layer[0].attention.self.query.weight)
     with pytest.raises(ValueError, match="holds a matching run with another model or data"):
-        run(tmp_path / "out", other, steps=2)
+        run(tmp_path / "out", other, steps=2, original_parameters={})
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
