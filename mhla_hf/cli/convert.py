@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf convert` and `mhla-hf import-official`."""
+"""`mhla-hf convert`, `mhla-hf unconvert` and `mhla-hf import-official`."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -158,6 +158,44 @@ def convert_command(
     if calibrate:
         _calibrate(destination, data, quiet)
         write_first_card(destination)
+    _write_record(json_file, destination)
+
+
+@with_options(HUB)
+def unconvert_command(
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Directory of an MHLA pipeline or model, or Hub id owner/name.")
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Directory to write.")],
+    *,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            help="The softmax original of a model that was calibrated or trained, directory or Hub id. Default: the "
+            "one that conversion.json names.",
+            metavar="NAME",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Write the softmax original of an MHLA model or pipeline.
+
+    A model that is only converted has the pretrained weights itself. Those of a calibrated or trained one are taken
+    from its original.
+    """
+    from rich.console import Console
+
+    from ..conversion import unconvert_pretrained
+
+    report = unconvert_pretrained(
+        source, destination, original=original, overwrite=overwrite, progress=not quiet, **given(options, HUB)
+    )
+    if not quiet:
+        models = ", ".join(f"{name} ({part.target_class})" for name, part in report.components.items())
+        Console(soft_wrap=True).print(f"Wrote {report.destination}: {models} without MHLA.", highlight=False)
     _write_record(json_file, destination)
 
 

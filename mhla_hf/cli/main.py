@@ -65,6 +65,14 @@ app.command(
     rich_help_panel=CONVERT,
     epilog=examples("mhla-hf import-official wan_mhla.pt wan-mhla --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
 )(convert.import_official_command)
+app.command(
+    "unconvert",
+    rich_help_panel=CONVERT,
+    epilog=examples(
+        "mhla-hf unconvert wan-mhla wan-softmax",
+        "mhla-hf unconvert qwen3-mhla qwen3-softmax --original Qwen/Qwen3-0.6B",
+    ),
+)(convert.unconvert_command)
 app.command("models", rich_help_panel=CONVERT)(models.models_command)
 
 app.command(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From other people's weights to MHLA directories: `convert_pretrained` and `import_official`."""
+"""From other people's weights to MHLA directories and back."""
 
-from .convert import convert_pretrained
+from .convert import convert_pretrained, unconvert_pretrained
 from .official import import_official
 from .report import ConversionReport
 
 
-__all__ = ["ConversionReport", "convert_pretrained", "import_official"]
+__all__ = ["ConversionReport", "convert_pretrained", "import_official", "unconvert_pretrained"]

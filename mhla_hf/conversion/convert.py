@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..models.options import options_by_component
-from ..models.source import Component, Source, read_source
+from ..layers.original import STATE_KEY, STATES
+from ..models.options import options_by_component, with_given
+from ..models.source import Component, Source, find_original, open_source, read_source, softmax_version
+from ..models.stub import softmax_config
 from ..utils.destinations import claim_destination
-from ..utils.locations import find_directory
+from ..utils.locations import find_directory, local_origin
+from ..utils.messages import shorten_text
 from .diffusers_planning import plan_component
 from .options import parse_dtype, parse_size
 from .original_weights import find_weights, is_original_directory, plan_original
-from .planning import ComponentPlan, PlanOptions
-from .report import ConversionReport
+from .planning import ComponentPlan, PlanOptions, plan_files
+from .report import ComponentReport, ConversionReport
 from .writing import check_apart, write_result
 
 
@@ -43,6 +46,7 @@ def convert_pretrained(
     overwrite: bool = False,
     progress: bool = True,
     finish: Callable[[Path], None] | None = None,
+    **given: Any,
 ) -> ConversionReport:
     """Converts a diffusers pipeline, or a model of diffusers or transformers, to MHLA.
 
@@ -89,6 +93,7 @@ def convert_pretrained(
         overwrite: Replace an existing destination.
         progress: Show a progress bar on standard error.
         finish: Called with the complete directory before it moves to `destination`, to add files such as a model card.
+        **given: Options of MHLA by name, such as `block_size=16`, over those in `mhla`.
 
     Returns:
         What was done; the same is written as `conversion.json`.
@@ -108,6 +113,7 @@ def convert_pretrained(
     """
     started = time.monotonic()
     destination, local = Path(destination).expanduser(), Path(source).expanduser()
+    mhla = with_given(mhla, given)
     dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
     hub: dict[str, Any] = {
         "revision": revision,
@@ -138,9 +144,79 @@ def convert_pretrained(
             options = PlanOptions(layers, dtype, variant, max_bytes)
             chosen = _choose(found, mhla, component)
             plans = [_plan(part, chosen[part.name], options) for part in found.components if part.name in chosen]
+        if original is None and local.exists():
+            origin = {**origin, **local_origin(root)}
         report = ConversionReport("convert", destination, origin)
         write_result(found, plans, report, claimed, progress=progress, started=started, finish=finish)
         return report
+
+
+def unconvert_pretrained(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    original: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+    **hub: Any,
+) -> ConversionReport:
+    """Writes the softmax original of an MHLA directory.
+
+    The weights of a model that is only converted are the pretrained ones, and are copied without those of MHLA. Of a
+    model that was calibrated, matched or trained, weights and configuration are those of the original; everything else
+    is that of the source in any case.
+
+    Args:
+        source: A pipeline or model directory with MHLA models, or a Hub id `owner/name`.
+        destination: The directory to write.
+        original: The softmax original, directory or Hub id. By default the one that the source's records name.
+        overwrite: Replace an existing destination.
+        progress: Show a progress bar on standard error.
+        **hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in [`convert_pretrained`].
+
+    Returns:
+        What was done; the same is written as `conversion.json`.
+
+    Raises:
+        ValueError: If there is no MHLA model, the original is needed and not found, or the destination is taken or too
+            small.
+    """
+    started, destination = time.monotonic(), Path(destination).expanduser()
+    with claim_destination(destination, overwrite=overwrite) as claimed:
+        found = open_source(source, **hub)
+        check_apart(claimed, found.root)
+        parts = found.mhla_components
+        if not parts:
+            raise ValueError(f"{source} has no MHLA model.")
+        given = None if original is None else open_source(original)
+        plans = [_plan_original(found, part, given) for part in parts]
+        report = ConversionReport("unconvert", destination, found.origin)
+        write_result(found, plans, report, claimed, progress=progress, started=started)
+        return report
+
+
+def _plan_original(source: Source, part: Component, given: Source | None) -> ComponentPlan:
+    """Plans the softmax version of one MHLA model."""
+    state, origin = part.config.get(STATE_KEY, "trained"), part
+    if state != STATES[0] or given is not None:
+        match = find_original(source, part) if given is None else None
+        found = match[1] if match is not None else None if given is None else softmax_version(given, part)
+        if found is None:
+            raise ValueError(
+                f"{part.folder} has been {shorten_text(str(state))}, and its softmax original is not found: give it "
+                "(--original)."
+                if given is None
+                else f"original {given.location} has no softmax model for {part.name} of {source.location}."
+            )
+        origin = found
+    report = ComponentReport(part.class_name, origin.softmax_class_name)
+    weights = []
+    for stored in origin.weight_sets():
+        groups = [reader.entries() for reader in stored.open(floats_only=False)]
+        report.dropped += [entry.name for group in groups for entry in group if ".mhla." in entry.name]
+        kept = [[entry for entry in group if ".mhla." not in entry.name] for group in groups]
+        weights.append(plan_files(stored.variant, stored.files, [group for group in kept if group], [], None))
+    return ComponentPlan(part.name, softmax_config(origin), weights, report, origin.names)
 
 
 def _check_unused(options: Mapping[str, Any], reason: str) -> None:

@@ -150,7 +150,11 @@ def advice(report: ConversionReport) -> str | None:
         for part, family in families
     ):
         return f"The new parameters leave the model's output as it was. To make use of them, fine-tune {how}."
-    return f"The new parameters are untrained: fine-tune {how}."
+    original = report.source.get("path") or report.source.get("location")
+    return (
+        f"The new parameters are untrained. Run mhla-hf calibrate {report.destination}, or mhla-hf recover {original} "
+        f"OUTPUT to convert, calibrate and train in one go, or fine-tune {how}."
+    )
 
 
 def _training_command(destination: Path, name: str, part: ComponentReport) -> str | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..models.source import CONVERSION_RECORD, Source
+from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Source
+from ..models.stub import LIBRARY, MODULE
 from ..utils.destinations import Destination
 from ..utils.files import write_staged_json
 from ..utils.locations import PIPELINE_INDEX
@@ -106,10 +107,12 @@ def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Pa
         Those, and the files left out since they hold the old weights in formats that are not written.
     """
     components = [component for component in source.components if component.name in replaced]
+    # Of an MHLA directory that is turned back: what was done to it, and how to load it.
+    stale = (TRAINING_RECORD, "report.json", f"{MODULE}.py", f"{LIBRARY}.py") if source.mhla_components else ()
     files: list[Path] = []
     skipped: list[Path] = []
     for path in list_files(source.root):
-        if path in (Path(PIPELINE_INDEX), Path(CONVERSION_RECORD), Path(CARD)):
+        if path in (Path(PIPELINE_INDEX), Path(CONVERSION_RECORD), Path(CARD)) or path.name in stale:
             continue
         owner = next((item for item in components if item.folder == (source.root / path).parent), None)
         if owner is not None and path.name == "config.json":

@@ -109,5 +109,5 @@ def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in config.items()
-        if UNREADABLE_FOR_SOFTMAX.get(name) != value and name != "auto_map"
+        if (name, value) not in UNREADABLE_FOR_SOFTMAX.items() and name != "auto_map"
     }

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..utils.files import path_inside
 from ..utils.json_files import check_fields, read_json
-from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id
+from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id, recorded_directory
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.source_files import list_files, named_file
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
@@ -56,6 +56,12 @@ class Component:
             return current_class(self.config["_class_name"], self.config)
         architectures = self.config.get("architectures")
         return architectures[0] if architectures else self.config["model_type"]
+
+    @property
+    def softmax_class_name(self) -> str:
+        """Class of the softmax model behind it, or of itself."""
+        is_class = self.is_mhla and not self.is_transformers
+        return family_for(self.class_name).upstream if is_class else self.class_name
 
     @property
     def is_mhla(self) -> bool:
@@ -183,12 +189,16 @@ class Source:
 
     def records(self) -> list[str]:
         """Returns the locations that the directory was made from, as its own records name them."""
+        return [origin["location"] for origin in self.origins()]
+
+    def origins(self) -> list[dict[str, Any]]:
+        """Returns the entries of its own records on what the directory was made from, with a `location` each."""
         records = [self.root / name for name in (CONVERSION_RECORD, TRAINING_RECORD)]
         contents = [
             read_json(record, "the record", optional={"source": dict}) for record in records if record.exists()
         ]
-        locations = [content.get("source", {}).get("location") for content in contents]
-        return [location for location in locations if location and isinstance(location, str)]
+        origins = [content.get("source", {}) for content in contents]
+        return [origin for origin in origins if origin.get("location") and isinstance(origin["location"], str)]
 
 
 def open_source(location: str | Path, wanted: Mapping[str, Any] | None = None, **hub: Any) -> Source:
@@ -272,8 +282,8 @@ def find_original(
 ) -> tuple[str, Component] | None:
     """Finds the softmax model that an MHLA model was made from, by the records of its directory and of theirs.
 
-    A Hub repository is downloaded. A directory is looked for beside the one with the record, and nowhere else: records
-    of others are no reason to read elsewhere.
+    A Hub repository is downloaded. A directory is looked for where a record of this machine has its path, and beside
+    the one with the record: records of others are no reason to read elsewhere.
 
     Args:
         source: The directory of the MHLA model.
@@ -281,17 +291,18 @@ def find_original(
         download: Downloads a Hub repository.
 
     Returns:
-        Recorded location and model; `None` if the records lead nowhere.
+        Location and model; `None` if the records lead nowhere.
     """
-    waiting = [(source.root, location) for location in source.records()]
+    waiting = [(source.root, origin) for origin in source.origins()]
     seen = {source.root.resolve()}
     while waiting and len(seen) <= _MOST_RECORDS:
-        owner, location = waiting.pop(0)
+        owner, origin = waiting.pop(0)
+        location, local = origin["location"], recorded_directory(origin, owner)
         try:
-            root = download(location) if is_hub_id(location) else _beside(owner, location)
+            root = local or (download(location) if is_hub_id(location) else _beside(owner, location))
             found = read_source(root)
             original = softmax_version(found, component)
-            further = found.records()
+            further = found.origins()
         except (OSError, ValueError):
             continue
         if original is not None:
@@ -299,7 +310,7 @@ def find_original(
         if root.resolve() not in seen:
             seen.add(root.resolve())
             # The sources of a source follow it, those in a first record before those in a second.
-            waiting = [(root, location) for location in further] + waiting
+            waiting = [(root, origin) for origin in further] + waiting
     return None
 
 
@@ -307,10 +318,7 @@ def softmax_version(source: Source, component: Component) -> Component | None:
     """Returns the softmax model of the same kind and name as an MHLA model among a source's, or its only model."""
     named = [candidate for candidate in source.components if candidate.name == component.name]
     for candidate in named or source.components[:1]:
-        expected = component.class_name
-        if component.is_mhla and not component.is_transformers:
-            expected = family_for(component.class_name).upstream
-        if candidate.class_name == expected and not candidate.is_mhla:
+        if candidate.class_name == component.softmax_class_name and not candidate.is_mhla:
             return candidate
     return None
 

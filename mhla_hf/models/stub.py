@@ -19,11 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..layers.original import STATE_KEY
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD
 from ..utils.tensor_files import count_values
-from .source import Source, read_source
+from .options import from_stored
+from .source import Component, Source, read_source
 
 
 LIBRARY = "mhla_hf"
@@ -146,6 +148,28 @@ def without_refusal(config: Mapping[str, Any]) -> dict[str, Any]:
     if str(config.get("transformers_weights")).startswith(_UNKNOWN_FORMAT):
         return {name: value for name, value in config.items() if name != "transformers_weights"}
     return dict(config)
+
+
+def softmax_config(part: Component) -> dict[str, Any]:
+    """Returns the configuration of a model without MHLA, for its softmax original."""
+    removed: tuple[str, ...] = ("mhla", "attn_implementation", STATE_KEY)
+    if not part.is_transformers:
+        config = from_stored(part.config)
+        return {
+            **{name: config[name] for name in config if name not in removed},
+            "_class_name": part.softmax_class_name,
+        }
+    config = without_refusal(part.config)
+    named = config.get("auto_map")
+    if isinstance(named, dict) and named.get("AutoConfig") == _CONFIGURATION:
+        config["auto_map"] = {name: entry for name, entry in named.items() if name != "AutoConfig"}
+        removed = removed if config["auto_map"] else (*removed, "auto_map")
+    towers = {
+        name: {key: value for key, value in entry.items() if key not in removed}
+        for name, entry in config.items()
+        if isinstance(entry, dict) and ("mhla" in entry or "attn_implementation" in entry)
+    }
+    return {name: towers.get(name, config[name]) for name in config if name not in removed}
 
 
 def forget_stub(config: Any) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..utils.files import atomic_directory, remove_leftovers, write_json
+from ..utils.locations import local_origin
 from ..utils.machine import installed_versions
 from ..utils.model_cards import carried_metadata
 from ..utils.source_files import list_files
@@ -334,6 +335,8 @@ class Trainer(ABC):
                 is_directory = Path(str(config.model)).is_dir()
                 location = str(self.source.directory.resolve()) if is_directory else str(config.model)
                 record["source"] = {"location": location}
+                if is_directory:
+                    record["source"] |= local_origin(self.source.directory)
                 record["source_card"] = carried_metadata(self.source.directory)
                 record["final_losses"] = {name: values[-1] for name, values in result.losses.items() if values}
                 if result.teacher_memory:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import path_inside
+from .files import atomic_file, path_inside
 from .hub import HubError, hub_downloads
 from .json_files import read_json
 from .messages import LIST_LENGTH, shorten_text
@@ -121,6 +124,56 @@ def find_directory(
         if not path.is_dir():
             raise ValueError(f"subfolder={subfolder!r} is not in {location}.")
     return path, origin
+
+
+def local_origin(directory: Path) -> dict[str, str]:
+    """Returns what a record says of a directory on this machine, for [`recorded_directory`].
+
+    Args:
+        directory: The directory.
+    """
+    path = str(directory.resolve())
+    key = _machine_key()
+    return {} if key is None else {"path": path, "path_code": _code(key, path)}
+
+
+def recorded_directory(origin: Mapping[str, Any], owner: Path) -> Path | None:
+    """Returns the directory that a record of this machine names; `None` for records of others, and for gone ones.
+
+    Anybody may name any path in a record. So a path has a code by a key that never leaves this machine, and none is
+    followed from a directory in the Hub's cache.
+
+    Args:
+        origin: The entry of the record, with those of [`local_origin`].
+        owner: The directory with the record.
+    """
+    path, code = origin.get("path"), origin.get("path_code")
+    is_cached = any(part.startswith("models--") for part in owner.resolve().parts)
+    if is_cached or not isinstance(path, str) or not isinstance(code, str):
+        return None
+    key = _machine_key()
+    known = key is not None and hmac.compare_digest(code.encode(), _code(key, path).encode())
+    return Path(path) if known and os.path.isdir(path) else None
+
+
+def _code(key: str, path: str) -> str:
+    return hmac.new(key.encode(), path.encode(), "sha256").hexdigest()[:32]
+
+
+def _machine_key() -> str | None:
+    """A random key in the home of the Hub's libraries, made once; `None` where nothing can be written there."""
+    from huggingface_hub.constants import HF_HOME
+
+    file = Path(HF_HOME) / "mhla_hf" / "machine-key"
+    try:
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(file) as temporary:
+                temporary.touch(mode=0o600)
+                temporary.write_text(secrets.token_hex(16), encoding="ascii")
+        return file.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
 
 
 def download_repository(repository: str, **options: Any) -> Path:
