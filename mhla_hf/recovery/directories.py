@@ -12,6 +12,7 @@ from torch import nn
 
 from ..models.registry import MHLA_CLASSES
 from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Component, Source, open_source, read_source
+from ..models.stub import save_refusal
 from ..models.weight_files import check_weights, damage_named
 from ..training.matching.layers import Batch, is_linear, mhla_layers
 from ..utils.destinations import claim_destination
@@ -223,6 +224,10 @@ def _write(
                 ]
                 write_safetensors(staging / relative, entries)
     _link_rest(source.root, staging, lambda path: path in rewritten)
+    for part in source.components:
+        if part.is_transformers:
+            # Directories of earlier versions lack it.
+            save_refusal(staging / part.folder.relative_to(source.root) / "config.json")
     write_json(staging / CONVERSION_RECORD, {**_record(source.root), "calibration": report.to_dict()})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: nine methods, one constructor, one attribute, three registries.
+"""Changes to transformers: nine methods, one constructor, two attributes, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores everything.
 """
@@ -43,8 +43,29 @@ class _MHLAOptions:
         config.__dict__["mhla"] = value
 
 
+class _WeightsFile:
+    """The attribute `transformers_weights` of every configuration, which forgets the entry that refuses MHLA models."""
+
+    def __get__(self, config: Any, owner: Any = None) -> Any:
+        if config is None:
+            return self
+        try:
+            return config.__dict__["transformers_weights"]
+        except KeyError:
+            raise AttributeError("transformers_weights") from None
+
+    def __set__(self, config: Any, value: Any) -> None:
+        from ...models.stub import is_refusal
+
+        if not is_refusal(value):
+            config.__dict__["transformers_weights"] = value
+
+    def __delete__(self, config: Any) -> None:
+        del config.__dict__["transformers_weights"]
+
+
 def install_configuration(module: ModuleType) -> None:
-    """Lets `from_pretrained(..., mhla={...})` land on the configuration, and reads those of pushed models.
+    """Lets `from_pretrained(..., mhla={...})` land on the configuration, and saves with MHLA models what refuses them.
 
     Args:
         module: `transformers.configuration_utils`.
@@ -52,7 +73,8 @@ def install_configuration(module: ModuleType) -> None:
     if not hasattr(module.PreTrainedConfig, "mhla"):
         # Without an annotation: configurations are dataclasses, and this must not become one of their fields.
         module.PreTrainedConfig.mhla = _MHLAOptions()
-    wrap("transformers", module.PreTrainedConfig, "from_dict", _read_configuration)
+        module.PreTrainedConfig.transformers_weights = _WeightsFile()
+    wrap("transformers", module.PreTrainedConfig, "to_json_file", _write_configuration)
 
 
 def install_models(module: ModuleType) -> None:
@@ -110,10 +132,12 @@ def refuse_models(module: ModuleType, reason: ImportError) -> None:
     wrap("transformers", module.PreTrainedModel, "from_pretrained", load)
 
 
-def _read_configuration(original: Any, cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    from ...models.stub import without_refusal
+def _write_configuration(original: Any, config: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
+    """Adds to saved configurations the entry by which transformers without this package refuses MHLA models."""
+    from ...models.stub import save_refusal
 
-    return original(cls, without_refusal(config_dict), **kwargs)
+    original(config, json_file_path, *args, **kwargs)
+    save_refusal(Path(json_file_path))
 
 
 def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
