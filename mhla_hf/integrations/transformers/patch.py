@@ -146,7 +146,7 @@ def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) ->
     stored = False
     if isinstance(config, PreTrainedConfig):
         from ...models.stub import forget_stub
-        from .attaching import check_class
+        from .attaching import check_class, check_text
         from .checks import check_configuration
         from .towers import prepare_config, towers_of, wants_mhla
 
@@ -154,6 +154,7 @@ def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) ->
         stored = any(is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values()))
         prepare_config(config)
         check_class(model, config)
+        check_text(model, config)
         if wants_mhla(config):
             check_configuration(config)
     original(model, config, *args, **kwargs)
