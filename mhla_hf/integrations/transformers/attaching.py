@@ -178,8 +178,8 @@ def _nothing_served(model: PreTrainedModel) -> str:
     reason = next(filter(None, (_text_reason(part, part.config) for part in parts)), None)
     if reason is not None:
         return (
-            f"{type(model).__name__} cannot use attn_implementation='mhla': in its text {reason}, and no other part of "
-            "it can be MHLA."
+            f"{type(model).__name__} cannot use attn_implementation='mhla': in its text {reason}, and no other part "
+            "of it can be MHLA."
         )
     return _not_dispatching(model) if _has_attention(model) else _no_attention(model)
 

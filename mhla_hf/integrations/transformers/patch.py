@@ -44,7 +44,7 @@ class _MHLAOptions:
 
 
 class _WeightsFile:
-    """The attribute `transformers_weights` of every configuration, which forgets the entry that refuses MHLA models."""
+    """The attribute `transformers_weights` of every configuration, without the entry that refuses MHLA models."""
 
     def __get__(self, config: Any, owner: Any = None) -> Any:
         if config is None:
