@@ -98,7 +98,7 @@ def test_public_names_resolve_and_unknown_ones_do_not():
 
     for name in MHLA_CLASSES:
         assert getattr(diffusers, name) is getattr(mhla_hf, name)
-        assert getattr(mhla_hf, name).__module__ == "diffusers"
+        assert getattr(mhla_hf, name).__module__ == "mhla_hf"
     with pytest.raises(AttributeError):
         getattr(diffusers, "no_such_name")  # noqa: B009
 

@@ -2,8 +2,9 @@
 """MHLA models in diffusers: as names of its namespace, in its loaders, in `from_pipe` and in saved pipelines.
 
 A pipeline's `model_index.json` names each component as `[library, class]`, and diffusers refuses libraries that it
-does not know for Hub repositories. So the MHLA classes say that they live in `diffusers`, and `diffusers.MHLA…`
-resolves to them. Nothing is imported before it is asked for: importing diffusers takes seconds.
+does not know for Hub repositories. So pipelines are saved with `diffusers` as the library of their MHLA models, and
+`diffusers.MHLA…` resolves to the classes, whose own module is this package: pickles import it by that name. Nothing is
+imported before it is asked for: importing diffusers takes seconds.
 
 `WanTransformer3DModel.from_pretrained` of an MHLA directory would drop its trained weights with a warning, also where
 modular pipelines and hand-edited indices name that class. Here it returns the MHLA model instead, as diffusers itself
@@ -15,8 +16,8 @@ a library that diffusers loads from, so that the file of that name in the reposi
 `Pipeline.from_pipe` takes over the models whose class is the very one of the new pipeline's type hints. An MHLA class
 is a subclass of that, so it is handed over as if the caller had named it.
 
-A pipeline notes the class of a component when it is given one. Where its model was converted since, the index is
-brought up to date as the pipeline is saved.
+A pipeline notes the module and class of a component when it is given one. As the pipeline is saved, the index gets
+`diffusers` in place of the module, and the present class where a model was converted since.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
         mixed_in = any(issubclass(base, MHLAModelMixin) and not issubclass(base, ModelMixin) for base in cls.__bases__)
         if not mixed_in or not issubclass(cls, ModelMixin):
             return
-        # Saved pipelines name their components by this module: see `mhla_hf.integrations.diffusers`.
-        cls.__module__ = "diffusers"
+        # The public name. Pickles, and diffusers' index of pipelines, name classes by it.
+        cls.__module__ = __name__.partition(".")[0]
         upstream = cls._upstream_class()
         for name, ours in _DECLARED.items():
             setattr(cls, name, declared(upstream, name, *ours))

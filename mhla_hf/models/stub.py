@@ -9,7 +9,8 @@ transformers prefers its own classes to those of repositories, and diffusers fin
 
 Without the package, transformers would load an MHLA model with softmax where another attention is asked for by name,
 and report its MHLA parameters as unexpected. It refuses a configuration that names a file of weights of an unknown
-format, and shows the name: `config.json` has such an entry, which this package drops when it reads a configuration.
+format, and shows the name. Every `config.json` of an MHLA model is saved with such an entry, which configurations drop
+when they are made with this package (`mhla_hf.integrations.transformers.patch`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layers.original import STATE_KEY
+from ..utils.files import write_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD
@@ -42,8 +44,10 @@ TAGS = ("mhla", "linear-attention")
 _CONFIGURATION = f"{MODULE}.Configuration"
 
 # transformers never saves this entry with a model. Other versions of this package may word the advice otherwise.
+_ENTRY = "transformers_weights"
 _UNKNOWN_FORMAT = "MHLA weights: "
-_REFUSAL = f"{_UNKNOWN_FORMAT}pip install mhla-hf, then import mhla_hf first or pass trust_remote_code=True"
+_REFUSAL = f"{_UNKNOWN_FORMAT}pip install mhla-hf, then import mhla_hf first"
+_PUSHED_REFUSAL = f"{_REFUSAL} or pass trust_remote_code=True"
 
 STUB = '''\
 """Lets `trust_remote_code=True` load this model with the installed package mhla-hf. Written by mhla-hf."""
@@ -94,12 +98,12 @@ def stub_files(source: Source) -> dict[str, str]:
         stubs = {f"{part.folder.relative_to(source.root).as_posix()}/{LIBRARY}.py": STUB for part in parts}
         return {PIPELINE_INDEX: _to_text({**source.pipeline, **entries}), **stubs}
     part = parts[0]
-    entry, refusal = {"AutoConfig": _CONFIGURATION}, {"transformers_weights": _REFUSAL}
-    if not part.is_transformers:
-        entry, refusal = {"AutoModel": f"{MODULE}.{part.class_name}"}, {}
+    entry, config = {"AutoModel": f"{MODULE}.{part.class_name}"}, part.config
+    if part.is_transformers:
+        entry, config = {"AutoConfig": _CONFIGURATION}, with_refusal(part.config, _PUSHED_REFUSAL)
     others = part.config.get("auto_map")
     named = {**(others if isinstance(others, dict) else {}), **entry}
-    return {"config.json": _to_text({**part.config, **refusal, "auto_map": named}), f"{MODULE}.py": STUB}
+    return {"config.json": _to_text({**config, "auto_map": named}), f"{MODULE}.py": STUB}
 
 
 def add_stub(directory: Path) -> None:
@@ -143,33 +147,58 @@ def _tag(path: Path) -> None:
         card.save(path)
 
 
-def without_refusal(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without the entry by which transformers alone refuses it."""
-    if str(config.get("transformers_weights")).startswith(_UNKNOWN_FORMAT):
-        return {name: value for name, value in config.items() if name != "transformers_weights"}
-    return dict(config)
+def with_refusal(config: Mapping[str, Any], refusal: str = _REFUSAL) -> dict[str, Any]:
+    """Returns the contents of a `config.json` of transformers with the entry by which transformers alone refuses it.
+
+    A composite model has it, and each of its towers that is MHLA, which may be loaded alone. What is softmax has none.
+
+    Args:
+        config: The contents, or those of a tower.
+        refusal: The entry.
+    """
+    towers = {
+        name: with_refusal(entry, refusal)
+        for name, entry in config.items()
+        if isinstance(entry, Mapping) and "model_type" in entry
+    }
+    written = {name: towers.get(name, entry) for name, entry in config.items()}
+    if config.get("mhla") is not None or any(is_refusal(tower.get(_ENTRY)) for tower in towers.values()):
+        written[_ENTRY] = refusal
+    return written
+
+
+def save_refusal(path: Path) -> None:
+    """Adds the entry of [`with_refusal`] to the `config.json` of an MHLA model of transformers."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    refused = with_refusal(config)
+    if refused != config:
+        write_json(path, refused)
+
+
+def is_refusal(entry: Any) -> bool:
+    """Returns whether a value of `transformers_weights` is the entry of [`with_refusal`], and names no file."""
+    return str(entry).startswith(_UNKNOWN_FORMAT)
 
 
 def softmax_config(part: Component) -> dict[str, Any]:
     """Returns the configuration of a model without MHLA, for its softmax original."""
-    removed: tuple[str, ...] = ("mhla", "attn_implementation", STATE_KEY)
-    if not part.is_transformers:
-        config = from_stored(part.config)
-        return {
-            **{name: config[name] for name in config if name not in removed},
-            "_class_name": part.softmax_class_name,
-        }
-    config = without_refusal(part.config)
-    named = config.get("auto_map")
-    if isinstance(named, dict) and named.get("AutoConfig") == _CONFIGURATION:
-        config["auto_map"] = {name: entry for name, entry in named.items() if name != "AutoConfig"}
-        removed = removed if config["auto_map"] else (*removed, "auto_map")
-    towers = {
-        name: {key: value for key, value in entry.items() if key not in removed}
+    if part.is_transformers:
+        return _without_mhla(part.config)
+    return {**_without_mhla(from_stored(part.config)), "_class_name": part.softmax_class_name}
+
+
+def _without_mhla(config: Mapping[str, Any]) -> dict[str, Any]:
+    removed = ["mhla", "attn_implementation", STATE_KEY]
+    if is_refusal(config.get(_ENTRY)):
+        removed.append(_ENTRY)
+    if isinstance(config.get("auto_map"), dict) and config["auto_map"].get("AutoConfig") == _CONFIGURATION:
+        removed.append("auto_map")
+    # Towers are configurations as well.
+    return {
+        name: _without_mhla(entry) if isinstance(entry, dict) else entry
         for name, entry in config.items()
-        if isinstance(entry, dict) and ("mhla" in entry or "attn_implementation" in entry)
+        if name not in removed
     }
-    return {name: towers.get(name, config[name]) for name in config if name not in removed}
 
 
 def forget_stub(config: Any) -> None:

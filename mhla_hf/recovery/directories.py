@@ -13,6 +13,7 @@ from torch import nn
 from ..layers.original import STATE_KEY, STATES, record_weights
 from ..models.registry import MHLA_CLASSES
 from ..models.source import CONVERSION_RECORD, Component, Source, open_source, read_source
+from ..models.stub import with_refusal
 from ..models.weight_files import check_weights, damage_named
 from ..training.matching.layers import Batch, is_linear, mhla_layers
 from ..utils.destinations import claim_destination
@@ -212,7 +213,9 @@ def _write(
             relative = (part.folder / "config.json").relative_to(source.root)
             rewritten.add(relative)
             (staging / relative).parent.mkdir(parents=True, exist_ok=True)
-            write_json(staging / relative, {**part.config, STATE_KEY: "calibrated"})
+            config = {**part.config, STATE_KEY: "calibrated"}
+            # Directories of earlier versions lack the entry.
+            write_json(staging / relative, with_refusal(config) if part.is_transformers else config)
         for weights in part.weight_sets():
             readers = weights.open(floats_only=False)
             names = _stored_names(values, [name for reader in readers for name in reader.shapes], part)

@@ -3,16 +3,21 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
+import textwrap
 
 import pytest
 from huggingface_hub import ModelCard
-from transformers import AutoConfig, BertConfig, BertModel
+from transformers import AutoConfig, BertConfig, BertModel, CLIPConfig, CLIPModel, LlamaForCausalLM
 
-from mhla_hf import MHLAWanTransformer3DModel
+from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
 from mhla_hf.models.source import read_source
 from mhla_hf.models.stub import LIBRARY, MODULE, STUB, add_stub, stub_files
+from mhla_hf.recovery.directories import calibrate_directory
 from tests import tiny
+from tests.integrations.transformers.shrinking import tiny_config
+from tests.recovery.sources import model_directory, text_folder
 
 
 @pytest.fixture
@@ -95,7 +100,65 @@ def test_only_this_package_reads_the_configuration_of_a_pushed_model(encoder, tm
     config.transformers_weights = "model.safetensors"
     assert BertConfig.from_dict(config.to_dict()).transformers_weights == "model.safetensors"
     BertModel.from_pretrained(encoder, config=config).save_pretrained(tmp_path / "saved")
-    assert "transformers_weights" not in json.loads((tmp_path / "saved/config.json").read_text())
+    assert "trust_remote_code" in named
+    saved = json.loads((tmp_path / "saved/config.json").read_text())["transformers_weights"]
+    assert saved == named.removesuffix(" or pass trust_remote_code=True")
+
+
+def test_saved_models_are_refused_where_the_package_is_not_imported(encoder, tmp_path):
+    softmax = model_directory("llama", tmp_path / "softmax")
+    convert_pretrained(softmax, tmp_path / "converted", {"block_size": 4}, progress=False)
+    path = tmp_path / "converted/config.json"
+    written = json.loads(path.read_text())
+    # As an earlier version wrote it.
+    path.write_text(json.dumps({name: value for name, value in written.items() if name != "transformers_weights"}))
+    texts = text_folder(tmp_path / "texts", files=1)
+    calibrate_directory(tmp_path / "converted", output=tmp_path / "calibrated", data=str(texts), samples=2)
+    assert "transformers_weights" not in json.loads(path.read_text())
+    path.write_text(json.dumps(written))
+    CLIPModel._from_config(tiny_config(CLIPConfig), attn_implementation="mhla").save_pretrained(tmp_path / "towers")
+    cases = [("AutoModel", str(encoder)), ("AutoModel", str(tmp_path / "towers"))]
+    cases += [("CLIPVisionModel", str(tmp_path / "towers")), ("CLIPTextModel", str(tmp_path / "towers"))]
+    cases += [("AutoModelForCausalLM", str(tmp_path / name)) for name in ("converted", "calibrated")]
+    program = """
+        import json, sys
+        # As on a machine without the package: importing it fails.
+        sys.modules["mhla_hf"] = None
+        import transformers
+
+        for name, folder in json.loads(sys.argv[1]):
+            for options in ({}, {"attn_implementation": "sdpa"}, {"attn_implementation": "eager"}):
+                try:
+                    getattr(transformers, name).from_pretrained(folder, **options)
+                except ValueError as error:
+                    assert str(error).endswith("pip install mhla-hf, then import mhla_hf first"), error
+                else:
+                    raise AssertionError(f"{name} loads {folder} with {options}")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # With it they are what they were.
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "calibrated").config._attn_implementation == "mhla"
+    assert CLIPModel.from_pretrained(tmp_path / "towers").config.vision_config._attn_implementation == "mhla"
+    read = CLIPConfig.from_json_file(tmp_path / "towers/config.json")
+    assert not any(hasattr(one, "transformers_weights") for one in (read, read.text_config, read.vision_config))
+
+
+def test_softmax_models_and_towers_are_saved_without_a_refusal(encoder, tmp_path):
+    def entries(model):
+        model.save_pretrained(tmp_path / "saved")
+        config = json.loads((tmp_path / "saved/config.json").read_text())
+        towers = {name: value for name, value in config.items() if name.endswith("_config")}
+        return ["transformers_weights" in one for one in (config, *towers.values())]
+
+    towers = CLIPModel(tiny_config(CLIPConfig))
+    assert entries(towers) == [False, False, False]
+    assert entries(convert(towers, {"vision_config": {}})) == [True, False, True]
+    model = BertModel.from_pretrained(encoder)
+    assert entries(model) == [True]
+    model.config.mhla = None
+    assert entries(model) == [False]
 
 
 def test_auto_maps_of_others_are_kept(encoder, tmp_path):

@@ -116,6 +116,9 @@ def test_recover(kind, sources, tmp_path):
     assert stored["data"].get("origin") in (None, "digits", "generated") and str(tmp_path.parent) not in str(
         stored["data"]
     )
+    if kind in ("llama", "bert", "vit"):
+        # Without this package, transformers refuses it.
+        assert "import mhla_hf" in json.loads((out / "config.json").read_text())["transformers_weights"]
     conversion = json.loads((out / "conversion.json").read_text())
     assert conversion["recovery"]["figures"] == report.figures and conversion["calibration"]["layers"]
     assert conversion["source"]["location"] == kind

@@ -41,6 +41,7 @@ from .geometry import (
     is_cross_attention,
     is_image_model,
     keywords_reach,
+    looks_ahead_in_images,
     num_prefix_tokens,
     packed_reason,
     patch_grid,
@@ -96,7 +97,7 @@ def attach(model: PreTrainedModel) -> int:
             _keep_softmax(model, model.config, str(error))
     count = sum(isinstance(module, MHLA) for module in model.modules())
     if count == 0 and wants_mhla(model.config) and _is_whole(model):
-        reason = _not_dispatching(model) if _has_attention(model) else _no_attention(model)
+        reason = _nothing_served(model)
         if not may_keep_softmax(model.config):
             raise ValueError(f"{reason}{_OTHER_PARTS if of_whole(model.config) else ''}")
         _keep_softmax(model, model.config, reason)
@@ -141,6 +142,47 @@ def check_class(model: PreTrainedModel, config: Any) -> None:
     else:
         # Its towers are asked when they are built; what it has beside them is not meant.
         set_attention(config, _softmax_of(model))
+
+
+def check_text(model: PreTrainedModel, config: Any) -> None:
+    """Refuses MHLA in the text part of a composite model that changes the mask of its text for images.
+
+    A text part that was asked for as part of a whole model keeps softmax instead.
+
+    Args:
+        model: The model, whose parts need not be built yet.
+        config: Its configuration.
+
+    Raises:
+        ValueError: If the text part of such a model is asked for MHLA by name.
+    """
+    reason, text = _text_reason(model, config), text_part(config)
+    if reason is None or not wants_mhla(text):
+        return
+    if not of_whole(text):
+        raise ValueError(f"The text of {type(model).__name__} cannot use attn_implementation='mhla': {reason}.")
+    keep_softmax(f"The text of {type(model).__name__}", text, _softmax_of(model), reason)
+    # Also where options alone asked for the whole: it is an error if no other part can be MHLA.
+    set_attention(config, NAME)
+
+
+def _text_reason(model: PreTrainedModel, config: Any) -> str | None:
+    """Reason why the text part of a composite model cannot be MHLA, or None."""
+    text = text_part(config)
+    if text is None or text is config or not looks_ahead_in_images(model, text):
+        return None
+    return "the tokens of an image attend to each other in both directions"
+
+
+def _nothing_served(model: PreTrainedModel) -> str:
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    reason = next(filter(None, (_text_reason(part, part.config) for part in parts)), None)
+    if reason is not None:
+        return (
+            f"{type(model).__name__} cannot use attn_implementation='mhla': in its text {reason}, and no other part "
+            "of it can be MHLA."
+        )
+    return _not_dispatching(model) if _has_attention(model) else _no_attention(model)
 
 
 def _not_dispatching(model: nn.Module) -> str:
@@ -337,11 +379,13 @@ def convert_transformers_model(
     try:
         prepare_config(model.config)
         models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        for part in models:
+            check_text(part, part.config)
         # From the inside out, as constructors run.
         for part in reversed(models):
             attach(part)
         if not has_mhla(model):
-            raise ValueError(f"{type(model).__name__} has no self-attention that can be MHLA.")
+            raise ValueError(_nothing_served(model))
     except Exception:
         for module, name, config in shared:
             setattr(module, name, config)

@@ -224,6 +224,19 @@ def packed_reason(model: nn.Module) -> str | None:
     return f"its inputs are packed ({found[0]}), and do not tell it their grid or ends" if found else None
 
 
+def looks_ahead_in_images(model: nn.Module, text_config: Any) -> bool:
+    """Returns whether a composite model lets the tokens of an image, or of a prompt, see each other in its text part.
+
+    Args:
+        model: The composite model, whose parts need not be built yet.
+        text_config: Configuration of its text part.
+    """
+    source = source_of(inspect.unwrap(type(model).forward))
+    if 'use_bidirectional_attention == "vision"' in source and text_config.use_bidirectional_attention != "vision":
+        return False
+    return "block_sequence_ids" in source
+
+
 def is_image_model(config: Any) -> bool:
     """Returns whether a configuration is that of a vision transformer: a grid of patches of an image."""
     return getattr(config, "patch_size", None) is not None and getattr(config, "image_size", None) is not None

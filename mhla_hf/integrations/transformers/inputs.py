@@ -87,9 +87,15 @@ class ModelInputsHook:
         else:
             documents, count = _documents(given, kwargs)
             causal = bool((model.config.mhla or {}).get("causal"))
-            tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+            tokens, mask = given.get("input_ids"), given.get("attention_mask")
+            if tokens is not None and tokens.dim() == 3:
+                # Several choices for each row (GPT-2 with two heads), which the model makes rows of.
+                tokens = tokens.flatten(0, 1)
+                mask = mask.flatten(0, 1) if isinstance(mask, torch.Tensor) and mask.dim() == 3 else mask
+            if tokens is None:
+                tokens = given.get("inputs_embeds")
             decoding = tokens is not None and tokens.shape[1] == 1
-            padding = _padding(given.get("attention_mask"), given.get("past_key_values"), causal, decoding)
+            padding = _padding(mask, given.get("past_key_values"), causal, decoding)
             inputs = ModelInputs(padding, documents, count)
         return args, {**kwargs, "mhla_inputs": inputs}
 

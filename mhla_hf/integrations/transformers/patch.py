@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: eleven methods, one constructor, one attribute, three registries.
+"""Changes to transformers: eleven methods, one constructor, two attributes, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores everything.
 """
@@ -39,8 +39,29 @@ class _MHLAOptions:
         config.__dict__["mhla"] = value
 
 
+class _WeightsFile:
+    """The attribute `transformers_weights` of every configuration, without the entry that refuses MHLA models."""
+
+    def __get__(self, config: Any, owner: Any = None) -> Any:
+        if config is None:
+            return self
+        try:
+            return config.__dict__["transformers_weights"]
+        except KeyError:
+            raise AttributeError("transformers_weights") from None
+
+    def __set__(self, config: Any, value: Any) -> None:
+        from ...models.stub import is_refusal
+
+        if not is_refusal(value):
+            config.__dict__["transformers_weights"] = value
+
+    def __delete__(self, config: Any) -> None:
+        del config.__dict__["transformers_weights"]
+
+
 def install_configuration(module: ModuleType) -> None:
-    """Lets `from_pretrained(..., mhla={...})` land on the configuration, and reads those of pushed models.
+    """Lets `from_pretrained(..., mhla={...})` land on the configuration, and saves with MHLA models what refuses them.
 
     Args:
         module: `transformers.configuration_utils`.
@@ -48,7 +69,8 @@ def install_configuration(module: ModuleType) -> None:
     if not hasattr(module.PreTrainedConfig, "mhla"):
         # Without an annotation: configurations are dataclasses, and this must not become one of their fields.
         module.PreTrainedConfig.mhla = _MHLAOptions()
-    wrap("transformers", module.PreTrainedConfig, "from_dict", _read_configuration)
+        module.PreTrainedConfig.transformers_weights = _WeightsFile()
+    wrap("transformers", module.PreTrainedConfig, "to_json_file", _write_configuration)
 
 
 def install_models(module: ModuleType) -> None:
@@ -106,10 +128,12 @@ def refuse_models(module: ModuleType, reason: ImportError) -> None:
     wrap("transformers", module.PreTrainedModel, "from_pretrained", load)
 
 
-def _read_configuration(original: Any, cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    from ...models.stub import without_refusal
+def _write_configuration(original: Any, config: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
+    """Adds to saved configurations the entry by which transformers without this package refuses MHLA models."""
+    from ...models.stub import save_refusal
 
-    return original(cls, without_refusal(config_dict), **kwargs)
+    original(config, json_file_path, *args, **kwargs)
+    save_refusal(Path(json_file_path))
 
 
 def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -118,7 +142,7 @@ def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) ->
     stored = False
     if isinstance(config, PreTrainedConfig):
         from ...models.stub import forget_stub
-        from .attaching import check_class
+        from .attaching import check_class, check_text
         from .checks import check_configuration
         from .towers import prepare_config, towers_of, wants_mhla
 
@@ -126,6 +150,7 @@ def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) ->
         stored = any(is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values()))
         prepare_config(config)
         check_class(model, config)
+        check_text(model, config)
         if wants_mhla(config):
             check_configuration(config)
     original(model, config, *args, **kwargs)

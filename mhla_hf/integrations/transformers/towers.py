@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Towers of a composite model: the request for MHLA in each, and those that keep softmax.
 
-A model of several towers may be asked as a whole. Its text part then has to become MHLA; the others follow where they
-can. A tower that is named, or that was MHLA when the model was saved, has to become MHLA as well.
+A model of several towers may be asked as a whole. Its text part then has to become MHLA, unless the tokens of an image
+attend to each other there in both directions; the others follow where they can. A tower that is named, or that was
+MHLA when the model was saved, has to become MHLA as well.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
     },
+    # As in the published models whose layers have keys and values of their own.
+    "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
     "gpt_neo": {"attention_types": [[["global"], 2]], "num_layers": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

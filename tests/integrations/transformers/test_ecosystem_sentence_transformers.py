@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModel
@@ -65,6 +67,7 @@ def test_default_options(directory):
 def test_saving_and_loading(directory, tmp_path):
     model = mhla_encoder(directory)
     model.save(str(tmp_path / "mhla"))
+    assert "import mhla_hf" in json.loads((tmp_path / "mhla/config.json").read_text())["transformers_weights"]
     again = encoder(tmp_path / "mhla")
     assert len(mhla_modules(again)) == 3
     results = [each.encode(TEXTS, convert_to_tensor=True, show_progress_bar=False) for each in (model, again)]

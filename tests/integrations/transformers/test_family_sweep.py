@@ -20,7 +20,7 @@ STORED = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))
 SAMPLE = {
     "language model": ("cohere2", "exaone4", "jamba", "mamba", "ministral", "qwen3_moe", "diffllama", "gemma4_text"),
     "encoder": ("bert", "deberta"),
-    "multi-modal": ("internvl", "paligemma", "qwen2_vl"),
+    "multi-modal": ("gemma3", "gemma4", "internvl", "paligemma", "qwen2_vl", "shieldgemma2"),
     "vision": ("vit", "internvl_vision"),
 }  # fmt: skip
 EVERY = [(kind, name) for kind in MAPPINGS for name in names(kind)]
@@ -70,6 +70,9 @@ def test_the_command_lists_what_works_and_what_is_refused():
     refused = CliRunner().invoke(app, ["models", "--refused", "--json"])
     assert refused.exit_code == 0
     reasons = {one["name"]: one["note"] for one in json.loads(refused.output)}
+    for name in ("gemma3", "gemma4", "shieldgemma2", "paligemma"):
+        assert "the tokens of an image attend to each other" in reasons[name] and name not in listed
+    assert "gemma3_text" in listed and "gemma4_text" in listed
     assert reasons["mamba"] == "it has no self-attention" and "mixtral" not in reasons
     table = CliRunner().invoke(app, ["models", "--refused"]).output
     assert "attention sinks" in table

@@ -184,9 +184,93 @@ def test_untested_towers_become_mhla_only_by_name(lines):
     assert attentions(transformers.Ovis2ForConditionalGeneration(config))["vision_config"] == "mhla"
 
 
-def test_a_text_that_looks_ahead_is_refused_before_any_work():
-    with pytest.raises(ValueError, match="use_bidirectional_attention.*can be asked by name, as in"):
-        build("PaliGemmaForConditionalGeneration", attn_implementation="mhla")
-    config = tiny_config(transformers.PaliGemmaConfig)
-    config._attn_implementation = {"vision_config": "mhla"}
-    assert len(mhla_modules(transformers.PaliGemmaForConditionalGeneration(config))) == 2
+# Models whose text looks ahead within an image, by the way that `token_type_ids` reach them. Of the last two no other
+# part can be MHLA.
+LOOKING_AHEAD = {
+    "Gemma3ForConditionalGeneration": "token_type_ids",
+    "ShieldGemma2ForImageClassification": "token_type_ids",
+    "PaliGemmaForConditionalGeneration": "token_type_ids",
+    "Gemma4ForConditionalGeneration": "mm_token_type_ids",
+    "Gemma4UnifiedForConditionalGeneration": "mm_token_type_ids",
+}
+SERVED = list(LOOKING_AHEAD)[:3]
+AHEAD = "the tokens of an image attend"
+
+
+def looking_ahead(name, request=None):
+    config = tiny_config(class_of(name).config_class)
+    config.yes_token_index, config.no_token_index = 1, 2
+    if name.startswith("Gemma4"):
+        # The default of those larger models whose text can be MHLA.
+        config.text_config.use_bidirectional_attention = "vision"
+    config._attn_implementation = request
+    torch.manual_seed(0)
+    return class_of(name)(config).eval()
+
+
+@pytest.mark.parametrize("by", ["implementation", "convert"])
+@pytest.mark.parametrize("name", SERVED)
+def test_a_text_that_looks_ahead_in_images_keeps_softmax(name, by, lines, tmp_path):
+    model = looking_ahead(name, "mhla" if by == "implementation" else None)
+    if by == "convert":
+        convert(model)
+    assert attentions(model) == {"text_config": "sdpa", "vision_config": "mhla"} and len(mhla_modules(model)) == 2
+    said = [line for line in lines() if "The text of" in line]
+    assert len(said) == 1 and f"keeps softmax: {AHEAD} to each other in both directions" in said[0]
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert attentions(again) == attentions(model)
+    # What its own processor gives: with an image in the text, and without.
+    softmax = looking_ahead(name)
+    softmax.load_state_dict({key: value for key, value in model.state_dict().items() if ".mhla." not in key})
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
+    for kinds in (torch.zeros_like(ids), torch.tensor([[0] * 3 + [1] * 4 + [0] * 6] * 2)):
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": kinds}
+        with torch.no_grad():
+            expected = softmax(**given).logits
+            assert torch.equal(model(**given).logits, expected) and torch.equal(again(**given).logits, expected)
+
+
+@pytest.mark.parametrize("name", LOOKING_AHEAD)
+def test_a_text_that_looks_ahead_in_images_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"The text of .* cannot use attn_implementation='mhla': {AHEAD}"):
+        looking_ahead(name, {"text_config": "mhla"})
+    with pytest.raises(ValueError, match=f"The text of .* cannot use attn_implementation='mhla': {AHEAD}"):
+        convert(looking_ahead(name), {"text_config": TEXT})
+
+
+@pytest.mark.parametrize("name", [name for name in LOOKING_AHEAD if name not in SERVED])
+def test_a_text_that_looks_ahead_in_images_beside_nothing_else_is_refused(name):
+    with pytest.raises(ValueError, match="in its text the tokens of an image .* and no other part of it can be MHLA"):
+        looking_ahead(name, "mhla")
+    softmax = looking_ahead(name)
+    with pytest.raises(ValueError, match="no other part of it can be MHLA"):
+        convert(softmax)
+    assert softmax.config._attn_implementation == "sdpa" and not mhla_modules(softmax)
+
+
+def test_options_that_suit_only_the_text_that_looks_ahead_are_refused():
+    config = tiny_config(transformers.Gemma3Config)
+    config.mhla = TEXT
+    with pytest.raises(ValueError, match="no other part of it can be MHLA"):
+        transformers.Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Gemma4ForCausalLM"])
+def test_text_models_alone_stay_mhla(name):
+    model_class = class_of(name)
+    config = tiny_config(model_class.config_class)
+    if name.startswith("Gemma4"):
+        config.mhla = {"rope": "before_feature_map"}
+    model = model_class._from_config(config, attn_implementation="mhla")
+    assert mhla_modules(model)
+
+
+def test_composite_models_that_do_not_look_ahead_have_their_text_served():
+    # As the smaller published models of the family, which read images as any text.
+    config = tiny_config(class_of("Gemma4ForConditionalGeneration").config_class)
+    model = transformers.Gemma4ForConditionalGeneration._from_config(config, attn_implementation="mhla").eval()
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output = model(ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=torch.zeros_like(ids))
+    assert mhla_modules(model) and output.logits.isfinite().all()
