@@ -12,7 +12,7 @@ import torch
 
 from ..config import MHLAConfig
 from ..models.options import options_by_component
-from ..models.source import Component, Source, read_source
+from ..models.source import Component, Source, read_source, vae_compression
 from ..utils.destinations import claim_destination
 from ..utils.locations import find_directory
 from .diffusers_planning import plan_component
@@ -137,7 +137,12 @@ def convert_pretrained(
             found = read_source(root, str(source), origin)
             options = PlanOptions(layers, dtype, variant, max_bytes)
             chosen = _choose(found, mhla, component)
-            plans = [_plan(part, chosen[part.name], options) for part in found.components if part.name in chosen]
+            compression = None if found.pipeline is None else vae_compression(root)
+            plans = [
+                _plan(part, chosen[part.name], options, compression)
+                for part in found.components
+                if part.name in chosen
+            ]
         report = ConversionReport("convert", destination, origin)
         write_result(found, plans, report, claimed, progress=progress, started=started, finish=finish)
         return report
@@ -166,10 +171,15 @@ def _choose(
     return {component: chosen[component]}
 
 
-def _plan(component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions) -> ComponentPlan:
+def _plan(
+    component: Component,
+    mhla: MHLAConfig | Mapping[str, Any] | None,
+    options: PlanOptions,
+    compression: tuple[int, int] | None,
+) -> ComponentPlan:
     """Each library is imported only for its own models."""
     if component.is_transformers:
         from .transformers_planning import plan_transformers_model
 
         return plan_transformers_model(component, mhla, options)
-    return plan_component(component, mhla, options)
+    return plan_component(component, mhla, options, compression=compression)

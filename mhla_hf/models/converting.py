@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from ..config import MHLAConfig
 from ..utils.compat.diffusers import fp32_parts
+from .loading import warn_of_single_block
 from .registry import mhla_class_for
 
 
@@ -51,6 +52,7 @@ def convert_model(model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None
         for name, parameter in module.named_parameters():
             dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
             parameter.data = parameter.data.to(weight.device, dtype)
+    warn_of_single_block(model)
     return model
 
 
