@@ -119,11 +119,12 @@ def _facts(model: ModelInspection, kinds: Mapping[str, str]) -> list[tuple[str, 
     options = model.options
     # Towers of a model have layouts of their own.
     layouts = list(dict.fromkeys((layer.mixing.layout, layer.mixing.grid) for layer in layers if layer.mixing))
+    grids = [f"{_times(grid) if grid else 'not stored'}{_prefix(layout)}" for layout, grid in layouts]
     patterns = [_mean(layer.mixing.pattern_movement) for layer in layers if layer.mixing]
     facts = [
         ("MHLA layers", f"{converted} of {len(model.layers)}"),
         ("blocks", "; ".join(_blocks(layout) for layout, _ in layouts)),
-        ("token grid", "; ".join(f"{_times(grid) if grid else 'not stored'}{_prefix(layout)}" for layout, grid in layouts)),
+        ("token grid", "; ".join(grids)),
         ("feature map", str(options["feature_map"])),
         ("mixing weights", "one matrix per head" if options["mixing_heads"] == "per_head" else "shared by all heads"),
         ("change of the pattern", _percent(_mean(patterns))),

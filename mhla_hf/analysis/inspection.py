@@ -124,14 +124,14 @@ def _place_on_grid(layer: LayerInspection, layout: BlockLayout) -> None:
 
 def _other_grids(layers: Iterable[LayerInspection]) -> list[str]:
     """Notes on token grids of the probe that are not those that the mixing weights were made for."""
-    notes = {}
+    notes = []
     for layer in layers:
         mixing, probe = layer.mixing, layer.attention
         if mixing is None or probe is None or len(probe.grid) < 2 or mixing.grid == probe.grid:
             continue
         blocks, grid = ("×".join(map(str, axes)) for axes in (probe.blocks, probe.grid))
-        notes[f"The probe ran in {blocks} blocks on a grid of {grid} tokens."] = None
-    return list(notes)
+        notes.append(f"The probe ran in {blocks} blocks on a grid of {grid} tokens.")
+    return list(dict.fromkeys(notes))
 
 
 class _AttentionProbe:

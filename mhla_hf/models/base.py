@@ -122,8 +122,9 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Returns the token grid of the samples that a model was made for; `None` where its configuration has none.
 
-        Models of videos have it in the latents' `sample_frames`, `sample_height` and `sample_width`. diffusers warns of
-        entries that a class does not take unless their names begin with an underscore, so `_sample_frames` counts too.
+        Models of videos may have it as the size of their latents: `sample_frames`, `sample_height`, `sample_width`.
+        diffusers warns of entries that a class does not take, unless their names begin with an underscore; so
+        `_sample_frames` and the others count too.
         """
         size = sample_size(config)
         if size is None:
@@ -131,9 +132,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return tuple(max(1, length // patch) for length, patch in zip(size, config.get("patch_size", _VIDEO_PATCH)))
 
     @classmethod
-    def reference_grid(
-        cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None
-    ) -> tuple[int, ...]:
+    def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
         """Returns the token grid that block counts are derived from in a model of this configuration.
 
         Args:
@@ -198,8 +197,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
             return None
         tokens = "all tokens" if grid is None else f"all {'×'.join(map(str, grid))} tokens"
         return (
-            f"{type(self).__name__}: {tokens} of a sample are in one block, which is plain linear attention. Give more "
-            "blocks (blocks, --blocks), or the token grid of the samples that you will make (grid, --grid)."
+            f"{type(self).__name__}: {tokens} of a sample are in one block, which is plain linear attention. Give "
+            "more blocks (blocks, --blocks), or the token grid of the samples that you will make (grid, --grid)."
         )
 
     @classmethod

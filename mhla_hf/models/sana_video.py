@@ -74,9 +74,7 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
         return super(MHLAImageModelMixin, cls).config_grid(config)
 
     @classmethod
-    def reference_grid(
-        cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None
-    ) -> tuple[int, ...]:
+    def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
         """As for Wan, with `sample_size` rows: 30 of 52 tokens for 480 pixels, 22 of 38 for 704."""
         grid = super().reference_grid(config, compression)
         rows = config.get("sample_size", cls.default_grid[1])

@@ -282,11 +282,11 @@ def vae_compression(pipeline: Path) -> tuple[int, int] | None:
     """
     path = path_inside(pipeline, "vae", str(pipeline)) / "config.json"
     config = read_json(path, "the VAE's configuration") if path.is_file() else {}
-    names = (("scale_factor_temporal", "temporal_compression_ratio"), ("scale_factor_spatial", "spatial_compression_ratio"))
-    values = [config.get(name, config.get(other)) for name, other in names]
-    if not all(type(value) is int and 1 <= value <= _MOST_COMPRESSION for value in values):
+    temporal: Any = config.get("scale_factor_temporal", config.get("temporal_compression_ratio"))
+    spatial: Any = config.get("scale_factor_spatial", config.get("spatial_compression_ratio"))
+    if not all(type(value) is int and 1 <= value <= _MOST_COMPRESSION for value in (temporal, spatial)):
         return None
-    return values[0], values[1]
+    return temporal, spatial
 
 
 def find_original(

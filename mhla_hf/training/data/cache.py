@@ -147,9 +147,10 @@ class LatentDataset:
         tensors = read_tensors(path)
         for name in _FLOATS:
             if name in tensors and not tensors[name].is_floating_point():
+                found = str(tensors[name].dtype).removeprefix("torch.")
                 raise ValueError(
-                    f"cache file {path} has {name} of type {str(tensors[name].dtype).removeprefix('torch.')}, which must "
-                    "be floating-point; remove it and run the cache step again"
+                    f"cache file {path} has {name} of type {found}, which must be floating-point; remove it and run "
+                    "the cache step again"
                 )
         length = self.settings.get("max_sequence_length")
         for name in _PADDED:

@@ -196,7 +196,7 @@ class Objective(ABC):
         if null_condition is not None:
             cls._check_names("null_condition", null_condition, cls.condition_names)
         if not sample["latents"].is_floating_point():
-            raise ValueError(f"the samples have latents of type {sample['latents'].dtype}, which must be floating-point")
+            raise ValueError(f"the samples have latents of type {sample['latents'].dtype}, not floating-point ones")
         config: Any = model.config
         channels, *size = sample["latents"].shape
         if channels != config["in_channels"]:
