@@ -31,8 +31,8 @@ _DECLARED = {
     "_skip_layerwise_casting_patterns": ("mhla",),
 }
 
-# What pipelines of videos make without being asked for a size (frames, height, width), and the patches of Wan.
-_VIDEO_SIZE, _VIDEO_PATCH = (81, 480, 832), (1, 2, 2)
+# Frames, height and width of what pipelines of videos make without being asked for a size.
+_VIDEO_SIZE = (81, 480, 832)
 
 
 class MHLAModelMixin(MHLAAdapterMixin):
@@ -119,6 +119,12 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return MHLAConfig.from_dict({**cls.default_options, **(options or {})})
 
     @classmethod
+    def config_value(cls, config: Mapping[str, Any], name: str) -> Any:
+        """Returns an argument of the model's constructor as a configuration has it, or its default."""
+        default = inspect.signature(cls.__init__).parameters[name].default
+        return config.get(name, default)
+
+    @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Returns the token grid of the samples that a model was made for; `None` where its configuration has none.
 
@@ -129,7 +135,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         size = sample_size(config)
         if size is None:
             return None
-        return tuple(max(1, length // patch) for length, patch in zip(size, config.get("patch_size", _VIDEO_PATCH)))
+        return tuple(max(1, length // patch) for length, patch in zip(size, cls.config_value(config, "patch_size")))
 
     @classmethod
     def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
@@ -143,10 +149,9 @@ class MHLAModelMixin(MHLAAdapterMixin):
         grid = cls.config_grid(config)
         if grid is not None or compression is None:
             return grid or cls.default_grid
-        patch = config.get("patch_size", _VIDEO_PATCH)
         frames, *sides = _VIDEO_SIZE
         latents = ((frames - 1) // compression[0] + 1, *(side // compression[1] for side in sides))
-        return tuple(max(1, length // side) for length, side in zip(latents, patch))
+        return tuple(max(1, length // side) for length, side in zip(latents, cls.config_value(config, "patch_size")))
 
     @classmethod
     def options_in_pipeline(cls, options: Any, config: Mapping[str, Any], compression: tuple[int, int] | None) -> Any:

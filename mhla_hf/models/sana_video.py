@@ -77,9 +77,9 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
     def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
         """As for Wan, with `sample_size` rows: 30 of 52 tokens for 480 pixels, 22 of 38 for 704."""
         grid = super().reference_grid(config, compression)
-        rows = config.get("sample_size", cls.default_grid[1])
         if cls.config_grid(config) is not None:
             return grid
+        rows = cls.config_value(config, "sample_size")
         return (grid[0], rows, round(rows * cls.default_grid[2] / cls.default_grid[1]))
 
     def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:

@@ -15,6 +15,7 @@ from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.models.sana_video import MHLASanaVideoTransformer3DModel
 from mhla_hf.recovery.probes import mhla_components, pipeline_batches, sample_size
 from tests.tiny import wan_pipeline
+from tests.tiny_images import dit_pipeline
 
 
 OWN = {"_sample_frames": 5, "_sample_height": 16, "_sample_width": 16}
@@ -130,6 +131,15 @@ def test_the_autoencoder_tells_the_grid_where_the_model_does_not(convert, tmp_pa
 )
 def test_sana_video(config, compression, grid):
     assert MHLASanaVideoTransformer3DModel.reference_grid(config, compression) == grid
+
+
+@pytest.mark.parametrize("convert", [on_disk, while_loading])
+def test_configurations_may_leave_out_the_default_size(convert, tmp_path):
+    dit_pipeline(sample_size=32, patch_size=2).save_pretrained(tmp_path / "softmax")
+    path = tmp_path / "softmax/transformer/config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({name: content[name] for name in content if name not in ("sample_size", "patch_size")}))
+    assert convert(tmp_path / "softmax", tmp_path, None).transformer.mhla_config.grid == (16, 16)
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.5, True, "16", 10**12, [16]], ids=str)
