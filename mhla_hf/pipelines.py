@@ -109,8 +109,7 @@ def load_pipeline(
                 "trained weights. Load the softmax original that it was converted from, or use None."
             )
         elif name in chosen:
-            converted[name] = {} if chosen[name] is None else {"mhla": chosen[name]}
-            _check_options(folder, name, component_class, converted[name])
+            converted[name] = _checked_options(folder, name, component_class, chosen[name])
     passed_on = {key: value for key, value in kwargs.items() if key not in _DOWNLOAD_OPTIONS[:-2]}
     folders = {os.path.join(folder, name): options for name, options in converted.items()}
     with (
@@ -125,13 +124,26 @@ def load_pipeline(
     return pipeline
 
 
-def _check_options(folder: str, name: str, class_name: str, options: Mapping[str, Any]) -> None:
-    """Builds a component without memory for its weights, so that wrong options show before anything is loaded."""
+def _checked_options(folder: str, name: str, class_name: str, mhla: Any) -> dict[str, Any]:
+    """Returns arguments for `from_pretrained` of a component.
+
+    It is built without memory for its weights, so that wrong options show before anything is loaded.
+    """
     from accelerate import init_empty_weights
 
-    config = read_json(path_inside(Path(folder), name, "model_index.json") / "config.json", "configuration")
+    from .models.bounds import check_model_config
+    from .models.source import vae_compression
+
+    path = path_inside(Path(folder), name, "model_index.json") / "config.json"
+    config = read_json(path, "configuration")
+    model_class = mhla_class_for(current_class(class_name, config))
+    if not is_mhla_class(config.get("_class_name", class_name)):
+        check_model_config(model_class, config, str(path))
+        mhla = model_class.options_in_pipeline(mhla, config, vae_compression(Path(folder)))
+    options = {} if mhla is None else {"mhla": mhla}
     with init_empty_weights():
-        mhla_class_for(current_class(class_name, config)).from_config(config, **options)
+        model_class.from_config(config, **options)
+    return options
 
 
 @contextmanager
@@ -220,9 +232,13 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     chosen = options_by_component(mhla, found)
+    factors = [getattr(model_or_pipeline, f"vae_scale_factor_{axis}", None) for axis in ("temporal", "spatial")]
+    compression = None if None in factors else (factors[0], factors[1])
     for name, own in chosen.items():
         check_convertible(found[name], name)
-        check_options(found[name], own)
+        model = found[name]
+        chosen[name] = mhla_class_for(type(model).__name__).options_in_pipeline(own, model.config, compression)
+        check_options(model, chosen[name])
     for name, own in chosen.items():
         # Registered anew, or a saved index would go on naming the softmax class.
         model_or_pipeline.register_modules(**{name: convert_model(found[name], own)})

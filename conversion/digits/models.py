@@ -103,6 +103,8 @@ def build_transformer(config: BaseModelConfig) -> WanTransformer3DModel:
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=256,
     )
+    # The latents of 17 frames of 64x64 pixels. diffusers keeps such entries, and does not warn of them.
+    transformer.register_to_config(_sample_frames=5, _sample_height=16, _sample_width=16)
     torch.nn.init.zeros_(transformer.proj_out.weight)
     torch.nn.init.zeros_(transformer.proj_out.bias)
     return transformer

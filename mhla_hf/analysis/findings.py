@@ -18,6 +18,8 @@ class AttentionSummary:
         tokens: Tokens of a sample (the most, where samples differ).
         rows: Query tokens that the matrices were computed for, of one sample; ranks are at most this.
         samples: Number of samples.
+        grid: Token grid of the first sample.
+        blocks: Its blocks.
         rank_bound: Bound of the rank of MHLA: min(rows, Σ_b min(n_b, d)); `None` where there is none below `rows`, as
             for causal attention and under a softmax window.
         linear_bound: Bound of the rank of linear attention; `None` for causal attention.
@@ -28,6 +30,8 @@ class AttentionSummary:
     tokens: int = 0
     rows: int = 0
     samples: int = 0
+    grid: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
     rank_bound: int | None = None
     linear_bound: int | None = None
     statistics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -71,7 +75,7 @@ class LayerInspection:
         summary = self.mixing
         facts["mixing"] = {
             "blocks": list(summary.layout.blocks),
-            "grid": list(summary.layout.grid),
+            "grid": None if summary.grid is None else list(summary.grid),
             "prefix_tokens": summary.layout.num_prefix_tokens,
             "movement": summary.movement,
             "pattern_movement": summary.pattern_movement,

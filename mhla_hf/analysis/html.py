@@ -118,12 +118,13 @@ def _facts(model: ModelInspection, kinds: Mapping[str, str]) -> list[tuple[str, 
     converted = sum(layer.kind == "mhla" for layer in model.layers)
     options = model.options
     # Towers of a model have layouts of their own.
-    layouts = list(dict.fromkeys(layer.mixing.layout for layer in layers if layer.mixing))
+    layouts = list(dict.fromkeys((layer.mixing.layout, layer.mixing.grid) for layer in layers if layer.mixing))
+    grids = [f"{_times(grid) if grid else 'not stored'}{_prefix(layout)}" for layout, grid in layouts]
     patterns = [_mean(layer.mixing.pattern_movement) for layer in layers if layer.mixing]
     facts = [
         ("MHLA layers", f"{converted} of {len(model.layers)}"),
-        ("blocks", "; ".join(map(_blocks, layouts))),
-        ("token grid", "; ".join(f"{_times(layout.grid)}{_prefix(layout)}" for layout in layouts)),
+        ("blocks", "; ".join(_blocks(layout) for layout, _ in layouts)),
+        ("token grid", "; ".join(grids)),
         ("feature map", str(options["feature_map"])),
         ("mixing weights", "one matrix per head" if options["mixing_heads"] == "per_head" else "shared by all heads"),
         ("change of the pattern", _percent(_mean(patterns))),
@@ -188,12 +189,12 @@ def _decay(layers: list[LayerInspection]) -> dict[str, Any] | None:
 
 def _layouts(layers: list[LayerInspection], block: int | None) -> list[dict[str, Any]]:
     """Each layout of the layers once, with the layers that have it."""
-    found: dict[BlockLayout, list[int]] = {}
+    found: dict[tuple[BlockLayout, tuple[int, ...] | None], list[int]] = {}
     for layer in layers:
         assert layer.mixing is not None
-        found.setdefault(layer.mixing.layout, []).append(layer.index)
+        found.setdefault((layer.mixing.layout, layer.mixing.grid), []).append(layer.index)
     pictures = []
-    for layout, indices in found.items():
+    for (layout, grid), indices in found.items():
         chosen = middle_block(layout) if block is None else check_block(block, layout)
         blocks = torch.arange(layout.num_blocks)
         places = torch.stack(torch.unravel_index(blocks - layout.num_prefix_blocks, layout.blocks), dim=-1)
@@ -202,7 +203,9 @@ def _layouts(layers: list[LayerInspection], block: int | None) -> list[dict[str,
         pictures.append(
             {
                 "layers": ", ".join(map(str, indices)),
-                "words": f"{_times(layout.blocks)} blocks on {_times(layout.grid)} tokens{_prefix(layout)}",
+                "words": f"{_times(layout.blocks)} blocks on {_times(grid or ())} tokens{_prefix(layout)}"
+                if grid
+                else f"{_times(layout.blocks)} blocks, of a token grid that is not stored",
                 "block": chosen,
                 "is_sequence": len(layout.grid) == 1,
                 "frames": [

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from ..config import parse_layers
+from ..layouts.blocks import BlockLayout
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
 from .findings import AttentionSummary, LayerInspection, ModelInspection
@@ -103,6 +105,8 @@ def inspect_model(
             advance()
         for name, summary in attention.summaries().items():
             wanted[name].attention = summary
+            _place_on_grid(wanted[name], attention.layouts[name])
+        report.notes += _other_grids(wanted.values())
         unreached = [name for name, layer in wanted.items() if layer.attention is None]
         if unreached:
             report.notes.append(f"The probe does not reach {', '.join(unreached)}.")
@@ -111,12 +115,32 @@ def inspect_model(
     return report
 
 
+def _place_on_grid(layer: LayerInspection, layout: BlockLayout) -> None:
+    """Takes the tokens of the probe for those of mixing weights whose options name none."""
+    mixing = layer.mixing
+    if mixing is not None and mixing.grid is None and mixing.layout.blocks == layout.blocks:
+        layer.mixing = replace(mixing, layout=layout, grid=layout.grid)
+
+
+def _other_grids(layers: Iterable[LayerInspection]) -> list[str]:
+    """Notes on token grids of the probe that are not those that the mixing weights were made for."""
+    notes = []
+    for layer in layers:
+        mixing, probe = layer.mixing, layer.attention
+        if mixing is None or probe is None or len(probe.grid) < 2 or mixing.grid == probe.grid:
+            continue
+        blocks, grid = ("×".join(map(str, axes)) for axes in (probe.blocks, probe.grid))
+        notes.append(f"The probe ran in {blocks} blocks on a grid of {grid} tokens.")
+    return list(dict.fromkeys(notes))
+
+
 class _AttentionProbe:
     """Statistics of the attention matrices of some layers, gathered while a model runs."""
 
     def __init__(self, layers: Mapping[str, nn.Module], tokens: int, tolerance: float, seed: int) -> None:
         self.layers, self.tokens, self.tolerance, self.seed = layers, tokens, tolerance, seed
         self.found: dict[str, AttentionSummary] = {}
+        self.layouts: dict[str, BlockLayout] = {}
         self.values: dict[str, dict[str, dict[str, list[torch.Tensor]]]] = {}
 
     def add(self, name: str, sample: AttentionTokens) -> None:
@@ -125,7 +149,8 @@ class _AttentionProbe:
         rows = query_rows(sample.num_tokens, self.tokens, self.seed)
         count = sample.num_tokens if rows is None else len(rows)
         check_memory(count, sample.num_tokens, f"tokens={self.tokens}", "--tokens")
-        summary = self.found.setdefault(name, AttentionSummary())
+        layout = self.layouts.setdefault(name, sample.layout)
+        summary = self.found.setdefault(name, AttentionSummary(grid=layout.grid, blocks=layout.blocks))
         summary.samples += 1
         summary.tokens, summary.rows = max(summary.tokens, sample.num_tokens), max(summary.rows, count)
         if not sample.causal:

@@ -49,6 +49,7 @@ class MixingSummary:
         row_sum: Mean over the rows of their sum, which starts at 1.
         decay: Mean weight by distance, of rows scaled to an absolute sum of 1.
         initial_decay: The same of the initial weights.
+        grid: The tokens of `layout`; `None` where no options or samples tell them, and a block there counts as one.
     """
 
     matrix: torch.Tensor
@@ -60,6 +61,7 @@ class MixingSummary:
     row_sum: float
     decay: DistanceDecay
     initial_decay: DistanceDecay
+    grid: tuple[int, ...] | None = None
 
     @property
     def mean_matrix(self) -> torch.Tensor:
@@ -116,6 +118,7 @@ def mixing_summary(mhla: MHLA) -> MixingSummary:
         row_sum=matrix.sum(-1).mean().item(),
         decay=distance_decay(pattern, layout, causal=config.causal),
         initial_decay=distance_decay(initial_pattern, layout, causal=config.causal),
+        grid=layout.grid if config.is_sequence or layout.grid == config.grid else None,
     )
 
 

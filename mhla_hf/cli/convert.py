@@ -330,6 +330,12 @@ def _show(report: "ConversionReport") -> None:
             )
     console = Console(soft_wrap=True)
     console.print(table)
+    for name, part in report.components.items():
+        if part.mhla.get("grid"):
+            tokens = "×".join(map(str, part.mhla["grid"]))
+            console.print(f"{name}: blocks {_blocks(part.mhla)} on a grid of {tokens} tokens", highlight=False)
+        if part.warning:
+            console.print(f"Warning: {part.warning}", style="yellow", highlight=False)
     written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"
     console.print(f"Wrote {report.destination} ({written}); conversion.json records the sources.", highlight=False)
     next_step = advice(report)

@@ -139,12 +139,15 @@ def _show(report: "InspectionReport", html: Path | None) -> None:
     for model in report.models:
         converted = sum(layer.kind == "mhla" for layer in model.layers)
         others = [str(layer.index) for layer in model.layers if layer.kind != "mhla"]
-        layouts = [layer.mixing.layout.blocks for layer in model.mhla_layers if layer.mixing is not None]
-        blocks = " or ".join(dict.fromkeys("×".join(map(str, layout)) for layout in layouts))
+        layouts = [(layer.mixing.layout.blocks, layer.mixing.grid) for layer in model.mhla_layers if layer.mixing]
+        described = []
+        for blocks, grid in dict.fromkeys(layouts):
+            tokens = f" on a grid of {'×'.join(map(str, grid))} tokens" if grid else ""
+            described.append(f"{'×'.join(map(str, blocks))} blocks{tokens}")
         kept = f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} {model.layers[0].original}"
         console.print(
             f"{escape(model.class_name)} ({escape(model.component)}): {converted} of {len(model.layers)} layers are "
-            f"MHLA, with {blocks} blocks{kept if others else ''}",
+            f"MHLA, with {' or '.join(described)}{kept if others else ''}",
             highlight=False,
         )
         console.print(_table(model))

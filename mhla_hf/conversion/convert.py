@@ -13,7 +13,15 @@ import torch
 from ..config import MHLAConfig
 from ..layers.original import STATE_KEY, STATES
 from ..models.options import options_by_component, with_given
-from ..models.source import Component, Source, find_original, open_source, read_source, softmax_version
+from ..models.source import (
+    Component,
+    Source,
+    find_original,
+    open_source,
+    read_source,
+    softmax_version,
+    vae_compression,
+)
 from ..models.stub import softmax_config
 from ..utils.destinations import claim_destination
 from ..utils.locations import find_directory, local_origin
@@ -143,7 +151,12 @@ def convert_pretrained(
             found = read_source(root, str(source), origin)
             options = PlanOptions(layers, dtype, variant, max_bytes)
             chosen = _choose(found, mhla, component)
-            plans = [_plan(part, chosen[part.name], options) for part in found.components if part.name in chosen]
+            compression = None if found.pipeline is None else vae_compression(root)
+            plans = [
+                _plan(part, chosen[part.name], options, compression)
+                for part in found.components
+                if part.name in chosen
+            ]
         if original is None and local.exists():
             origin = {**origin, **local_origin(root)}
         report = ConversionReport("convert", destination, origin)
@@ -242,10 +255,15 @@ def _choose(
     return {component: chosen[component]}
 
 
-def _plan(component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions) -> ComponentPlan:
+def _plan(
+    component: Component,
+    mhla: MHLAConfig | Mapping[str, Any] | None,
+    options: PlanOptions,
+    compression: tuple[int, int] | None,
+) -> ComponentPlan:
     """Each library is imported only for its own models."""
     if component.is_transformers:
         from .transformers_planning import plan_transformers_model
 
         return plan_transformers_model(component, mhla, options)
-    return plan_component(component, mhla, options)
+    return plan_component(component, mhla, options, compression=compression)

@@ -60,11 +60,13 @@ def plan_component(
     mhla: MHLAConfig | Mapping[str, Any] | None,
     options: PlanOptions,
     weights: list[StoredWeights] | None = None,
+    compression: tuple[int, int] | None = None,
 ) -> ComponentPlan:
     """Plans the conversion of one transformer of diffusers before anything is written.
 
-    Options that `mhla` does not give are the model's defaults, and weights by default those in its folder; errors are
-    those of `convert_pretrained`.
+    Options that `mhla` does not give are the model's defaults, at the size of its own samples or of those that its
+    pipeline makes with a VAE of that `compression`, and weights by default those in its folder; errors are those of
+    `convert_pretrained`.
     """
     import diffusers
 
@@ -74,7 +76,6 @@ def plan_component(
         )
     family = family_for(component.class_name)
     target_class = family.load_class()
-    config = target_class.coerce_options(mhla)
     weight_sets = component.weight_sets(options.variant) if weights is None else []
     # Before anything is built: a wrong size may ask for more memory than there is.
     upstream_class, where = getattr(diffusers, family.upstream), str(component.folder / "config.json")
@@ -85,6 +86,7 @@ def plan_component(
         StoredWeights(found.variant, found.files, [reader.entries() for reader in found.open()], str(component.folder))
         for found in weight_sets
     ]
+    config = target_class.coerce_options(target_class.options_in_pipeline(mhla, component.config, compression))
     for stored in weights:
         check_layer_count(num_layers, stored.shapes, where)
     if options.layers is not None:
@@ -142,6 +144,7 @@ def component_report(source_class: str, model: Any) -> ComponentReport:
         mhla=dict(model.config.mhla),
         mhla_layers=list(model.mhla_layers),
         num_layers=model.config.num_layers,
+        warning=model.single_block_warning() or "",
     )
 
 
@@ -152,7 +155,7 @@ def kept_in_fp32(model: Any) -> Callable[[str], bool]:
 
 
 def cast_entry(entry: TensorEntry, dtype: torch.dtype | None, kept: Callable[[str], bool]) -> TensorEntry:
-    """Sets the type an entry is written in. Nothing that is kept in fp32 loses precision it still has."""
-    if dtype is None or (kept(entry.name) and dtype != torch.float32):
+    """Sets the type an entry is written in: what the library keeps in fp32 is in fp32, whatever it was."""
+    if dtype is None:
         return entry
-    return TensorEntry(entry.name, entry.shape, dtype, entry.load)
+    return TensorEntry(entry.name, entry.shape, torch.float32 if kept(entry.name) else dtype, entry.load)

@@ -12,7 +12,7 @@ from ..config import MHLAConfig
 from ..models.options import from_stored, options_by_component
 from ..models.registry import family_for, is_mhla_class
 from ..models.single_file import find_single_file, is_url, read_config
-from ..models.source import Component, Source, open_source
+from ..models.source import Component, Source, open_source, vae_compression
 from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
 from ..utils.gguf_file import GGUFFile
 from ..utils.json_files import read_json
@@ -81,7 +81,8 @@ def plan_original(
         source = read_base(base, name, hub)
         origin["base"] = source.origin
     part = _component(path, name, weights, config, source)
-    return plan_component(part, chosen[name], options, [weights]), source, origin
+    compression = None if source is None else vae_compression(source.root)
+    return plan_component(part, chosen[name], options, [weights], compression), source, origin
 
 
 def _read_weights(path: Path, location: str) -> tuple[StoredWeights, dict[str, int]]:

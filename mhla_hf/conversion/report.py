@@ -67,6 +67,7 @@ class ComponentReport:
             `mhla` holds the options of each.
         dropped: Tensors of the source that were not taken over: the model does not know them, or they repeat a tensor
             they are tied to.
+        warning: What the options make of the model that is rarely meant, such as a single block; empty without.
     """
 
     source_class: str
@@ -77,6 +78,7 @@ class ComponentReport:
     mhla_layers: list[int] = field(default_factory=list)
     num_layers: int = 0
     dropped: list[str] = field(default_factory=list)
+    warning: str = ""
 
     @property
     def initialised_parameters(self) -> int:

@@ -204,7 +204,9 @@ def _copied_entry(
     reader: SafetensorsReader, name: str, target: str, dtype: torch.dtype | None, kept: bool
 ) -> TensorEntry:
     stored = reader.dtypes[name]
-    cast = dtype if dtype is not None and stored in FLOAT_TYPES.values() and not kept else stored
+    cast = stored
+    if dtype is not None and stored in FLOAT_TYPES.values():
+        cast = torch.float32 if kept else dtype
     return TensorEntry(target, reader.shapes[name], cast, lambda: reader.load(name))
 
 

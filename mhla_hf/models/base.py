@@ -15,12 +15,12 @@ import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
 
 from ..config import MHLAConfig
-from ..layers.blocks import reference_blocks, resolve_blocks
+from ..layers.blocks import layout_at, reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
 from ..layers.original import STATE_KEY, record_weights, weights_state
 from ..utils.compat.diffusers import check_parallel_setup, declared, fp32_parts, loading_call
 from .adapters import MHLAAdapterMixin
-from .bounds import check_model_config
+from .bounds import check_model_config, sample_size
 from .context_parallel import check_parallelism, resolve_parallel_config
 from .loading import TRAINED_WITH, checked_checkpoint, load_mhla_weights
 from .options import from_stored, merge_options, to_stored
@@ -31,6 +31,9 @@ _DECLARED = {
     "_keep_in_fp32_modules": ("mixing", "output_norm", "window_gain"),
     "_skip_layerwise_casting_patterns": ("mhla",),
 }
+
+# Frames, height and width of what pipelines of videos make without being asked for a size.
+_VIDEO_SIZE = (81, 480, 832)
 
 
 class MHLAModelMixin(MHLAAdapterMixin):
@@ -117,14 +120,55 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return MHLAConfig.from_dict({**cls.default_options, **(options or {})})
 
     @classmethod
-    def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Returns the token grid of a model's configuration; `None` where it has none, as for videos."""
-        return None
+    def config_value(cls, config: Mapping[str, Any], name: str) -> Any:
+        """Returns an argument of the model's constructor as a configuration has it, or its default."""
+        default = inspect.signature(cls.__init__).parameters[name].default
+        return config.get(name, default)
 
     @classmethod
-    def reference_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the token grid that block counts are derived from in a model of this configuration."""
-        return cls.config_grid(config) or cls.default_grid
+    def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Returns the token grid of the samples that a model was made for; `None` where its configuration has none.
+
+        Models of videos may have it as the size of their latents: `sample_frames`, `sample_height`, `sample_width`.
+        diffusers warns of entries that a class does not take, unless their names begin with an underscore; so
+        `_sample_frames` and the others count too.
+        """
+        size = sample_size(config)
+        if size is None:
+            return None
+        return tuple(max(1, length // patch) for length, patch in zip(size, cls.config_value(config, "patch_size")))
+
+    @classmethod
+    def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
+        """Returns the token grid that block counts are derived from in a model of this configuration.
+
+        Args:
+            config: The configuration.
+            compression: Frames and pixels that one latent of the pipeline's VAE stands for, along time and each side;
+                those of Wan 2.1 by default.
+        """
+        grid = cls.config_grid(config)
+        if grid is not None or compression is None:
+            return grid or cls.default_grid
+        frames, *sides = _VIDEO_SIZE
+        latents = ((frames - 1) // compression[0] + 1, *(side // compression[1] for side in sides))
+        return tuple(max(1, length // side) for length, side in zip(latents, cls.config_value(config, "patch_size")))
+
+    @classmethod
+    def options_in_pipeline(cls, options: Any, config: Mapping[str, Any], compression: tuple[int, int] | None) -> Any:
+        """Returns options with the token grid of the pipeline's samples, where nothing else says the size.
+
+        Args:
+            options: The options of a conversion.
+            config: The configuration of the softmax model.
+            compression: See [`reference_grid`].
+        """
+        if compression is None or cls.config_grid(config) is not None:
+            return options
+        given = options.given_options() if isinstance(options, MHLAConfig) else {} if options is None else options
+        if not isinstance(given, Mapping) or given.get("grid") is not None or given.get("blocks") is not None:
+            return options
+        return {**given, "grid": cls.reference_grid(config, compression)}
 
     @classmethod
     def resolve_options(cls, options: MHLAConfig | Mapping[str, Any] | None, config: Mapping[str, Any]) -> MHLAConfig:
@@ -144,9 +188,24 @@ class MHLAModelMixin(MHLAAdapterMixin):
         if any(count > length for count, length in zip(resolved.blocks, grid)):
             raise ValueError(
                 f"blocks={resolved.blocks} has more blocks than this model's token grid {grid} has tokens on an axis. "
-                "Give grid with it if the images are larger."
+                "Give grid with it if the samples are larger."
             )
         return resolved.replace(grid=grid)
+
+    def single_block_warning(self) -> str | None:
+        """Returns a warning if samples of the model's own size are one block; `None` if they are several."""
+        options = self.mhla_config
+        blocks = reference_blocks(options)
+        grid = self.config_grid(self.config) or options.grid
+        if grid is not None:
+            blocks = layout_at(options, blocks, grid).blocks
+        if math.prod(blocks) > 1:
+            return None
+        tokens = "all tokens" if grid is None else f"all {'×'.join(map(str, grid))} tokens"
+        return (
+            f"{type(self).__name__}: {tokens} of a sample are in one block, which is plain linear attention. Give "
+            "more blocks (blocks, --blocks), or the token grid of the samples that you will make (grid, --grid)."
+        )
 
     @classmethod
     def starts_as_upstream(cls, options: MHLAConfig) -> bool:
@@ -224,6 +283,9 @@ class MHLAModelMixin(MHLAAdapterMixin):
             cls.coerce_options(stored)
         if stored is not None and isinstance(given, Mapping):
             kwargs["mhla"] = merge_options(stored, given)
+        if config is not None:
+            # Constructors are not told of entries that upstream does not take, such as the size of samples.
+            kwargs["mhla"] = cls.resolve_options(kwargs.get("mhla", stored), config)
         result = super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
         # Loading weights that were made under other options has to check that they mean the same under these.
         (result[0] if return_unused_kwargs else result)._mhla_options_of_checkpoint = stored

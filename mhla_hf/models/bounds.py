@@ -48,8 +48,36 @@ def check_model_config(model_class: Any, config: Mapping[str, Any], where: str) 
         raise ValueError(
             f"{where}: sample_size={image} in patches of {patch} gives more than {MAX_POSITIONS} positions."
         )
+    sample_size(config, where)
     if "num_layers" in config and config["num_layers"] > MAX_LAYERS:
         raise ValueError(f"{where}: num_layers={config['num_layers']} is more than {MAX_LAYERS}.")
+
+
+def sample_size(config: Mapping[str, Any], where: str = "the configuration") -> tuple[int, ...] | None:
+    """Returns frames, height and width of the latents that a video model was made for.
+
+    Args:
+        config: Contents of `config.json`.
+        where: Name of the file, for errors.
+
+    Returns:
+        `sample_frames`, `sample_height` and `sample_width`, with or without an underscore before them; `None` unless
+        the configuration has all three.
+
+    Raises:
+        ValueError: If one is no positive integer, or larger than any model takes.
+    """
+    found = []
+    for axis in ("frames", "height", "width"):
+        name = next((name for name in (f"sample_{axis}", f"_sample_{axis}") if config.get(name) is not None), None)
+        if name is None:
+            continue
+        if not _is_size(config[name]) or config[name] > MAX_POSITIONS:
+            raise ValueError(
+                f"{where}: {name}={shorten_value(config[name])} must be an integer from 1 to {MAX_POSITIONS}."
+            )
+        found.append(config[name])
+    return tuple(found) if len(found) == 3 else None
 
 
 def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None:

@@ -89,7 +89,7 @@ class MHLAImageModelMixin(MHLAModelMixin):
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """The grid of an image of the size that the model was made for, in patches."""
-        size = config["sample_size"] // config["patch_size"]
+        size = cls.config_value(config, "sample_size") // cls.config_value(config, "patch_size")
         return (size, size)
 
     def _self_attentions(self) -> list[nn.Module]:

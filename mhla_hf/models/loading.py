@@ -143,6 +143,14 @@ def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
         "%s: %d MHLA parameter(s) in %d layer(s) are not in %s and were newly initialised. %s",
         type(model).__name__, len(fresh), layers, source, advice,
     )  # fmt: skip
+    warn_of_single_block(model)
+
+
+def warn_of_single_block(model: Any) -> None:
+    """Warns if samples of the size that a newly converted model was made for are a single block."""
+    warning = model.single_block_warning()
+    if warning is not None:
+        logger.warning("%s", warning)
 
 
 def initialize_fresh(model: nn.Module, keys: list[str], load_options: Mapping[str, Any]) -> bool:

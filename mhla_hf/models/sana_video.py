@@ -70,8 +70,17 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """`None`: the configuration does not tell the number of frames."""
-        return None
+        """As for Wan; `sample_size` alone does not tell the number of frames."""
+        return super(MHLAImageModelMixin, cls).config_grid(config)
+
+    @classmethod
+    def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
+        """As for Wan, with `sample_size` rows: 30 of 52 tokens for 480 pixels, 22 of 38 for 704."""
+        grid = super().reference_grid(config, compression)
+        if cls.config_grid(config) is not None:
+            return grid
+        rows = cls.config_value(config, "sample_size")
+        return (grid[0], rows, round(rows * cls.default_grid[2] / cls.default_grid[1]))
 
     def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
         self.rope.__class__ = MHLASanaVideoRotaryPosEmbed

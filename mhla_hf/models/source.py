@@ -24,6 +24,7 @@ from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, Weight
 CONVERSION_RECORD, TRAINING_RECORD = "conversion.json", "training.json"
 # Links in a chain of records: pipelines that were made from one another.
 _MOST_RECORDS = 8
+_MOST_COMPRESSION = 1024
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,27 @@ def read_source(
             f"{location} is a {shorten_text(component.class_name)}, which cannot be converted. Supported: {supported}."
         )
     return Source(location, root, None, (component,), origin)
+
+
+def vae_compression(pipeline: Path) -> tuple[int, int] | None:
+    """Reads how many frames, and how many pixels of a side, one latent of a pipeline's video VAE stands for.
+
+    Args:
+        pipeline: The pipeline's directory.
+
+    Returns:
+        Both numbers; `None` where the VAE's configuration does not have them.
+
+    Raises:
+        ValueError: If the configuration is damaged.
+    """
+    path = path_inside(pipeline, "vae", str(pipeline)) / "config.json"
+    config = read_json(path, "the VAE's configuration") if path.is_file() else {}
+    temporal: Any = config.get("scale_factor_temporal", config.get("temporal_compression_ratio"))
+    spatial: Any = config.get("scale_factor_spatial", config.get("spatial_compression_ratio"))
+    if not all(type(value) is int and 1 <= value <= _MOST_COMPRESSION for value in (temporal, spatial)):
+        return None
+    return temporal, spatial
 
 
 def find_original(

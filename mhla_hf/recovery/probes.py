@@ -74,7 +74,7 @@ def pipeline_batches(
         seed: Seed of noise, classes and of the steps that are kept.
         original: Make the samples with the models' original attention; else with MHLA.
         **call_options: Other arguments of the pipeline's call, such as `height`, `width` and `num_frames`. By default
-            the size that the mixing weights were made for, where the model's options say it.
+            the size that the mixing weights were made for, where the model's options or its configuration say it.
 
     Returns:
         Batches by component. Those of one sample are four places apart, so that they are held out together.
@@ -155,7 +155,7 @@ def sample_size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int
     """Height, width and number of frames for the token grid that the mixing weights were made for."""
     model: Any = next(iter(models.values()))
     grids = {layer.mhla.config.grid for layer in mhla_layers(model)}
-    grid = grids.pop() if len(grids) == 1 else None
+    grid = (grids.pop() if len(grids) == 1 else None) or model.config_grid(model.config)
     if grid is None or len(grid) < 2:
         return {}
     patch = model.config.patch_size

@@ -123,6 +123,26 @@ def test_a_transformer_without_its_pipeline(tmp_path):
     assert "give the pipeline it belongs to" in line(run(tmp_path / "model", "--prompt", "a"))
 
 
+@pytest.mark.parametrize(("options", "stored"), [({"blocks": [1, 2, 2]}, None), ({"grid": [4, 8, 8]}, [4, 8, 8])])
+def test_the_grid_is_the_one_that_was_stored_or_that_the_probe_had(options, stored, tmp_path):
+    torch.manual_seed(0)
+    mhla_hf.convert(wan_pipeline(), options).save_pretrained(tmp_path / "mhla")
+    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
+    own = f" on a grid of {'×'.join(map(str, stored))} tokens" if stored else "2 blocks"
+    result = run(tmp_path / "mhla", "--samples", 0, "--json", figures, "--html", page)
+    mixing = json.loads(figures.read_text())["models"][0]["layers"][0]["mixing"]
+    assert mixing["grid"] == stored and own in result.stdout
+    assert ("token grid</dt><dd>not stored" in page.read_text()) == (stored is None)
+
+    sizes = ("--height", 32, "--width", 64, "--num-frames", 9, "--samples", 4, "--steps", 2, "--tokens", 8)
+    result = run(tmp_path / "mhla", "--json", figures, "--html", page, *sizes)
+    assert result.exit_code == 0, result.output
+    layer = json.loads(figures.read_text())["models"][0]["layers"][0]
+    assert layer["mixing"]["grid"] == (stored or [3, 2, 4]) and layer["attention"]["grid"] == [3, 2, 4]
+    assert ("The probe ran in" in result.stdout) == (stored is not None)
+    assert f"<dd>{' × '.join(map(str, stored or [3, 2, 4]))}" in page.read_text()
+
+
 def test_towers_without_a_tokenizer(tmp_path):
     """Texts of random tokens, and images of noise."""
     text = {**TOWER, "num_hidden_layers": 1, "eos_token_id": 63}

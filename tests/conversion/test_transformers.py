@@ -15,7 +15,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 import mhla_hf
@@ -194,6 +202,19 @@ def test_dtype_casts_weights_and_configuration(llama_dir, tmp_path):
         if name in original:
             assert torch.equal(tensor, original[name].bfloat16()), name
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "mhla").dtype == torch.bfloat16
+
+
+def test_what_is_kept_in_fp32_is_written_so_whatever_it_was(tmp_path):
+    config = Glm4MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        intermediate_size=32, moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    Glm4MoeForCausalLM(config).half().save_pretrained(tmp_path / "softmax")
+    convert(tmp_path / "softmax", tmp_path / "mhla", TEXT_OPTIONS, dtype="bf16")
+    for name, tensor in weights_of(tmp_path / "mhla").items():
+        kept = "e_score_correction_bias" in name
+        assert tensor.dtype == (torch.float32 if kept else torch.bfloat16), name
 
 
 def test_conversion_in_place_gives_the_same(llama_dir, tmp_path):

@@ -20,6 +20,7 @@ from mhla_hf.config import parse_layers
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.conversion.options import format_bytes, parse_axes, parse_dtype, parse_size
 from mhla_hf.conversion.writing import check_space
+from mhla_hf.hub.checks import check_directory
 from mhla_hf.models.options import to_stored
 from mhla_hf.utils.files import atomic_directory
 from mhla_hf.utils.source_files import list_files
@@ -401,6 +402,19 @@ def test_dtype_leaves_fp32_modules_alone(transformer_dir, tmp_path):
     assert weights["blocks.0.attn1.mhla.gate.weight"].dtype == torch.bfloat16
     counts = report.components["transformer"].weight_sets[0].dtypes
     assert counts["bfloat16"] + counts["float32"] == len(weights)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float16", "bf16"), ("bfloat16", "fp16"), ("float16", "fp16")])
+def test_what_is_kept_in_fp32_is_written_so_whatever_it_was(stored, dtype, tmp_path):
+    tiny.wan_transformer().to(getattr(torch, stored)).save_pretrained(tmp_path / "softmax")
+    convert(tmp_path / "softmax", tmp_path / "mhla", {"blocks": BLOCKS}, dtype=dtype)
+    weights = load_file(tmp_path / "mhla/diffusion_pytorch_model.safetensors")
+    original = load_file(tmp_path / "softmax/diffusion_pytorch_model.safetensors")
+    kept = set(MHLAWanTransformer3DModel._keep_in_fp32_modules)
+    for name, tensor in weights.items():
+        assert tensor.dtype == (torch.float32 if kept & set(name.split(".")) else parse_dtype(dtype)), name
+        assert name not in original or torch.equal(tensor, original[name].to(tensor.dtype)), name
+    assert check_directory(tmp_path / "mhla") == []
 
 
 def test_new_parameters_follow_the_source(tmp_path):

@@ -34,6 +34,7 @@ LOCK = ".lock"
 NULL_CONDITION = "null_condition.safetensors"
 # Stored without their padding.
 _PADDED = ("prompt_embeds", "prompt_attention_mask")
+_FLOATS = ("latents", "prompt_embeds")
 # Settings that are fingerprints of parts of the pipeline.
 _ENCODERS = ("vae", "text_encoder", "tokenizer")
 # Captions often repeat: all digits have ten between them.
@@ -54,7 +55,8 @@ class LatentDataset:
         buckets: Number of each sample's bucket; None where all have one size.
 
     Raises:
-        ValueError: If the cache does not exist, is unfinished, of another format, or lacks a file.
+        ValueError: If the cache does not exist, is unfinished, of another format, or lacks a file, or its first sample
+            cannot be read.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -72,6 +74,8 @@ class LatentDataset:
             raise ValueError(f"cache {directory} lacks {len(missing)} samples, for instance {missing[0]:.100}")
         self.buckets: list[int] | None = self.manifest.get("buckets")
         self.null_condition = self._read(self.directory / NULL_CONDITION)
+        # A cache that another program wrote is wrong from its first sample on.
+        self[0]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -141,6 +145,13 @@ class LatentDataset:
 
     def _read(self, path: Path) -> dict[str, torch.Tensor]:
         tensors = read_tensors(path)
+        for name in _FLOATS:
+            if name in tensors and not tensors[name].is_floating_point():
+                found = str(tensors[name].dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"cache file {path} has {name} of type {found}, which must be floating-point; remove it and run "
+                    "the cache step again"
+                )
         length = self.settings.get("max_sequence_length")
         for name in _PADDED:
             if name in tensors:

@@ -195,6 +195,8 @@ class Objective(ABC):
         cls._check_names("a sample", sample, ("latents", *cls.condition_names))
         if null_condition is not None:
             cls._check_names("null_condition", null_condition, cls.condition_names)
+        if not sample["latents"].is_floating_point():
+            raise ValueError(f"the samples have latents of type {sample['latents'].dtype}, not floating-point ones")
         config: Any = model.config
         channels, *size = sample["latents"].shape
         if channels != config["in_channels"]:

@@ -230,6 +230,18 @@ class TestManifest:
         with pytest.raises(ValueError, match=r"cache\.json is not (valid JSON|a JSON object)"):
             LatentDataset(cache)
 
+    @pytest.mark.parametrize("file", ["samples/000000", "samples/000001", "null_condition"])
+    def test_integers_in_place_of_latents_and_text_are_refused(self, file, cache):
+        """Their noise levels would be rounded to whole numbers."""
+        path = cache / f"{file}.safetensors"
+        name = "prompt_embeds" if file == "null_condition" else "latents"
+        tensors = load_file(path)
+        save_file({**tensors, name: (8 * tensors[name]).to(torch.int32)}, path)
+        with pytest.raises(ValueError, match=f"{path.name} has {name} of type int32, which must be floating-point"):
+            dataset = LatentDataset(cache)
+            assert file == "samples/000001", "only the first sample is read when a cache is opened"
+            dataset[1]
+
     def test_damaged_samples_are_named(self, cache):
         path = cache / "samples" / "000001.safetensors"
         whole = path.read_bytes()

@@ -281,6 +281,7 @@ class TestRefusals:
             ("wan", {"prompt_embeds": None}, "wan training must have latents, prompt_embeds; it lacks prompt_embeds"),
             ("wan", {"prompt_embeds": torch.zeros(6, 7)}, "text embeddings of width 7, the model takes 32"),
             ("wan", {"latents": torch.zeros(16, 4, 4)}, "must have 4 axes for this model, got 3"),
+            ("wan", {"latents": torch.zeros(16, 2, 4, 4).long()}, "latents of type torch.int64, not floating"),
             ("sana", {"latents": torch.zeros(3, 4, 4)}, "have 3 latent channels, the model takes 4"),
             ("sana", {"prompt_attention_mask": torch.ones(5)}, "one entry for each of the 6 tokens"),
             ("sana", {"prompt_attention_mask": None}, "it lacks prompt_attention_mask"),

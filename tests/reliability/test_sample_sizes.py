@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversions and their probes take the size of the samples that a model was made for."""
+
+import json
+import logging
+import shutil
+
+import diffusers
+import pytest
+from typer.testing import CliRunner
+
+import mhla_hf
+from mhla_hf.cli.main import app
+from mhla_hf.demo import base_pipeline_directory
+from mhla_hf.models.sana_video import MHLASanaVideoTransformer3DModel
+from mhla_hf.recovery.probes import mhla_components, pipeline_batches, sample_size
+from tests.tiny import wan_pipeline
+from tests.tiny_images import dit_pipeline
+
+
+OWN = {"_sample_frames": 5, "_sample_height": 16, "_sample_width": 16}
+WAN_GRID = [21, 30, 52]
+
+
+def on_disk(source, tmp_path, options):
+    destination = tmp_path / "converted"
+    mhla_hf.convert_pretrained(source, destination, options, progress=False, overwrite=True)
+    return mhla_hf.load_pipeline(destination)
+
+
+def while_loading(source, tmp_path, options):
+    return mhla_hf.load_pipeline(source, mhla=options)
+
+
+def in_memory(source, tmp_path, options):
+    return mhla_hf.convert(diffusers.DiffusionPipeline.from_pretrained(source), options)
+
+
+WAYS = pytest.mark.parametrize("convert", [on_disk, while_loading, in_memory])
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """The demo's base with other entries in the configuration of a component."""
+
+    def edit(component, **entries):
+        folder = shutil.copytree(base_pipeline_directory(), tmp_path / "base")
+        path = folder / component / "config.json"
+        content = {**json.loads(path.read_text()), **entries}
+        path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+        return folder
+
+    return edit
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if "in one block" in record.getMessage()]
+
+
+@WAYS
+def test_blocks_are_for_the_own_size(convert, tmp_path, caplog):
+    pipeline = convert(base_pipeline_directory(), tmp_path, None)
+    options = pipeline.transformer.mhla_config
+    assert (options.blocks, options.grid) == ((2, 4, 2), (5, 8, 8))
+    assert pipeline.transformer.mhla_modules()[0].layout_for((5, 8, 8)).blocks == (2, 4, 2)
+    assert not warnings_of(caplog)
+    pipeline.save_pretrained(tmp_path / "saved")
+    stored = json.loads((tmp_path / "saved/transformer/config.json").read_text())
+    assert {name: stored[name] for name in OWN} == OWN
+
+
+@WAYS
+def test_blocks_alone_are_sampled_at_the_own_size(convert, tmp_path):
+    pipeline = convert(base_pipeline_directory(), tmp_path, {"blocks": [5, 4, 4]})
+    assert pipeline.transformer.mhla_config.grid == (5, 8, 8)
+    assert sample_size(pipeline, mhla_components(pipeline)) == {"height": 64, "width": 64, "num_frames": 17}
+
+
+def test_models_that_were_saved_without_a_grid_are_sampled_at_the_own_size():
+    pipeline = mhla_hf.load_pipeline(base_pipeline_directory(), mhla={"blocks": [5, 4, 4], "grid": None})
+    assert pipeline.transformer.mhla_config.grid is None
+    batches = pipeline_batches(pipeline, samples=4, steps=2)["transformer"]
+    assert {tuple(batch["hidden_states"].shape[2:]) for batch in batches} == {(5, 16, 16)}
+
+
+@pytest.mark.parametrize("options", [{"grid": WAN_GRID}, {"block_size": [8, 8, 8]}, {"blocks": [1, 1, 1]}], ids=str)
+@pytest.mark.parametrize("convert", [while_loading, in_memory])
+def test_one_block_is_warned_of_once(convert, options, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        convert(base_pipeline_directory(), tmp_path, options)
+    (warning,) = warnings_of(caplog)
+    assert "all 5×8×8 tokens of a sample are in one block, which is plain linear attention" in warning
+
+
+def test_the_command_shows_blocks_and_tokens(tmp_path):
+    def run(*options):
+        command = ["convert", base_pipeline_directory(), tmp_path / "out", "--overwrite", *options]
+        result = CliRunner().invoke(app, list(map(str, command)))
+        assert result.exit_code == 0, result.output
+        record = json.loads((tmp_path / "out/conversion.json").read_text())
+        return result.stdout, record["components"]["transformer"]["warning"]
+
+    output, warning = run()
+    assert "transformer: blocks 2×4×2 on a grid of 5×8×8 tokens" in output
+    assert not warning and "Warning" not in output
+    output, warning = run("--grid", "21,30,52")
+    assert "transformer: blocks 4×5×9 on a grid of 21×30×52 tokens" in output
+    assert "all 5×8×8 tokens of a sample are in one block" in warning and f"Warning: {warning}" in output
+
+
+@WAYS
+def test_the_autoencoder_tells_the_grid_where_the_model_does_not(convert, tmp_path):
+    """As Wan 2.2 TI2V-5B: sides 16 times smaller, so that 480 × 832 make 15 × 26 tokens."""
+    pipeline = wan_pipeline()
+    pipeline.vae.register_to_config(scale_factor_spatial=16)
+    pipeline.save_pretrained(tmp_path / "softmax")
+    pipeline = convert(tmp_path / "softmax", tmp_path, None)
+    assert pipeline.transformer.mhla_config.grid == (21, 15, 26)
+    expected = {"height": 480, "width": 832, "num_frames": 81}
+    assert sample_size(pipeline, mhla_components(pipeline)) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "compression", "grid"),
+    [
+        ({}, None, (21, 30, 52)),
+        ({"sample_size": 30, "patch_size": [1, 2, 2]}, (4, 8), (21, 30, 52)),
+        ({"sample_size": 22, "patch_size": [1, 1, 1]}, (8, 32), (11, 22, 38)),
+        ({"sample_size": 30, "sample_frames": 3, "sample_height": 8, "sample_width": 12}, (4, 8), (3, 4, 6)),
+    ],
+)
+def test_sana_video(config, compression, grid):
+    assert MHLASanaVideoTransformer3DModel.reference_grid(config, compression) == grid
+
+
+@pytest.mark.parametrize("convert", [on_disk, while_loading])
+def test_configurations_may_leave_out_the_default_size(convert, tmp_path):
+    dit_pipeline(sample_size=32, patch_size=2).save_pretrained(tmp_path / "softmax")
+    path = tmp_path / "softmax/transformer/config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({name: content[name] for name in content if name not in ("sample_size", "patch_size")}))
+    assert convert(tmp_path / "softmax", tmp_path, None).transformer.mhla_config.grid == (16, 16)
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, True, "16", 10**12, [16]], ids=str)
+@pytest.mark.parametrize("convert", [on_disk, while_loading])
+def test_other_values_than_sizes_are_refused(convert, value, edited, tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json: _sample_height=.* must be an integer from 1 to"):
+        convert(edited("transformer", _sample_height=value), tmp_path, None)
+
+
+def test_plain_diffusers_is_quiet_about_the_size(capsys, tmp_path):
+    pipeline = diffusers.WanPipeline.from_pretrained(base_pipeline_directory())
+    assert "are not expected and will be ignored" not in "".join(capsys.readouterr())
+    assert type(pipeline.transformer).__name__ == "WanTransformer3DModel"
+    pipeline.save_pretrained(tmp_path)
+    assert OWN.items() <= json.loads((tmp_path / "transformer/config.json").read_text()).items()
