@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -291,8 +292,10 @@ class MHLAModelMixin(MHLAAdapterMixin):
         (result[0] if return_unused_kwargs else result)._mhla_options_of_checkpoint = stored
         return result
 
+    # Pipelines read its signature.
+    @functools.wraps(ModelMixin.save_pretrained)
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream; the configuration says whether the model is converted, calibrated, matched or trained."""
+        # What was done to the model goes into the configuration.
         self.register_to_config(**{STATE_KEY: weights_state(self)})
         super().save_pretrained(*args, **kwargs)
 

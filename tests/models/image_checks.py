@@ -211,7 +211,7 @@ class ImageChecks(ModelCase):
             ({"blocks": [4]}, "axes"),
             ({"blocks": [1, 4, 4]}, "axes"),
             ({"unknown": 1}, "unknown"),
-            ({"layers": [2]}, r"layers names \[2\]"),
+            ({"layers": [2]}, r"layers names 2"),
             ("linear", "mhla options must be"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -72,15 +72,17 @@ def test_single_options_over_a_checkpoints_own(tmp_path, caplog):
     assert "normalizer='none'; the ones given change what its weights mean" in caplog.text
 
 
-def test_a_softmax_model_with_the_same_configuration_object_is_not_run_wrongly():
+def test_a_softmax_model_with_the_same_configuration_object_stays_softmax():
     teacher = softmax_model("llama")
     student = LlamaForCausalLM(teacher.config)
-    convert(student, {"block_size": 4})
-    ids = GIVEN["input_ids"]
-    mask = torch.ones_like(ids)
+    mask = torch.ones_like(GIVEN["input_ids"])
     mask[0, -3:] = 0
-    with pytest.raises(ValueError, match="This model has no MHLA parameters"):
-        teacher(ids, attention_mask=mask)
+    expected = teacher(GIVEN["input_ids"], attention_mask=mask).logits
+    convert(student, {"block_size": 4})
+    assert student.config.mhla["block_size"] == [4] and student.model.config is student.config
+    assert torch.equal(teacher(GIVEN["input_ids"], attention_mask=mask).logits, expected)
+    # A second model of the same configuration is softmax as well.
+    assert teacher.config.mhla is None and not mhla_modules(LlamaForCausalLM(teacher.config))
 
 
 def test_rotations_under_a_condition_are_left_where_they_are():
@@ -252,10 +254,9 @@ def test_a_failed_conversion_leaves_the_model_as_it_was():
     convert(model)
 
 
-def test_softmax_of_an_mhla_checkpoint_warns(mhla_directory, caplog):
-    transformers.utils.logging.get_logger("transformers").propagate = True
-    model = AutoModelForCausalLM.from_pretrained(mhla_directory, attn_implementation="sdpa")
-    assert "attends with softmax" in caplog.text and len(mhla_modules(model)) == 3
+def test_softmax_of_a_trained_mhla_checkpoint_is_refused(mhla_directory):
+    with pytest.raises(ValueError, match="Cannot use softmax attention: this LlamaForCausalLM was trained before"):
+        AutoModelForCausalLM.from_pretrained(mhla_directory, attn_implementation="sdpa")
 
 
 def test_the_name_alone_is_not_enough():
