@@ -193,11 +193,11 @@ def collect_contents(
         is_record = PurePosixPath(name).name in _RECORDS
         if is_record or _CONFIGURATION.fullmatch(name):
             content = parse_json(stub[name], name) if name in stub else read_json_value(directory / name, "the file")
-            if is_record and isinstance(content, dict) and isinstance(content.get("source"), dict):
-                # Of use on this machine alone.
-                kept = {key: entry for key, entry in content["source"].items() if key not in ("path", "path_code")}
-                content = {**content, "source": kept}
             public = _shortened(content, None if is_record else _LOCATIONS)
+            if is_record and isinstance(public, dict) and isinstance(public.get("source"), dict):
+                # Of use on this machine alone.
+                for entry in ("path", "path_code"):
+                    public["source"].pop(entry, None)
             if name in stub or public != content:
                 contents.files[name] = (json.dumps(public, indent=2, sort_keys=True) + "\n").encode()
     contents.files |= {name: text.encode() for name, text in stub.items() if name.endswith(".py")}

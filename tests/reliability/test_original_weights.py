@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converted models know their pretrained weights: softmax is restored exactly, or refused, whatever was done since."""
+
+import copy
+import json
+import logging
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel
+
+import mhla_hf
+from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
+from mhla_hf.hub.contents import collect_contents
+from mhla_hf.recovery import match_layers
+from tests import tiny, tiny_images
+from tests.integrations.transformers.tiny_files import save_softmax
+from tests.integrations.transformers.tiny_models import inputs, softmax_model
+
+
+REFUSED = {
+    "sdpa": lambda model, batches: model.set_attn_implementation("sdpa"),
+    "calibrate": mhla_hf.calibrate,
+    "match": lambda model, batches: match_layers(model, batches, steps=1),
+    "unconvert": lambda model, batches: mhla_hf.unconvert(model),
+}
+
+
+@pytest.fixture
+def softmax():
+    return softmax_model("llama")
+
+
+@pytest.fixture
+def batches():
+    return [inputs("llama", seed=seed, batch=4) for seed in range(4)]
+
+
+@pytest.fixture
+def clip():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    text = {**sizes, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
+
+
+def logits(model, batches):
+    with torch.no_grad():
+        return model(**batches[0]).logits
+
+
+def fitted(softmax, batches, how):
+    """The model converted, then calibrated or matched."""
+    model = mhla_hf.convert(copy.deepcopy(softmax), block_size=4)
+    if how == "calibrated":
+        mhla_hf.calibrate(model, batches)
+    else:
+        match_layers(model, batches, steps=3)
+    return model
+
+
+def test_a_second_calibration_begins_with_the_original(softmax, batches):
+    model = fitted(softmax, batches, "calibrated")
+    once, report = logits(model, batches), mhla_hf.calibrate(model, batches)
+    assert (logits(model, batches) - once).norm() < 0.02 * once.norm()
+    # The layers' errors are those against the original: against calibrated weights they would be others.
+    again = mhla_hf.calibrate(model, batches)
+    assert again.error_after == pytest.approx(report.error_after, rel=0.02)
+
+
+def test_matching_after_calibration_aims_at_the_original(softmax, batches):
+    model = fitted(softmax, batches, "calibrated")
+    twin = copy.deepcopy(model)
+    report = match_layers(model, batches, steps=2)
+    expected = match_layers(twin, batches, steps=2, teacher=softmax)
+    assert report.losses == expected.losses
+
+
+@pytest.mark.parametrize("copied", ["same", "deepcopy", "pickle", "bfloat16"])
+@pytest.mark.parametrize("how", ["calibrated", "matched"])
+def test_softmax_is_restored_and_mhla_comes_back(softmax, batches, how, copied):
+    model = fitted(softmax, batches, how)
+    if copied == "deepcopy":
+        model = copy.deepcopy(model)
+    elif copied == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    elif copied == "bfloat16":
+        model, softmax = model.to(torch.bfloat16), softmax.to(torch.bfloat16)
+    expected = logits(model, batches)
+    assert not torch.equal(expected, logits(softmax, batches))
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, batches), logits(softmax, batches))
+    model.set_attn_implementation("mhla")
+    assert torch.equal(logits(model, batches), expected)
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "data"])
+def test_training_is_noticed_whichever_optimizer_does_it(softmax, batches, optimizer, refused):
+    model = mhla_hf.convert(softmax, block_size=4)
+    if optimizer == "data":
+        model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1e-3
+    else:
+        model(**batches[0], labels=batches[0]["input_ids"]).loss.backward()
+        getattr(torch.optim, optimizer)(model.parameters(), lr=1e-5).step()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"Cannot .* pretrained weight\(s\) of this LlamaForCausalLM have been trained"
+    ):
+        refused(model, batches)
+    assert model.config._attn_implementation == "mhla"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_training_of_mhla_alone_leaves_the_original_there(softmax, batches):
+    expected = logits(softmax, batches)
+    model = mhla_hf.convert(softmax, block_size=4)
+    for name, parameter in model.named_parameters():
+        if ".mhla." in name:
+            parameter.data.add_(0.1)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, batches), expected)
+
+
+@pytest.mark.parametrize("state", ["converted", "calibrated", "matched", "trained"])
+def test_the_saved_configuration_says_what_was_done(softmax, batches, state, tmp_path):
+    expected = logits(softmax, batches)
+    if state in ("calibrated", "matched"):
+        model = fitted(softmax, batches, state)
+    else:
+        model = mhla_hf.convert(softmax, block_size=4)
+    if state == "trained":
+        model.lm_head.weight.data.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["_mhla_state"] == state
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, batches), logits(model, batches))
+    if state == "converted":
+        again.set_attn_implementation("sdpa")
+        assert torch.equal(logits(again, batches), expected)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+        assert torch.equal(logits(loaded, batches), expected)
+        return
+    message = f"Cannot .*: this LlamaForCausalLM was {state} before it was saved"
+    for refused in REFUSED.values():
+        with pytest.raises(ValueError, match=message):
+            refused(again, batches)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    # Saved once more, the state stays what it was.
+    again.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["_mhla_state"] == state
+
+
+@pytest.mark.parametrize("how", ["sdpa", "unconvert"])
+@pytest.mark.parametrize("done", ["converted", "calibrated"])
+def test_a_restored_model_is_saved_as_a_plain_softmax_checkpoint(softmax, batches, done, how, tmp_path):
+    expected = logits(softmax, batches)
+    model = fitted(softmax, batches, done) if done == "calibrated" else mhla_hf.convert(softmax, block_size=4)
+    before = logits(model, batches)
+    if how == "sdpa":
+        model.set_attn_implementation("sdpa")
+    else:
+        assert mhla_hf.unconvert(model) is model and torch.equal(logits(model, batches), expected)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert not {"mhla", "_mhla_state", "attn_implementation", "transformers_weights"} & config.keys()
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert again.config._attn_implementation == "sdpa" and torch.equal(logits(again, batches), expected)
+    if how == "sdpa":
+        # Saving has changed nothing in the model itself.
+        model.set_attn_implementation("mhla")
+        assert torch.equal(logits(model, batches), before)
+
+
+def test_a_model_that_was_restored_may_be_trained_and_saved_as_softmax(softmax, batches, tmp_path):
+    model = mhla_hf.convert(softmax, block_size=4)
+    model.set_attn_implementation("sdpa")
+    model.lm_head.weight.data.mul_(1.5)
+    model.save_pretrained(tmp_path / "softmax")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "softmax")
+    assert torch.equal(logits(again, batches), logits(model, batches))
+    # Back at MHLA, these are the weights to restore.
+    expected = logits(model, batches)
+    model.set_attn_implementation("mhla")
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, batches), expected)
+    # The implementation alone, without its method, restores nothing.
+    model.set_attn_implementation("mhla")
+    model.lm_head.weight.data.mul_(1.5)
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.raises(ValueError, match="Cannot save a softmax checkpoint"):
+        model.save_pretrained(tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_one_tower_of_several(clip, tmp_path):
+    model, given = clip, {"input_ids": torch.arange(3, 23)[None], "pixel_values": torch.randn(1, 3, 32, 32)}
+    with torch.no_grad():
+        expected = model(**given)[0]
+        mhla_hf.convert(model, {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}})
+        model.set_attn_implementation({"vision_config": "sdpa"})
+        mixed = model(**given)[0]
+        model.save_pretrained(tmp_path)
+        again = CLIPModel.from_pretrained(tmp_path)
+        assert again.config.vision_config.mhla is None and again.config.text_config.mhla is not None
+        torch.testing.assert_close(again(**given)[0], mixed)
+        assert not [name for name, _ in again.named_parameters() if "vision" in name and ".mhla." in name]
+        mhla_hf.unconvert(model)
+        assert torch.equal(model(**given)[0], expected)
+
+
+DIFFUSERS = {
+    "wan": (tiny.wan_transformer, tiny.wan_inputs, {"blocks": (1, 2, 2), "grid": (3, 2, 4)}),
+    "dit": (tiny_images.dit_transformer, partial(tiny_images.dit_inputs, width=8), {"blocks": (2, 2)}),
+    "pixart": (tiny_images.pixart_transformer, tiny_images.pixart_inputs, {"blocks": (2, 2)}),
+    "sana": (tiny_images.sana_transformer, tiny_images.sana_inputs, {"blocks": (2, 2), "mixing_init": "linear"}),
+}
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_models_of_diffusers_are_turned_back(name, tmp_path):
+    make, make_inputs, options = DIFFUSERS[name]
+    model, given = make(), make_inputs()
+    with torch.no_grad():
+        expected, original = model(**given)[0], type(model)
+    mhla_hf.convert(model, options)
+    match_layers(model, [given], steps=2)
+    with torch.no_grad():
+        assert not torch.equal(model(**given)[0], expected)
+        model.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["_mhla_state"] == "matched"
+        loaded = type(model).from_pretrained(tmp_path)
+        assert not {"mhla", "_mhla_state"} & mhla_hf.unconvert(copy.deepcopy(model)).config.keys()
+        assert type(mhla_hf.unconvert(model)) is original
+        torch.testing.assert_close(model(**given)[0], expected, rtol=0, atol=1e-6)
+        with pytest.raises(ValueError, match="was matched before it was saved"):
+            mhla_hf.unconvert(loaded)
+        mhla_hf.unconvert(loaded, make())
+        torch.testing.assert_close(loaded(**given)[0], expected, rtol=0, atol=1e-6)
+        with pytest.raises(ValueError, match="has no MHLA layers"):
+            mhla_hf.unconvert(model)
+
+
+def test_pipelines_are_turned_back(tmp_path):
+    pipeline = mhla_hf.convert(tiny.wan_pipeline(), blocks=(1, 2, 2), grid=(3, 2, 4))
+    mhla_hf.calibrate(pipeline, samples=4, steps=2)
+    pipeline.save_pretrained(tmp_path / "mhla")
+    assert mhla_hf.unconvert(pipeline) is pipeline
+    pipeline.save_pretrained(tmp_path / "softmax")
+    index = json.loads((tmp_path / "softmax" / "model_index.json").read_text())
+    assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
+    expected = tiny.wan_pipeline().transformer.state_dict()
+    again = type(pipeline).from_pretrained(tmp_path / "softmax").transformer.state_dict()
+    assert again.keys() == expected.keys() and all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def test_directories_are_turned_back(tmp_path):
+    pipeline = tiny.wan_pipeline()
+    pipeline.save_pretrained(tmp_path / "softmax")
+    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", blocks=(1, 2, 2), grid=(3, 2, 4), progress=False)
+    unconvert_pretrained(tmp_path / "mhla", tmp_path / "again", progress=False)
+    for part in ("transformer/diffusion_pytorch_model.safetensors", "model_index.json"):
+        assert (tmp_path / "again" / part).read_bytes() == (tmp_path / "softmax" / part).read_bytes()
+    configs = [json.loads((tmp_path / name / "transformer/config.json").read_text()) for name in ("softmax", "again")]
+    assert configs[0] == configs[1]
+    with pytest.raises(ValueError, match="has no MHLA model"):
+        unconvert_pretrained(tmp_path / "again", tmp_path / "more", progress=False)
+    # Of a trained one, weights come from the original, and only from there.
+    config = tmp_path / "mhla" / "transformer" / "config.json"
+    config.write_text(config.read_text().replace('"converted"', '"trained"'))
+    unconvert_pretrained(tmp_path / "mhla", tmp_path / "found", progress=False)
+    (tmp_path / "softmax").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"has been trained, and its softmax original is not found: give it"):
+        unconvert_pretrained(tmp_path / "mhla", tmp_path / "lost", progress=False)
+    unconvert_pretrained(tmp_path / "mhla", tmp_path / "given", original=tmp_path / "elsewhere", progress=False)
+    for name in ("found", "given"):
+        part = "transformer/diffusion_pytorch_model.safetensors"
+        assert (tmp_path / name / part).read_bytes() == (tmp_path / "elsewhere" / part).read_bytes()
+
+
+@pytest.mark.parametrize("model_class", [BertForMaskedLM, CLIPModel])
+def test_directories_of_transformers_are_turned_back(model_class, clip, tmp_path):
+    (clip if model_class is CLIPModel else softmax_model("bert")).save_pretrained(tmp_path / "softmax")
+    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", progress=False)
+    unconvert_pretrained(tmp_path / "mhla", tmp_path / "again", progress=False)
+    models = [model_class.from_pretrained(tmp_path / folder) for folder in ("softmax", "again")]
+    assert models[1].config._attn_implementation == "sdpa"
+    states = [model.state_dict() for model in models]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert "mhla" not in (tmp_path / "again" / "config.json").read_text()
+
+
+def test_an_original_is_followed_by_records_of_this_machine_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    save_softmax("bert", tmp_path / "models" / "softmax")
+    convert_pretrained(tmp_path / "models" / "softmax", tmp_path / "elsewhere" / "mhla", progress=False)
+    source = mhla_hf.models.source.read_source(tmp_path / "elsewhere" / "mhla")
+    find = lambda: mhla_hf.models.source.find_original(source, source.components[0])  # noqa: E731
+    assert find()[1].folder == tmp_path / "models" / "softmax"
+    record = tmp_path / "elsewhere" / "mhla" / "conversion.json"
+    written = record.read_text()
+    # Another path under the same code, and the record on another machine.
+    record.write_text(written.replace("/models/softmax", "/elsewhere/mhla"))
+    assert find() is None
+    record.write_text(written)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "another"))
+    assert find() is None
+    # What came from the Hub's cache is of others.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    cache = tmp_path / "hub" / "models--you--model" / "snapshots"
+    cache.mkdir(parents=True)
+    (tmp_path / "elsewhere" / "mhla").rename(cache / "0")
+    source = mhla_hf.models.source.read_source(cache / "0")
+    assert find() is None
+    assert (tmp_path / "home" / "mhla_hf" / "machine-key").stat().st_mode & 0o077 == 0
+
+
+def test_pushed_records_have_no_paths(tmp_path):
+    save_softmax("bert", tmp_path / "softmax")
+    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", progress=False)
+    assert json.loads((tmp_path / "mhla" / "conversion.json").read_text())["source"]["path"] == str(
+        tmp_path / "softmax"
+    )
+    pushed = collect_contents(tmp_path / "mhla").files["conversion.json"]
+    assert isinstance(pushed, bytes)
+    assert json.loads(pushed)["source"] == {"location": "softmax"}
+
+
+def test_options_by_name_and_fractions_in_memory(caplog):
+    with caplog.at_level(logging.WARNING):
+        model = mhla_hf.convert(softmax_model("bert"), {"feature_map": "elu"}, block_size=4, layers="2/3")
+    assert caplog.text.count("newly initialised") == 1
+    assert model.config.mhla["layers"] == [1, 2] and model.config.mhla["block_size"] == [4]
+    assert model.config.mhla["feature_map"] == "elu"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        pipeline = mhla_hf.convert(tiny.wan_pipeline(), blocks=(1, 2, 2), layers="1/2", grid=(3, 2, 4))
+    assert caplog.text.count("newly initialised") == 1
+    assert pipeline.transformer.config.mhla["layers"] == [1] and pipeline.transformer.mhla_layers == [1]
+    given = mhla_hf.MHLAConfig(blocks=(1, 2, 2), grid=(3, 2, 4))
+    assert mhla_hf.convert(tiny.wan_transformer(), given, layers=[0], lepe_kernel=3).mhla_config.lepe_kernel == 3
+    with pytest.raises(ValueError, match=r"Unknown mhla option\(s\) blok_size"):
+        mhla_hf.convert(softmax_model("bert"), blok_size=4)
+    with pytest.raises(ValueError, match=r"Unknown mhla option\(s\) blok_size"):
+        mhla_hf.convert(tiny.wan_transformer(), blok_size=4)
