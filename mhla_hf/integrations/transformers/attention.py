@@ -112,7 +112,7 @@ def mhla_attention_forward(
     if sequence is not None and sequence.state is not None:
         assert given.cache is not None
         output, state = output
-        given.cache.store(state, sequence.valid)
+        given.cache.store(state, sequence.valid, given.model.hidden)
     return output.contiguous(), None
 
 
