@@ -301,7 +301,7 @@ class MHLACacheLayer(CacheLayerMixin):
         self._last["valid"].index_copy_(1, columns % REWINDABLE_TOKENS, kept)
         self._hidden = hidden
 
-    def store(self, state: DecodingState, valid: torch.Tensor | None, hidden: torch.Tensor | None) -> None:
+    def store(self, state: DecodingState, valid: torch.Tensor | None, hidden: torch.Tensor | None = None) -> None:
         """Keeps the state after the tokens of this call, and what taking the last tokens back needs.
 
         Args:
