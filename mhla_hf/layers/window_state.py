@@ -44,9 +44,27 @@ class WindowState:
         """Tokens that the ring holds, R."""
         return self.keys.shape[2] - 1
 
-    def rewound(self, removed: torch.Tensor) -> WindowState:
-        """The state before the last tokens, `removed` `[B]` of them."""
-        return dataclasses.replace(self, position=self.position - removed)
+    def rewound(self, valid: torch.Tensor, kept: torch.Tensor | None = None) -> WindowState:
+        """The state before the last tokens, or with those that are kept alone.
+
+        Args:
+            valid: BoolTensor `[B, T]`, False for padding among them.
+            kept: BoolTensor `[B, T]`, which of the valid ones stay; `None` for none of them.
+        """
+        before = dataclasses.replace(self, position=self.position - valid.sum(dim=1))
+        if kept is None:
+            return before
+        position = before.position[:, None] + valid.long().cumsum(dim=1) - 1
+        return _with_tokens(before, *self.tokens_at(position), kept & valid)
+
+    def tokens_at(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[B, T, H_kv, K]` and values of the tokens at `position` `[B, T]`, as far as the ring holds them."""
+        column = (position % self.size)[:, None, :, None]
+        keys, values = (
+            ring.gather(2, column.expand(-1, ring.shape[1], -1, ring.shape[3])).transpose(1, 2)
+            for ring in (self.keys, self.values)
+        )
+        return keys, values
 
 
 def empty_window_state(
@@ -99,11 +117,7 @@ def extend_window(
         # The past that the new tokens see goes before them, from the start of a block on.
         lead = _reach(window, window_size)
         position = _first_seen(state.position, window, window_size) + indices(lead, query.device)
-        column = (position % state.size)[:, None, :, None]
-        past = [
-            ring.gather(2, column.expand(-1, ring.shape[1], -1, ring.shape[3])).transpose(1, 2)
-            for ring in (state.keys, state.values)
-        ]
+        past = state.tokens_at(position)
         tokens = F.pad(query, (0, 0, 0, 0, lead, 0)), torch.cat([past[0], key], 1), torch.cat([past[1], value], 1)
         known = (position >= 0) & (position < state.position[:, None])
         new = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if valid is None else valid

@@ -150,15 +150,15 @@ def check_layout(layout: Any, normalizer: str, causal: bool) -> None:
         )
 
 
-def check_valid(valid: Any, tokens: torch.Tensor) -> None:
-    """Raises `ValueError` unless `valid` is `None` or a BoolTensor `[B, T]` beside tokens `[B, T, H, D]`."""
+def check_valid(valid: Any, tokens: torch.Tensor, name: str = "valid") -> None:
+    """Raises `ValueError` unless a mask is `None` or a BoolTensor `[B, T]` beside tokens `[B, T, H, D]`."""
     if valid is None:
         return
     if not isinstance(valid, torch.Tensor) or valid.dtype != torch.bool or valid.shape != tokens.shape[:2]:
         found = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, torch.Tensor) else type(valid).__name__
-        raise ValueError(f"valid must be a bool tensor [batch, tokens] = {tuple(tokens.shape[:2])}, got {found}.")
+        raise ValueError(f"{name} must be a bool tensor [batch, tokens] = {tuple(tokens.shape[:2])}, got {found}.")
     if valid.device != tokens.device:
-        raise ValueError(f"valid is on {valid.device}, but key is on {tokens.device}.")
+        raise ValueError(f"{name} is on {valid.device}, but key is on {tokens.device}.")
 
 
 # Sizes are taken apart once: slices of shapes cost more than all comparisons.

@@ -125,8 +125,10 @@ def rewind_state(
     normalizer_key: torch.Tensor,
     value: torch.Tensor,
     valid: torch.Tensor,
+    *,
+    kept: torch.Tensor | None = None,
 ) -> MHLAState:
-    """Takes the last tokens back out of a state.
+    """Takes the last tokens back out of a state, all or some of them.
 
     Args:
         state: The state after these tokens.
@@ -135,9 +137,10 @@ def rewind_state(
         normalizer_key: The same, unrotated.
         value: Their values `[B, T, H_kv, V]`.
         valid: BoolTensor `[B, T]`, False for padding.
+        kept: BoolTensor `[B, T]`, which of the valid tokens stay in the state; `None` for none of them.
 
     Returns:
-        The state before them, up to rounding.
+        The state before them, or with those that are kept alone, up to rounding.
 
     Raises:
         ValueError: If an argument does not fit the state; the message names the argument.
@@ -145,6 +148,7 @@ def rewind_state(
     check_tokens(key, key, value, None, normalizer_key)
     check_mixing(mixing, None, key.device)
     check_valid(valid, key)
+    check_valid(kept, key, "kept")
     check_state(state, key, value, mixing)
     dtype, size, room = state.current.dtype, state.block_size, state.num_blocks
     # A slot for the current block, which there need not be room for yet.
@@ -153,14 +157,24 @@ def rewind_state(
     summaries = state.with_room(room + 1).summaries.to(dtype)
     summaries = torch.where(here[:, None, :, None, None], state.current.unsqueeze(2), summaries)
     position = state.position - valid.sum(dim=1)
-    token_block = (position[:, None] + valid.long().cumsum(dim=1) - 1).clamp(min=0) // size
-    member = (token_block[..., None] == index) & valid[..., None]
+    taken = _membership(valid, position, size, index).to(dtype)
+    if kept is not None:
+        # Tokens behind one that is taken out move up, some of them to the block before. The others cancel out.
+        kept = kept & valid
+        taken = taken - _membership(kept, position, size, index).to(dtype)
+        position = position + kept.sum(dim=1)
     columns = torch.cat([value.to(dtype), torch.ones_like(value[..., :1], dtype=dtype)], dim=-1)
-    removed = torch.einsum("btn,bthk,bthv->bhnkv", member.to(dtype), key.to(dtype), columns[..., :-1])
-    removed_keys = torch.einsum("btn,bthk->bhnk", member.to(dtype), normalizer_key.to(dtype))
+    removed = torch.einsum("btn,bthk,bthv->bhnkv", taken, key.to(dtype), columns[..., :-1])
+    removed_keys = torch.einsum("btn,bthk->bhnk", taken, normalizer_key.to(dtype))
     summaries = summaries - torch.cat([removed, removed_keys.unsqueeze(-1)], dim=-1)
     current = block_summary_at(summaries, current_block(position, size))
     return settled_state(state, summaries[:, :, :room], current, position, mixing.to(dtype))
+
+
+def _membership(valid: torch.Tensor, position: torch.Tensor, size: int, index: torch.Tensor) -> torch.Tensor:
+    """Which of the blocks `index` each valid token belongs to where they follow `position` `[B]`: `[B, T, n]`."""
+    token_block = (position[:, None] + valid.long().cumsum(dim=1) - 1).clamp(min=0) // size
+    return (token_block[..., None] == index) & valid[..., None]
 
 
 def check_state(

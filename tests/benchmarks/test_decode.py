@@ -40,13 +40,13 @@ def kv_bytes(tokens: int, width: int) -> int:
 
 
 def mhla_bytes(blocks: int, width: int, features: int = WIDTH) -> int:
-    """Finished blocks and the last keys and values of `width` bytes a number; the rest in fp32, and a position.
+    """Finished blocks and the last keys and values of `width` bytes a number; the rest in fp32, a position and a hash.
 
     The rest: three running summaries and the last tokens' features, rotated and not, with a flag for each token.
     """
     summary = KV_HEADS * features * (WIDTH + 1)
     last = KEPT * (KV_HEADS * (2 * features * 4 + 2 * WIDTH * width) + 1)
-    return LAYERS * (blocks * summary * width + 3 * summary * 4 + 8 + last)
+    return LAYERS * (blocks * summary * width + 3 * summary * 4 + 2 * 8 + last)
 
 
 def test_dynamic_caches():
@@ -59,8 +59,8 @@ def test_dynamic_caches():
         for kind in ("mhla", "softmax"):
             assert row[kind]["seconds_per_token"] > 0
             assert row[kind]["mean_seconds_per_token"] > 0
-    # One of these figures in full: 2 layers of 4·144 + 3·144 numbers, a position, and 64 tokens of 64 and a flag.
-    assert report["results"][1]["mhla"]["cache_bytes"] == 2 * (4 * (4 * 144 + 3 * 144) + 8 + 64 * (64 * 4 + 1))
+    # One of these figures in full: 2 layers of 4·144 + 3·144 numbers, a position, a hash, 64 tokens of 64 and a flag.
+    assert report["results"][1]["mhla"]["cache_bytes"] == 2 * (4 * (4 * 144 + 3 * 144) + 2 * 8 + 64 * (64 * 4 + 1))
     assert report["results"][1]["softmax"]["cache_bytes"] == 2 * 2 * 2 * 64 * 8 * 4
     assert report["model"]["mhla_layers"] == report["model"]["layers"] == 2
     assert (report["model"]["kv_heads"], report["model"]["head_dim"]) == (2, 8)

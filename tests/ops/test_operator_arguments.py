@@ -229,6 +229,7 @@ def test_rewinding():
     given["normalizer_key"] = given["key"]
     rewind_state(**given)
     refused(rewind_state, {**given, "valid": torch.ones(BATCH, 2, dtype=torch.bool)}, "valid")
+    refused(rewind_state, {**given, "kept": torch.ones(BATCH, 1)}, "kept")
     refused(rewind_state, {**given, "value": given["value"][:, :, :1]}, "value")
     refused(rewind_state, {**given, "mixing": torch.rand(2, 3)}, "mixing")
     refused(rewind_state, {**given, "state": None}, "state")

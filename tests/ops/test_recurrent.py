@@ -123,6 +123,22 @@ def test_rewinding_takes_tokens_back(removed, per_head):
         torch.testing.assert_close(output, expected[:, position : position + 1], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+def test_rewinding_keeps_the_tokens_that_it_is_told_to_keep(per_head):
+    inputs, mixing = make_inputs(per_head, seed=2)
+    valid = torch.rand(2, 17, generator=torch.Generator().manual_seed(3)) < 0.8
+    left = valid & (torch.rand(2, 17, generator=torch.Generator().manual_seed(4)) < 0.6)
+    left[:, :4] = valid[:, :4]
+    tokens = part(inputs, 0, 17)
+    _, expected = mhla_extend(**tokens, mixing=mixing, state=start(per_head, room=5), valid=left)
+    _, state = mhla_extend(**tokens, mixing=mixing, state=start(per_head, room=5), valid=valid)
+    last = [tokens[name][:, 4:] for name in ("key", "normalizer_key", "value")]
+    # Those that were not valid are not taken up.
+    state = rewind_state(state, mixing, *last, valid[:, 4:], kept=left[:, 4:] | ~valid[:, 4:])
+    for name in ("summaries", "current", "prefix", "upcoming", "position"):
+        torch.testing.assert_close(getattr(state, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
+
+
 def test_gradients_pass_through_a_state():
     inputs, mixing = make_inputs(True, seed=3)
     inputs = {name: tensor[:, :11].clone().requires_grad_() for name, tensor in inputs.items()}

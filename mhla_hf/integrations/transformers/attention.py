@@ -112,7 +112,7 @@ def mhla_attention_forward(
     if sequence is not None and sequence.state is not None:
         assert given.cache is not None
         output, state = output
-        given.cache.store(state, sequence.valid)
+        given.cache.store(state, sequence.valid, given.model.hidden)
     return output.contiguous(), None
 
 
@@ -144,6 +144,10 @@ def mhla_mask(
     if config.mhla is None:
         raise ValueError(_NOT_BUILT)
     if _is_hybrid(config):
+        if q_length == 1 and (isinstance(q_offset, torch.Tensor) or kv_offset + kv_length > q_offset + 1):
+            # transformers leaves this mask out unless the cache may be compiled, which a hybrid's may not. In a static
+            # cache softmax layers would attend to the empty slots behind the tokens.
+            kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, **kwargs,

@@ -35,6 +35,12 @@ QUANTISED = (
     "A quantised cache keeps keys and values, MHLA keeps summaries. Leave out cache_implementation='quantized' and "
     "cache_config; model.to(torch.bfloat16) halves the summaries."
 )
+_OTHER_MASK = (
+    "attention_mask does not begin with the mask that the tokens in the cache were passed with (no mask means all "
+    f"ones). An MHLA cache keeps summaries: it can still hide some of its last {REWINDABLE_TOKENS} tokens, but no "
+    "earlier ones, and cannot show tokens that were hidden. Pass the former mask, extended for the new tokens, or "
+    "start again with a new cache and the whole text."
+)
 
 
 class MHLACacheLayer(CacheLayerMixin):
@@ -68,6 +74,9 @@ class MHLACacheLayer(CacheLayerMixin):
         self._oldest: int | torch.Tensor = 0
         self._mixing: torch.Tensor | None = None
         self._unusable: str | None = None
+        # Hash of the columns that are hidden as padding, LongTensor `[B]`, and whether there may be any.
+        self._hidden: torch.Tensor | None = None
+        self._may_hide = False
 
     # What transformers' caches have.
 
@@ -155,6 +164,7 @@ class MHLACacheLayer(CacheLayerMixin):
         self.state = self.window_state = self._mixing = self._unusable = None
         self._last = {}
         self._seen, self._before, self._oldest = None, 0, 0
+        self._hidden, self._may_hide = None, False
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -194,14 +204,11 @@ class MHLACacheLayer(CacheLayerMixin):
                 f"are left, not {count}: it keeps summaries. Assisted decoding must draft fewer (num_assistant_tokens "
                 "or prompt_lookup_num_tokens); else start again from the beginning of the text."
             )
-        slots = torch.arange(length - count, length, device=self.device) % REWINDABLE_TOKENS
-        value = self._last["model_value"].index_select(2, slots).transpose(1, 2)
-        key, normalizer_key, valid = (
-            self._last[name].index_select(1, slots) for name in ("key", "normalizer_key", "valid")
-        )
-        self.state = rewind_state(self.state, self._mixing, key, normalizer_key, value, valid)
-        if self.window_state is not None:
-            self.window_state = self.window_state.rewound(valid.sum(dim=1))
+        columns = torch.arange(length - count, length, device=self.device)
+        valid = self._last["valid"].index_select(1, columns % REWINDABLE_TOKENS)
+        self._take_out(columns, valid)
+        assert self._hidden is not None
+        self._hidden = self._hidden - _hash_of_hidden(valid, columns)
         self._oldest = self._length - rewindable
         self._set_length(self._length - count)
 
@@ -233,6 +240,7 @@ class MHLACacheLayer(CacheLayerMixin):
         tensors = [] if self.state is None else [getattr(self.state, name) for name in _STATE_TENSORS]
         if self.window_state is not None:
             tensors += [getattr(self.window_state, name) for name in _WINDOW_TENSORS]
+        tensors += [] if self._hidden is None else [self._hidden]
         return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *self._last.values()])
 
     def new_tokens(self, mask: torch.Tensor, length: int) -> torch.Tensor:
@@ -269,12 +277,37 @@ class MHLACacheLayer(CacheLayerMixin):
         summary_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None
         return DecodingState(blocks, self.window_state, max(room, 2), summary_dtype, REWINDABLE_TOKENS)
 
-    def store(self, state: DecodingState, valid: torch.Tensor | None) -> None:
+    def hide(self, mask: torch.Tensor) -> None:
+        """Takes tokens out of the state that a mask hides and the one that they were passed with did not.
+
+        The others keep their keys and values, as in a cache of softmax attention.
+
+        Args:
+            mask: BoolTensor `[B, N]` that begins with the tokens seen, False for padding.
+
+        Raises:
+            ValueError: If the mask hides more than some of the last 64 tokens, or shows others that were hidden.
+        """
+        length = int(self._length)
+        columns = torch.arange(length - int(self._rewindable), length, device=self.device)
+        valid = self._last["valid"].index_select(1, columns % REWINDABLE_TOKENS)
+        assert self._hidden is not None
+        mask = mask.to(self.device)
+        kept = valid & mask.index_select(1, columns)
+        hidden = _hash_of_hidden(mask[:, :length], torch.arange(length, device=self.device))
+        if self._mixing is None or not torch.equal(self._hidden, hidden - _hash_of_hidden(kept | ~valid, columns)):
+            raise ValueError(_OTHER_MASK)
+        self._take_out(columns, valid, kept)
+        self._last["valid"].index_copy_(1, columns % REWINDABLE_TOKENS, kept)
+        self._hidden = hidden
+
+    def store(self, state: DecodingState, valid: torch.Tensor | None, hidden: torch.Tensor | None = None) -> None:
         """Keeps the state after the tokens of this call, and what taking the last tokens back needs.
 
         Args:
             state: As a layer returned it.
             valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
+            hidden: Result of [`follow_mask`].
         """
         last = state.last
         assert state.blocks is not None and last is not None
@@ -283,8 +316,23 @@ class MHLACacheLayer(CacheLayerMixin):
         self._record(1, key=last.key, normalizer_key=last.normalizer_key, valid=valid)
         self._mixing = last.mixing.detach()
         self.state, self.window_state = state.blocks, state.window
+        if hidden is not None:
+            # The flag is written and not read, or graphs would be compiled for either value.
+            self._hidden, self._may_hide = hidden, True
+        elif self._hidden is None:
+            self._hidden = torch.zeros_like(state.blocks.position)
         if self.max_cache_len is None:
             _allow_other_sizes(state.blocks.summaries, 2)
+
+    def _take_out(self, columns: torch.Tensor, valid: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+        """Takes the tokens of the last columns out of the state, but those that are kept."""
+        assert self.state is not None and self._mixing is not None
+        slots = columns % REWINDABLE_TOKENS
+        value = self._last["model_value"].index_select(2, slots).transpose(1, 2)
+        key, normalizer_key = (self._last[name].index_select(1, slots) for name in ("key", "normalizer_key"))
+        self.state = rewind_state(self.state, self._mixing, key, normalizer_key, value, valid, kept=kept)
+        if self.window_state is not None:
+            self.window_state = self.window_state.rewound(valid, kept)
 
     def _check_room(self, new_tokens: int) -> None:
         """Refuses tokens that a static cache was not made for."""
@@ -345,6 +393,8 @@ class MHLACacheLayer(CacheLayerMixin):
             changed = {name: function(getattr(self.window_state, name)) for name in _WINDOW_TENSORS}
             self.window_state = dataclasses.replace(self.window_state, **changed)
         self._last = {name: function(tensor) for name, tensor in self._last.items()}
+        if self._hidden is not None:
+            self._hidden = function(self._hidden)
 
 
 _STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "position")
@@ -418,6 +468,76 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     static = layer.max_cache_len if isinstance(layer, StaticLayer) else None
     cache.layers[index] = MHLACacheLayer(static, is_compileable=only_mhla)
     return cache.layers[index]
+
+
+def mhla_cache_layers(cache: Any) -> list[MHLACacheLayer]:
+    """The layers of any cache, or of none, that keep MHLA state."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, MHLACacheLayer)]
+
+
+def follow_mask(layers: list[MHLACacheLayer], mask: torch.Tensor | None, new_tokens: int) -> torch.Tensor | None:
+    """Compares a mask with the one that the tokens in a cache were passed with, and hides what it hides besides.
+
+    The cache knows the hash of the former mask. The two are compared on the device, once for a forward pass, and eager
+    code reads the answer, as transformers reads masks for SDPA. Code that is compiled or captured asserts it.
+
+    Args:
+        layers: Layers of the cache that keep MHLA state.
+        mask: BoolTensor `[B, N]` of all tokens, those in the cache first, False for padding; `None` for no padding.
+        new_tokens: Number of tokens of this call.
+
+    Returns:
+        Hash of the padding with the new tokens, LongTensor `[B]`, for [`MHLACacheLayer.store`]; `None` where there
+        is none.
+
+    Raises:
+        ValueError: If the cache cannot follow; the message says what to do.
+    """
+    layers = [layer for layer in layers if layer._hidden is not None]
+    first = layers[0] if layers else None
+    if mask is None and (first is None or not first._may_hide):
+        return None
+    past: int | torch.Tensor = 0 if first is None else first._length
+    before = after = None
+    if mask is not None:
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        past = past.to(mask.device) if isinstance(past, torch.Tensor) else past
+        before = _hash_of_hidden(mask | (columns >= past), columns)
+        after = _hash_of_hidden(mask | (columns >= past + new_tokens), columns)
+    # Another batch size is refused by the layers, as is a mask that is too short.
+    if first is None or (mask is not None and mask.shape[0] != first.batch_size):
+        return after
+    former = first._hidden
+    assert former is not None
+    agree = (former == 0 if before is None else former.to(before.device) == before).all()
+    if not can_be_read(agree):
+        torch._assert_async(agree, _OTHER_MASK)
+    elif not agree:
+        if mask is None:
+            raise ValueError(_OTHER_MASK)
+        if mask.shape[1] >= int(past) + new_tokens:
+            for layer in layers:
+                layer.hide(mask)
+    return after
+
+
+def _hash_of_hidden(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Hash of the columns `[N]` that a mask `[B, N]` hides: a sum, so that columns can be added and taken out.
+
+    Each column has a pseudo-random number of 40 bits. Nothing overflows, as what is compiled may not rely on that.
+    """
+    numbers = (columns ^ 0x2C7E9D15) * 0x19D699A5
+    numbers = (numbers ^ (numbers >> 31)) & 0x3FFFFFFF
+    return (numbers * (numbers ^ 0x1B873593) >> 20).masked_fill(mask, 0).sum(dim=1)
+
+
+def can_be_read(tensor: torch.Tensor) -> bool:
+    """Returns whether code may look at a tensor's values: not while it is compiled, captured or run without data."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_softmax_cache(cache: Any, index: int) -> None:

@@ -8,6 +8,7 @@ between calls, so that gradient checkpointing, compiling and several models at o
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,14 @@ import torch.nn as nn
 
 from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import attention_of, reads_keywords
-from .cache import MHLACacheLayer, check_softmax_cache, mhla_cache_layer
+from .cache import (
+    MHLACacheLayer,
+    can_be_read,
+    check_softmax_cache,
+    follow_mask,
+    mhla_cache_layer,
+    mhla_cache_layers,
+)
 from .geometry import is_image_model, patch_grid
 from .rotary import uses_rotary
 
@@ -41,17 +49,22 @@ class ModelInputs:
         documents: LongTensor `[B, T]`, see [`mhla_hf.layouts.sequences.SequenceLayout`], or `None`.
         num_documents: An upper bound of their number in a row.
         grid: Rows and columns of patches of an image, or `None`.
+        hidden: Hash of the padding, for the cache: see [`mhla_hf.integrations.transformers.cache.follow_mask`].
     """
 
     padding: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     num_documents: int = 1
     grid: tuple[int, int] | None = None
+    hidden: torch.Tensor | None = None
 
     def to(self, *args: Any, **kwargs: Any) -> ModelInputs:
         """Moves the tensors, as `torch.Tensor.to`; models spread over devices call this."""
-        moved = [None if tensor is None else tensor.to(*args, **kwargs) for tensor in (self.padding, self.documents)]
-        return ModelInputs(moved[0], moved[1], self.num_documents, self.grid)
+        tensors = {"padding": self.padding, "documents": self.documents, "hidden": self.hidden}
+        moved: dict[str, Any] = {
+            name: tensor.to(*args, **kwargs) for name, tensor in tensors.items() if tensor is not None
+        }
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -94,9 +107,12 @@ class ModelInputsHook:
                 mask = mask.flatten(0, 1) if isinstance(mask, torch.Tensor) and mask.dim() == 3 else mask
             if tokens is None:
                 tokens = given.get("inputs_embeds")
-            decoding = tokens is not None and tokens.shape[1] == 1
-            padding = _padding(mask, given.get("past_key_values"), causal, decoding)
-            inputs = ModelInputs(padding, documents, count)
+            cache = given.get("past_key_values")
+            padding = _padding(mask, cache, causal)
+            hidden = None
+            if causal and tokens is not None:
+                hidden = follow_mask(mhla_cache_layers(cache), padding, tokens.shape[1])
+            inputs = ModelInputs(padding, documents, count, hidden=hidden)
         return args, {**kwargs, "mhla_inputs": inputs}
 
 
@@ -132,6 +148,9 @@ class LayerInputsHook:
         of_model = kwargs.get("mhla_inputs")
         if of_model is None:
             of_model = _inputs_of_layer(attention, given, cache, kwargs)
+            if of_model is not None and layer is not None:
+                hidden = follow_mask([layer], of_model.padding, hidden_states.shape[1])
+                of_model = dataclasses.replace(of_model, hidden=hidden)
         inputs = LayerInputs(hidden_states, rotary, layer, of_model)
         if self.hands_on:
             return args, {**kwargs, "mhla_layer_inputs": inputs}
@@ -154,7 +173,7 @@ def _inputs_of_layer(attention: Any, given: dict[str, Any], cache: Any, kwargs: 
     return ModelInputs(_padding(given.get("attention_mask"), cache, config.causal), documents, count)
 
 
-def _padding(mask: Any, cache: Any, causal: bool, decoding: bool = False) -> torch.Tensor | None:
+def _padding(mask: Any, cache: Any, causal: bool) -> torch.Tensor | None:
     """The padding `[B, all tokens]` in a model's `attention_mask`, or None for none."""
     if isinstance(mask, dict):
         # Made by `generate` for models with several kinds of layers.
@@ -166,9 +185,8 @@ def _padding(mask: Any, cache: Any, causal: bool, decoding: bool = False) -> tor
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise ValueError(_refused_mask(mask))
     mask = mask.bool()
-    # Reading the mask once saves every layer the work on padding that is not there. A single token has little of it,
-    # and nothing is read back from the device while decoding.
-    if not decoding and not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
+    # Reading the mask once saves every layer the work on padding that is not there, as transformers does for SDPA.
+    if can_be_read(mask) and bool(mask.all()):
         return None
     return mask
 
