@@ -162,7 +162,6 @@ class _Weights:
     """
 
     def __init__(self, model: nn.Module, part: str = "") -> None:
-        self.model = model
         self.record: WeightRecord | None
         self.layers = {
             original_name(name): module for name, module in model.named_modules() if isinstance(module, MHLA)

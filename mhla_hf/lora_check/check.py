@@ -270,6 +270,6 @@ def _find_original(
     found = find_original(source, part, lambda repository: download_repository(repository, **hub))
     if found is None:
         return None, (
-            f"not found: {records[0]} is neither on the Hub nor beside {source.location}; name it with --original"
+            f"not found: {records[0]} is neither on the Hub nor on this machine; name it with --original"
         )
     return found[1], found[0]

@@ -185,7 +185,7 @@ def test_weights_without_a_place_are_named(wan, tmp_path):
 def test_without_the_original(wan, tmp_path):
     shutil.copytree(wan / "converted", tmp_path / "alone")
     report = check_lora(tmp_path / "alone", wan / "model-lora", samples=1, max_tokens=100)
-    assert not report.has_original and "original is neither on the Hub nor beside" in report.original
+    assert not report.has_original and "original is neither on the Hub nor on this machine" in report.original
     assert report.probes[0].mhla > 0 and report.probes[0].cosine is None
     given = check_lora(tmp_path / "alone", wan / "model-lora", original=wan / "original", samples=1, max_tokens=100)
     assert given.has_original and given.probes[0].mhla == report.probes[0].mhla
