@@ -137,7 +137,7 @@ def convert_pretrained(
             found = read_source(root, str(source), origin)
             options = PlanOptions(layers, dtype, variant, max_bytes)
             chosen = _choose(found, mhla, component)
-            plans = [_plan(part, chosen[part.name], options) for part in found.components if part.name in chosen]
+            plans = [plan_model(part, chosen[part.name], options) for part in found.components if part.name in chosen]
         report = ConversionReport("convert", destination, origin)
         write_result(found, plans, report, claimed, progress=progress, started=started, finish=finish)
         return report
@@ -166,8 +166,11 @@ def _choose(
     return {component: chosen[component]}
 
 
-def _plan(component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions) -> ComponentPlan:
-    """Each library is imported only for its own models."""
+def plan_model(
+    component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions
+) -> ComponentPlan:
+    """Plans the conversion of a model before anything is written; errors are those of [`convert_pretrained`]."""
+    # Each library is imported only for its own models.
     if component.is_transformers:
         from .transformers_planning import plan_transformers_model
 
