@@ -18,6 +18,7 @@ from .utils.files import path_inside
 from .utils.hub import HubError
 from .utils.json_files import read_json
 from .utils.locations import SourceNotFoundError, find_pipeline
+from .utils.messages import shorten_value
 
 
 ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)
@@ -77,6 +78,11 @@ def load_pipeline(
         raise ValueError(f"attn_implementation={attn_implementation!r} is not one of {allowed}.")
     if mhla is not None and attn_implementation != "mhla":
         raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
+    if not isinstance(repo_or_dir, (str, os.PathLike)):
+        raise ValueError(
+            f"repo_or_dir must be a directory or a Hub id, got {type(repo_or_dir).__name__}; mhla_hf.convert takes a "
+            "loaded pipeline."
+        )
 
     check_version("diffusers")
     import diffusers
@@ -189,6 +195,12 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         >>> [name for name, _ in model.named_modules() if name.endswith(".mhla")]
         ['encoder.layer.1.attention.self.mhla']
     """
+    is_pipeline = _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline")
+    if not is_pipeline and not _has_base(model_or_pipeline, "torch.nn.modules.module", "Module"):
+        raise ValueError(
+            f"model_or_pipeline must be a loaded model or pipeline, got {shorten_value(model_or_pipeline)}; load it "
+            "with from_pretrained first, or convert a directory on disk with mhla_hf.convert_pretrained."
+        )
     if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
         check_version("transformers")
         from .integrations.transformers.attaching import convert_transformers_model
@@ -197,7 +209,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
 
     from .models.converting import check_convertible, check_options, convert_model
 
-    if not _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline"):
+    if not is_pipeline:
         return convert_model(model_or_pipeline, mhla)
     classes = {
         # A compiled model is found too, and refused with what to do.
