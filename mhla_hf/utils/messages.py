@@ -79,4 +79,4 @@ def check_count(name: str, value: Any, minimum: int = 1, maximum: int | None = N
     limit = "" if maximum is None else f" and at most {maximum:,}"
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < minimum or (maximum is not None and value > maximum):
-        raise ValueError(f"{name} must be a whole number of at least {minimum}{limit}, got {shorten_value(value, 40)}")
+        raise ValueError(f"{name}={shorten_value(value, 40)} must be a whole number of at least {minimum}{limit}.")

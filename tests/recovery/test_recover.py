@@ -250,7 +250,7 @@ def test_damaged_result_of_a_stage(sources, tmp_path, monkeypatch):
         ({"layers": ""}, "layers must be all, indices such as 1,2,4, a fraction .*, got ''"),
         ({"layers": "0,9"}, "layers names 9, but the model has layers 0 to 2"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"save_every": 0}, "save_every must be a whole number of at least 1, got 0"),
+        ({"save_every": 0}, "save_every=0 must be a whole number of at least 1"),
         ({"budget": 1e300}, r"budget must be a number above 0 and at most .*, got 1e\+300"),
         ({"dtype": "int8"}, "dtype='int8' must be one of float32"),
         ({"blocks": [2]}, "mhla.blocks has no meaning for sequences of text: give mhla.block_size"),
