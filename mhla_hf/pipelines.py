@@ -18,6 +18,7 @@ from .utils.files import path_inside
 from .utils.hub import HubError
 from .utils.json_files import read_json
 from .utils.locations import SourceNotFoundError, find_pipeline
+from .utils.messages import shorten_value
 
 
 ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)
@@ -77,6 +78,11 @@ def load_pipeline(
         raise ValueError(f"attn_implementation={attn_implementation!r} is not one of {allowed}.")
     if mhla is not None and attn_implementation != "mhla":
         raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
+    if not isinstance(repo_or_dir, (str, os.PathLike)):
+        raise ValueError(
+            f"repo_or_dir must be a directory or a Hub id, got {type(repo_or_dir).__name__}; mhla_hf.convert takes a "
+            "loaded pipeline."
+        )
 
     check_version("diffusers")
     import diffusers
@@ -205,6 +211,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         >>> [name for name, _ in model.named_modules() if name.endswith(".mhla")]
         ['encoder.layer.1.attention.self.mhla']
     """
+    is_pipeline = _is_pipeline(model_or_pipeline)
     mhla = with_given(mhla, options)
     if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
         check_version("transformers")
@@ -214,7 +221,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
 
     from .models.converting import check_convertible, check_options, convert_model
 
-    if not _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline"):
+    if not is_pipeline:
         return convert_model(model_or_pipeline, mhla)
     classes = {
         # A compiled model is found too, and refused with what to do.
@@ -270,16 +277,19 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
         'sdpa'
     """
     from .layers.mhla import MHLA
-    from .layers.original import take_original
+    from .layers.original import original_values, take_original
 
-    if _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline"):
+    if _is_pipeline(model_or_pipeline):
         names = [name for name, part in model_or_pipeline.components.items() if hasattr(part, "mhla_modules")]
         if not names:
             raise ValueError(f"No component of this {type(model_or_pipeline).__name__} is MHLA.")
         for name in names:
-            part = None if original is None else getattr(original, name, None)
-            if original is not None and part is None:
+            if original is None:
+                original_values(getattr(model_or_pipeline, name), "restore softmax attention")
+            elif getattr(original, name, None) is None:
                 raise ValueError(f"original has no {name}: it must be the pipeline that this one was converted from.")
+        for name in names:
+            part = None if original is None else getattr(original, name)
             # Registered anew, or a saved index would go on naming the MHLA class.
             model_or_pipeline.register_modules(**{name: unconvert(getattr(model_or_pipeline, name), part)})
         return model_or_pipeline
@@ -292,6 +302,21 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
     if original is not None:
         take_original(model_or_pipeline, original)
     return restore(model_or_pipeline)
+
+
+def _is_pipeline(model_or_pipeline: Any) -> bool:
+    """Returns whether an object is a pipeline of diffusers, and not a model.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    is_pipeline = _has_base(model_or_pipeline, "diffusers.pipelines.pipeline_utils", "DiffusionPipeline")
+    if not is_pipeline and not _has_base(model_or_pipeline, "torch.nn.modules.module", "Module"):
+        raise ValueError(
+            f"model_or_pipeline must be a loaded model or pipeline, got {shorten_value(model_or_pipeline)}; load it "
+            "with from_pretrained first. Directories on disk are for mhla_hf.convert_pretrained (mhla-hf convert)."
+        )
+    return is_pipeline
 
 
 def _has_base(value: Any, module: str, name: str) -> bool:

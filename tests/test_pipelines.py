@@ -402,3 +402,15 @@ def test_plain_diffusers_generates_the_same_in_a_fresh_process(mhla_dir, tmp_pat
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(np.load(tmp_path / "video.npy"), generate(load_pipeline(mhla_dir)), atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["path", None, 3, WanTransformer3DModel])
+def test_convert_takes_what_is_loaded(wrong):
+    with pytest.raises(ValueError, match="must be a loaded model or pipeline, got .*; load it with from_pretrained"):
+        convert(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"path"])
+def test_load_pipeline_takes_a_location(wrong):
+    with pytest.raises(ValueError, match="repo_or_dir must be a directory or a Hub id, got"):
+        load_pipeline(wrong)

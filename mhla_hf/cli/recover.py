@@ -12,9 +12,11 @@ from ..recovery.recipe_files import recipe_names
 from ..recovery.recipes import STAGES, DataOptions
 from ..utils.model_cards import CARD
 from .card import write_first_card
+from .convert import Dtype
 from .help import FILE
 from .options import (
     HUB,
+    OPTIONS,
     Component,
     DeviceOrAuto,
     Option,
@@ -24,6 +26,7 @@ from .options import (
     field_help,
     given,
     listed,
+    mhla_fields,
     with_options,
 )
 from .output import JsonFile, write_report
@@ -48,7 +51,10 @@ _OVERRIDES = {
 }
 
 
-@with_options(HUB, _OVERRIDES, last=True)
+_BLOCKS = {name: OPTIONS[name] for name in ("blocks", "block_size")}
+
+
+@with_options(HUB, _BLOCKS, _OVERRIDES, last=True)
 def recover_command(
     source: Annotated[
         str, typer.Argument(help="Pipeline of diffusers or model of transformers: directory or Hub id.")
@@ -121,6 +127,7 @@ def recover_command(
             autocompletion=completion(STAGES),
         ),
     ] = None,
+    dtype: Dtype = None,
     component: Component = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in OUTPUT.")] = False,
     seed: Seed = 0,
@@ -149,6 +156,7 @@ def recover_command(
         layers=layers,
         keep=keep,
         window=window,
+        dtype=dtype,
         budget=budget,
         stages=None if stages is None else [name.strip() for name in stages.split(",")],
         changes=changes,
@@ -159,6 +167,7 @@ def recover_command(
         save_every=save_every,
         progress=not quiet,
         digit_videos=_digit_videos,
+        **mhla_fields(given(options, _BLOCKS)),
         **given(options, HUB),
     )
     if not (report.output / CARD).exists():

@@ -153,7 +153,7 @@ def convert_pretrained(
             chosen = _choose(found, mhla, component)
             compression = None if found.pipeline is None else vae_compression(root)
             plans = [
-                _plan(part, chosen[part.name], options, compression)
+                plan_model(part, chosen[part.name], options, compression)
                 for part in found.components
                 if part.name in chosen
             ]
@@ -255,13 +255,14 @@ def _choose(
     return {component: chosen[component]}
 
 
-def _plan(
+def plan_model(
     component: Component,
     mhla: MHLAConfig | Mapping[str, Any] | None,
     options: PlanOptions,
-    compression: tuple[int, int] | None,
+    compression: tuple[int, int] | None = None,
 ) -> ComponentPlan:
-    """Each library is imported only for its own models."""
+    """Plans the conversion of a model before anything is written; errors are those of [`convert_pretrained`]."""
+    # Each library is imported only for its own models.
     if component.is_transformers:
         from .transformers_planning import plan_transformers_model
 

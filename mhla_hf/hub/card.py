@@ -18,7 +18,7 @@ from ..recovery.report import PLOT
 from ..utils.files import atomic_file
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
-from ..utils.messages import one_line
+from ..utils.messages import one_line, shorten_value
 from ..utils.model_cards import (
     CARD,
     carried_metadata,
@@ -43,6 +43,7 @@ _PLACEHOLDER = "path/or/repository"
 _SAMPLES = tuple(f"sample.{ending}" for ending in ("gif", "png", "jpg", "webp"))
 _FAMILY_NAMES = {"wan": "Wan", "sana": "SANA", "sana-video": "SANA-Video", "dit": "DiT", "pixart": "PixArt"}
 _METADATA = re.compile(r"\A\s*---\s*\n.*?\n---\s*(?:\n|\Z)", re.DOTALL)
+_LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,99}")
 _LINKED = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
 
 
@@ -59,7 +60,10 @@ class CardText:
         prompt: A prompt that suits it.
         arguments: Further arguments of the pipeline's call in the example.
         sample_caption: Caption of the sample in the directory (`sample.gif`, `sample.png`, …).
-        license: Licence, where no card states one.
+        license: Identifier of the licence, such as `apache-2.0`, where no card states one.
+
+    Raises:
+        ValueError: If `license` is not an identifier.
     """
 
     name: str | None = None
@@ -71,6 +75,13 @@ class CardText:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     sample_caption: str = "Samples"
     license: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.license is not None and not _LICENSE.fullmatch(self.license):
+            raise ValueError(
+                f"license={shorten_value(self.license)} must be an identifier of letters, digits and . + - _, such as "
+                "apache-2.0, or other."
+            )
 
 
 def model_card(

@@ -188,7 +188,7 @@ class _Checker:
                     "does not say which diffusers class (_class_name) or which kind of transformers model "
                     "(model_type) it is for."
                 )
-            weights = check_weight_sets(folder, component.names, self.headers, self.findings)
+            weights = check_weight_sets(folder, component.names, self.files, self.headers, self.findings)
             for owner, tensors in weights:
                 check_dtypes(owner, tensors, self.findings)
             model_class = self._model_class(component, named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,14 @@ def check_pickles(files: Iterable[Path], findings: Findings) -> None:
 
 
 def check_weight_sets(
-    folder: Path, names: FileNames, headers: Mapping[Path, Header], findings: Findings
+    folder: Path, names: FileNames, files: Collection[Path], headers: Mapping[Path, Header], findings: Findings
 ) -> list[tuple[Path, dict[str, StoredTensor]]]:
     """Checks the weight files of a model: indices, shards that they list, and tensors that occur twice.
 
     Args:
         folder: The model's folder.
         names: Names of the library for weight files.
+        files: The files that are checked; a directory may hold others, which are not uploaded.
         headers: Headers of the undamaged files.
         findings: Where problems are noted.
 
@@ -88,14 +89,24 @@ def check_weight_sets(
         return []
     complete = []
     variants = Counter(weights.variant for weights in sets)
+    if None not in variants:
+        findings.warning(
+            folder,
+            f"has weights of {shorten_list(f'variant={name!r}' for name in variants)} alone, which from_pretrained "
+            "reads where that is given; write them without a variant for others to load.",
+        )
     for weights in sets:
         owner = weights.index or weights.files[0]
         if weights.index is not None and variants[weights.variant] > 1:
             findings.warning(owner, "lists shards beside a single file of the same weights; remove one of the two.")
-        missing = [path for path in weights.files if not path.is_file()]
-        if missing:
-            listed = shorten_list(path.relative_to(folder).as_posix() for path in missing)
-            findings.error(owner, f"lists files that are missing: {listed}; download or write them again.")
+        for are_there, problem in (
+            (False, "lists files that are missing: {}; download or write them again."),
+            (True, "lists files that are left out of an upload: {}; write the weights under their usual names."),
+        ):
+            absent = [path for path in weights.files if path not in files and path.is_file() == are_there]
+            if absent:
+                listed = shorten_list(path.relative_to(folder).as_posix() for path in absent)
+                findings.error(owner, problem.format(listed))
         tensors = _merge(weights, headers, findings)
         if weights.index is not None:
             with findings.noting(weights.index):

@@ -269,7 +269,5 @@ def _find_original(
         return None, f"unknown: {source.location} has no record of its conversion; name it with --original"
     found = find_original(source, part, lambda repository: download_repository(repository, **hub))
     if found is None:
-        return None, (
-            f"not found: {records[0]} is neither on the Hub nor on this machine; name it with --original"
-        )
+        return None, (f"not found: {records[0]} is neither on the Hub nor on this machine; name it with --original")
     return found[1], found[0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..models.registry import is_mhla_class
@@ -15,11 +16,13 @@ from ..models.source import Component
 from ..training.config import CacheConfig, TrainingConfig
 from ..training.data.batch_sources import BatchSource, Latents, PackedText, RecordedCalls
 from ..training.data.folders import DataSample
-from ..training.data.opening import ROW_LENGTH, image_batches, text_batches
+from ..training.data.generated import generate_text, read_prompts
+from ..training.data.opening import ROW_LENGTH, image_batches, open_images, open_texts, text_batches
+from ..training.loading import PipelineSource, objective_for
 from ..training.matching.layers import Batch, mhla_layers
 from ..utils.locations import PIPELINE_INDEX
 from .probes import pipeline_batches
-from .recipes import TEXT, Recipe
+from .recipes import TEXT, TRANSFORMERS, Recipe
 
 
 DigitVideos = Callable[[CacheConfig], Sequence[DataSample]]
@@ -58,6 +61,41 @@ class RecoveryData:
     prompts: str | None
     digit_videos: DigitVideos | None
 
+    def check(self) -> None:
+        """Checks what shows before anything is converted, encoded or drawn.
+
+        Raises:
+            ValueError: If there are no such data, or they do not fit the model.
+        """
+        family, options, data = self.recipe.family, self.recipe.data, self.data
+        if family in TRANSFORMERS and self.prompts is not None:
+            raise ValueError(f"prompts have no effect on models of the family {family}; leave them out")
+        if family in DATA_FREE:
+            if data is not None:
+                raise ValueError(
+                    f"data have no effect on models of the family {family}, which learn from calls of their own "
+                    "pipeline; leave them out"
+                )
+            if self.prompts is not None:
+                read_prompts(self.prompts)
+            return
+        assert data is not None
+        if family == "causal" and data == GENERATED:
+            return
+        if family in TEXT:
+            config = self.component.load_config()
+            corpus, _, _ = open_texts(config, self.root, data, options.max_length, options.text_field)
+            # Reads the first of them: a wrong field, or a data set that the Hub does not have.
+            next(corpus.documents(), None)
+        elif family == "vision":
+            open_images(self.component.load_config(), self.root, data)
+        else:
+            from ..training.data.cache_building import open_samples
+
+            _, cache_config = self._cache_options("cpu")
+            source = PipelineSource(self.root, self.component.name)
+            open_samples(source, cache_config, self.seed, torch.device("cpu"), self.digit_videos)
+
     def open(self, model: nn.Module) -> BatchSource:
         """Prepares them once, as tokens, or as latents and embeddings, and opens them for the converted model.
 
@@ -76,34 +114,36 @@ class RecoveryData:
             return text_batches(model, self.root, data, cache=self.cache, **amounts)
         if family == "vision":
             return image_batches(model, self.root, data, **amounts)
-        self._make_cache(model, data)
+        self._make_cache(model)
         return _latents(model, self.root, self.cache, options.held_out, TrainingConfig(seed=self.seed))
 
-    def _make_cache(self, model: nn.Module, data: str) -> None:
+    def _make_cache(self, model: nn.Module) -> None:
         """Keeps latents and embeddings of images or videos."""
         from ..training.data.cache_building import make_cache
         from ..training.processes import make_accelerator
 
+        device = "cpu" if next(model.parameters()).device.type == "cpu" else "auto"
+        config, cache_config = self._cache_options(device)
+        make_cache(config, cache_config, make_accelerator(config), self.digit_videos)
+
+    def _cache_options(self, device: str) -> tuple[TrainingConfig, CacheConfig]:
         options = self.recipe.data
         config = TrainingConfig(
             model=str(self.root),
             component=self.component.name,
             cache=str(self.cache),
             mhla="none",
-            device="cpu" if next(model.parameters()).device.type == "cpu" else "auto",
+            device=device,
             progress=self.progress,
             seed=self.seed,
         )
         given: dict[str, Any] = {name: getattr(options, name) for name in ("height", "width", "num_frames")}
         given = {name: value for name, value in {**given, "prompts": self.prompts}.items() if value is not None}
-        cache_config = CacheConfig(data=data, num_samples=options.samples + options.held_out, **given)
-        make_cache(config, cache_config, make_accelerator(config), self.digit_videos)
+        return config, CacheConfig(data=self.data, num_samples=options.samples + options.held_out, **given)
 
     def _recorded(self, model: nn.Module) -> BatchSource:
         """Inputs of the model while the pipeline makes samples with the original attention."""
         from diffusers import DiffusionPipeline
-
-        from ..training.data.generated import read_prompts
 
         options, name = self.recipe.data, self.component.name
         pipeline = DiffusionPipeline.from_pretrained(self.converted, **{name: model})
@@ -120,8 +160,6 @@ class RecoveryData:
     def _generated_text(self, model: nn.Module) -> BatchSource:
         """Rows that the original writes."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from ..training.data.generated import generate_text
 
         options = self.recipe.data
         original = AutoModelForCausalLM.from_pretrained(self.component.folder).to(next(model.parameters()).device)
@@ -163,13 +201,14 @@ def probe_batches(
         source = image_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
     else:
         source = text_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
-    return source.batches("calibrate", max(1, min(samples, 16 * len(source)) // batch_size), batch_size)
+    count = min(samples, 16 * len(source))
+    batch_size = min(batch_size, count)
+    return source.batches("calibrate", count // batch_size, batch_size)
 
 
 def _latents(model: nn.Module, directory: Path, cache: Path, held_out: int, config: TrainingConfig) -> Latents:
     """Cached latents, noised by the objective of the model's pipeline."""
     from ..training.data.cache import LatentDataset
-    from ..training.loading import objective_for
 
     pipeline = directory if (directory / PIPELINE_INDEX).is_file() else None
     return Latents(LatentDataset(cache), objective_for(model, pipeline, config), model, held_out, config.seed)

@@ -20,12 +20,12 @@ from ..utils.destinations import claim_destination
 from ..utils.files import atomic_directory, link_or_copy, write_json
 from ..utils.json_files import read_json
 from ..utils.machine import choose_device
-from ..utils.messages import shorten_text
+from ..utils.messages import check_count, shorten_text
 from ..utils.source_files import list_files
 from ..utils.tensor_files import FLOAT_TYPES, TensorEntry, read_header, write_safetensors
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
 from .data import probe_batches
-from .probes import DEFAULT_SAMPLES, pipeline_batches
+from .probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
 from .selection import SelectionReport, select_layers
 
 
@@ -150,8 +150,8 @@ def open_probe(
         parts: Its models.
         mhla: Options to convert them with; `None` for models that are MHLA.
         data: See [`probe_batches`][mhla_hf.recovery.data.probe_batches]. Pipelines need none.
-        samples: Samples of the probe.
-        batch_size: Samples of a batch, of `data`.
+        samples: Samples of the probe, from 4 (2 of `data`) to 65,536.
+        batch_size: Samples of a batch, of `data`, at most 65,536.
         seed: Seed of the probe.
         device: Name of a device, by default a GPU if there is one.
         **call_options: `prompts` of a pipeline's probe, and arguments of its call, such as `height` and `width`.
@@ -162,6 +162,8 @@ def open_probe(
     Raises:
         ValueError: If data are missing, or an argument is wrong.
     """
+    check_count("samples", samples, LEAST_SAMPLES if data is None else 2, MOST_SAMPLES)
+    check_count("batch_size", batch_size, 1, MOST_SAMPLES)
     torch_device = choose_device(device)
     origin = {"data": data or "samples of the pipeline", "samples": samples, "seed": seed}
     if data is not None:

@@ -16,6 +16,7 @@ from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, mhla_layers, original_heads
 from ..utils.compat import forward_parameters
 from ..utils.compat.diffusers import progress_bar_options
+from ..utils.messages import check_count
 
 
 DEFAULT_SAMPLES = 32
@@ -31,8 +32,9 @@ PROMPTS = (
     "a bowl of fruit beside an open window",
 )
 """Default prompts."""
-# Samples of one kind that are made at least: one of four is held out.
-_LEAST_SAMPLES = 4
+LEAST_SAMPLES, MOST_SAMPLES = 4, 2**16
+"""Samples of a probe: one of four is held out, and all of them are kept in memory."""
+_MOST_STEPS = 1000
 
 
 def mhla_components(pipeline: Any) -> dict[str, nn.Module]:
@@ -82,9 +84,8 @@ def pipeline_batches(
     Raises:
         ValueError: If the pipeline takes neither prompts nor classes, needs other inputs, or an argument is wrong.
     """
-    for name, value, least in (("samples", samples, _LEAST_SAMPLES), ("steps", steps, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r:.40}.")
+    check_count("samples", samples, LEAST_SAMPLES, MOST_SAMPLES)
+    check_count("steps", steps, 1, _MOST_STEPS)
     models = mhla_components(pipeline)
     parameters = inspect.signature(type(pipeline).__call__).parameters
     subjects = _subjects(pipeline, parameters, prompts, samples, steps, seed)
@@ -137,8 +138,8 @@ def _subjects(
     if isinstance(prompts, str) or (prompts is not None and not prompts):
         raise ValueError(f"prompts must be a list of one prompt at least, got {prompts!r:.100}.")
     # At most half of the steps of a sample are kept; a multiple of four keeps held-out samples apart.
-    count = max(_LEAST_SAMPLES, -(-samples // max(1, steps // 2)), len(prompts or ()))
-    count = -(-count // _LEAST_SAMPLES) * _LEAST_SAMPLES
+    count = max(LEAST_SAMPLES, -(-samples // max(1, steps // 2)), len(prompts or ()))
+    count = -(-count // LEAST_SAMPLES) * LEAST_SAMPLES
     if "prompt" in parameters:
         given = list(prompts or PROMPTS)
         return [{"prompt": given[number % len(given)]} for number in range(count)]

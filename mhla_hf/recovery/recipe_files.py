@@ -67,6 +67,11 @@ def read_yaml(path: Path) -> Any:
 class _Loader(yaml.SafeLoader):
     """Plain values only. Numbers may be `3e-3`, which YAML 1.1 takes for a text."""
 
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        # Keys of values, by the identities of their nodes.
+        self.paths: dict[int, str] = {}
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             # A few of them, one in another, stand for more than fits into memory.
@@ -78,7 +83,22 @@ class _Loader(yaml.SafeLoader):
         twice = next((key for position, key in enumerate(keys) if key in keys[:position]), None)
         if twice is not None:
             raise yaml.YAMLError(f"{str(twice)[:100]} is there twice (line {node.start_mark.line + 1})")
+        for key, value in getattr(node, "value", []):
+            path = f"{self.paths.get(id(node), '')}.{key.value}".lstrip(".")
+            for part in (value, *(value.value if isinstance(value, yaml.SequenceNode) else ())):
+                self.paths[id(part)] = path
         return super().construct_mapping(node, deep=True)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        # Of a text that does not have the form of its tag (`!!int 2e3`, a 13th month) anything is raised.
+        except Exception as error:
+            kind, line = node.tag.rpartition(":")[2], node.start_mark.line + 1
+            path = self.paths.get(id(node), "the value")
+            raise yaml.YAMLError(f"{path} is no {kind}: {shorten_text(str(node.value))} (line {line})") from error
 
 
 _Loader.add_implicit_resolver(

@@ -8,7 +8,6 @@ classes here.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -251,15 +250,17 @@ class Recipe:
         """A copy with that many times the steps in every stage that trains, one at least.
 
         Raises:
-            ValueError: If the factor is not a finite number above 0.
+            ValueError: If the factor is not a number above 0, or a stage would have more steps than allowed.
         """
-        if isinstance(factor, bool) or not 0 < factor < math.inf:
-            raise ValueError(f"budget must be a number above 0, got {factor!r:.100}")
-        changes = {
-            f"{name}.steps": max(1, min(round(getattr(self, name).steps * factor), MOST_STEPS))
+        steps = {
+            name: getattr(self, name).steps
             for name in ("match", "distill", "finetune")
             if getattr(self, name) is not None
         }
+        most = MOST_STEPS / max(steps.values(), default=1)
+        if isinstance(factor, bool) or not 0 < factor <= most:
+            raise ValueError(f"budget must be a number above 0 and at most {int(most):,} here, got {factor!r:.100}")
+        changes = {f"{name}.steps": max(1, round(count * factor)) for name, count in steps.items()}
         if self.match is not None:
             changes["match.batches"] = min(self.match.batches, changes["match.steps"])
         return self.changed(changes)
@@ -301,7 +302,7 @@ def parse_recipe(content: Any, where: str) -> Recipe:
     family = values.get("family")
     if family not in FAMILIES:
         raise ValueError(f"{where}: family must be one of {', '.join(FAMILIES)}, got {shorten_value(family)}")
-    layers = values.get("layers") or "all"
+    layers = "all" if values.get("layers") is None else values["layers"]
     if not _LAYERS.fullmatch(layers):
         raise ValueError(
             f"{where}: layers must be all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, got "

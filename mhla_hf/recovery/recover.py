@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 
+from ..conversion.convert import plan_model
+from ..conversion.options import automatic_share, parse_dtype
 from ..conversion.planning import PlanOptions
 from ..models.registry import family_for
 from ..models.source import Component, Source, open_source
 from ..models.weight_files import check_weights
-from ..training.config import DEVICES
+from ..training.config import DEVICES, DIGITS, TrainingConfig
 from ..training.processes import TrainingStopped
-from ..utils.messages import shorten_list, shorten_text
-from .data import DATA_FREE, GENERATED, DigitVideos
+from ..utils.locations import is_hub_id
+from ..utils.messages import check_count, shorten_list, shorten_text
+from .data import DATA_FREE, GENERATED, DigitVideos, RecoveryData
 from .defaults import default_recipe
 from .recipes import Recipe, load_recipe, parse_keep
 from .report import RecoveryReport
 from .run import MakeSource, RecoveryRun
-from .work_folder import WorkFolder
+from .work_folder import CONVERTED, DATA, WorkFolder
 
 
 _SAVE_EVERY = 100
@@ -38,6 +41,9 @@ def recover(
     layers: str | None = None,
     keep: str | None = None,
     window: str | None = None,
+    blocks: Sequence[int] | None = None,
+    block_size: Sequence[int] | None = None,
+    dtype: str | torch.dtype | None = None,
     budget: float | None = None,
     stages: Sequence[str] | None = None,
     changes: Mapping[str, Any] | None = None,
@@ -53,9 +59,10 @@ def recover(
 ) -> RecoveryReport:
     """Converts a model to MHLA and makes it as good as the original: calibration, matching, distillation.
 
-    Everything that can be wrong is checked before weights are loaded. Each stage leaves its result in `output/work`,
-    so a run that was killed resumes with `resume=True` and ends with the result it would have had. At the end
-    `output` is a directory for `from_pretrained`, with `conversion.json`, `report.json` and a plot.
+    Options, recipe and data are checked before anything is written. Each stage leaves its result in `output/work`, so
+    a run that was killed resumes with `resume=True`. Until a stage has finished or saved a checkpoint, a run with
+    other options takes its place. At the end `output` is a directory for `from_pretrained`, with `conversion.json`,
+    `report.json` and a plot.
 
     Args:
         source: A pipeline of diffusers or a model of transformers; a directory or a Hub id.
@@ -75,6 +82,10 @@ def recover(
         keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; in place of
             `layers`.
         window: Softmax window beside MHLA: `block`, `adjacent` or `cross`.
+        blocks: Number of blocks along each axis, in place of the recipe's.
+        block_size: Tokens of a block along each axis instead.
+        dtype: Type that the weights are cast to when the model is converted: float32, bfloat16 or float16. By default
+            they keep theirs; training is in float32 either way.
         budget: That many times the steps of the recipe in every stage.
         stages: Only these stages of `calibrate`, `match`, `distill` and `finetune`.
         changes: Values of the recipe by their path, such as `{"match.steps": 1000}`.
@@ -98,6 +109,10 @@ def recover(
     """
     if device not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r:.100}")
+    # As the stages take them.
+    TrainingConfig(seed=seed)
+    check_count("save_every", save_every)
+    cast = parse_dtype(dtype)
     given = load_recipe(recipe) if recipe is not None else None
     if given is not None and preset is not None:
         raise ValueError("recipe and preset are both given; give one of them")
@@ -108,37 +123,81 @@ def recover(
         )
     if layers is not None and keep is not None:
         raise ValueError("layers and keep are both given; give one of them")
-    own = {"layers": layers if keep is None else parse_keep(keep), "mhla.window": None if given is None else window}
+    own: dict[str, Any] = {
+        "layers": layers if keep is None else parse_keep(keep),
+        "mhla.window": None if given is None else window,
+    }
     own = {name: value for name, value in own.items() if value is not None}
+    for name, other, value in (("blocks", "block_size", blocks), ("block_size", "blocks", block_size)):
+        if value is not None:
+            own = {f"mhla.{other}": None, **own, f"mhla.{name}": value}
     chosen = (given or default_recipe(family, preset, window)).changed({**own, **(changes or {})})
     if stages is not None:
         chosen = chosen.only(tuple(stages))
     if budget is not None:
         chosen = chosen.with_budget(budget)
-    if data is None and chosen.stages() and chosen.family not in DATA_FREE:
+    share = automatic_share(chosen.layers)
+    learns = bool(chosen.stages()) or share is not None
+    if not learns and (data is not None or prompts is not None):
+        raise ValueError("data and prompts have no effect: the recipe has no stage, and its layers are named")
+    if callable(data) and prompts is not None:
+        raise ValueError("prompts have no effect beside data from a function; leave them out")
+    if isinstance(data, str) and not data.strip():
+        raise ValueError(f"data is empty: give {_what_to_give(chosen)}")
+    if data is None and learns and chosen.family not in DATA_FREE:
         if chosen.family not in ("dit", "causal") and (prompts is None or chosen.family not in ("wan", "sana")):
             raise ValueError(f"data must be given: {_what_to_give(chosen)}")
         data = GENERATED
     work = WorkFolder(Path(output).expanduser())
+    open_source: MakeSource | None = data if callable(data) else None
+    named = None if data is None or callable(data) else str(data)
     identity = {
         "source": str(Path(source).resolve()) if Path(source).is_dir() else str(source),
         "component": part.name,
         # Samples that a program makes are told from others by their fingerprint alone.
-        "data": None if data is None or callable(data) else str(data),
+        "data": named,
         "prompts": None if prompts is None else str(prompts),
         "seed": seed,
+        "dtype": None if cast is None else str(cast).removeprefix("torch."),
         "recipe": {**chosen.to_dict(), "description": None, "expected": None, "model": None},
     }
+    is_converted = work.is_run_of(identity) and (work.is_done(CONVERTED) or work.has_result)
+    if not is_converted:
+        plan_model(part, chosen.mhla, PlanOptions("all" if share is not None else chosen.layers, cast))
+    if learns and open_source is None:
+        given_data = RecoveryData(
+            root=opened.root,
+            component=part,
+            recipe=chosen,
+            data=named,
+            converted=work.path / CONVERTED,
+            prompts=None if prompts is None else str(prompts),
+            cache=work.path / DATA,
+            seed=seed,
+            progress=progress,
+            digit_videos=digit_videos,
+        )
+        if not is_converted:
+            given_data.check()
+        open_source = given_data.open
     with work.claimed(identity, resume):
         place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
-        run = RecoveryRun(opened, part, work, chosen, seed, place, save_every, progress, hub, on_stage)
+        run = RecoveryRun(opened, part, work, chosen, seed, place, save_every, progress, hub, on_stage, cast)
         try:
-            return run.run(data if data is None or callable(data) else str(data), prompts, digit_videos)
+            return run.run(open_source, _origin(named))
         except TrainingStopped as stop:
             done = shorten_text(str(stop).partition(";")[0], 200) or "stopped"
             raise TrainingStopped(
                 f"{done}; the same command with --resume continues from there ({work.output})", stop.exit_code - 128
             ) from None
+
+
+def _origin(data: str | None) -> dict[str, str]:
+    """What may be published of where data come from: paths are the user's own business."""
+    if data is None or Path(data).expanduser().exists():
+        return {}
+    known = data in (GENERATED, DIGITS) or is_hub_id(data.partition(":")[0])
+    return {"origin": data} if known else {}
 
 
 def _what_to_give(recipe: Recipe) -> str:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,26 +16,22 @@ from torch import nn
 from ..conversion import convert_pretrained
 from ..conversion.options import automatic_share
 from ..models.source import Component, Source, read_source
-from ..training.config import DIGITS
 from ..training.data.batch_sources import BatchSource
 from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..utils.files import write_json
-from ..utils.locations import is_hub_id
 from ..utils.machine import machine_facts
-from .data import DATA_FREE, GENERATED, DigitVideos, RecoveryData
 from .directories import write_recovered
 from .quality import Quality
 from .recipes import Recipe
 from .report import REPORT, RecoveryReport, write_plot
 from .selection import select_layers
 from .stages import StageRun, changed_parameters, run_stage
-from .work_folder import RESULT, WorkFolder
+from .work_folder import CONVERTED, DATA, RESULT, RUN, WorkFolder
 
 
 logger = logging.getLogger(__name__)
 
-CONVERTED = "converted"
 MakeSource = Callable[[nn.Module], BatchSource]
 # Batches that layers are tried on when they are selected.
 _TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 8, 4
@@ -56,33 +51,32 @@ class RecoveryRun:
     progress: bool
     hub: Mapping[str, Any]
     on_stage: Callable[[str], None] | None = None
+    dtype: torch.dtype | None = None
 
-    def run(
-        self, data: str | MakeSource | None, prompts: str | Path | None, digit_videos: DigitVideos | None
-    ) -> RecoveryReport:
-        """Does what is not done yet."""
+    def run(self, open_source: MakeSource | None, origin: Mapping[str, Any]) -> RecoveryReport:
+        """Does what is not done yet.
+
+        Args:
+            open_source: Opens the data for the converted model; `None` where stages and layers need none.
+            origin: What the report says of where the data come from.
+        """
         stages = self.recipe.stages()
-        if not (self.work.path / RESULT).is_dir() and not self.work.is_done(RESULT):
-            open_source: MakeSource | None = None
-            if callable(data):
-                open_source = data
-            elif data is not None or self.recipe.family in DATA_FREE:
-                open_source = RecoveryData(
-                    root=self.source.root,
-                    component=self.component,
-                    recipe=self.recipe,
-                    data=data,
-                    converted=self.work.path / CONVERTED,
-                    prompts=None if prompts is None else str(prompts),
-                    cache=self.work.path / "data",
-                    seed=self.seed,
-                    progress=self.progress,
-                    digit_videos=digit_videos,
-                ).open
+        if not self.work.has_result:
             self._convert(open_source)
             model, name = self._load(), self.component.name
-            if open_source is not None and stages:
-                self._stages(model, open_source(model), _origin(data))
+            if stages:
+                assert open_source is not None
+                source = open_source(model)
+                if self._is_begun_with_other(source):
+                    if self.work.has_progress:
+                        raise ValueError(
+                            f"data: what {self.work.output} was begun with has changed since; give the same data, or "
+                            "another output"
+                        )
+                    # Layers may have been selected on the other data.
+                    self.work.clear(RUN, DATA)
+                    return self.run(open_source, origin)
+                self._stages(model, source, origin)
             report = self._report()
             record = {"recovery": {key: value for key, value in report.to_dict().items() if key != "recipe"}}
             if "calibrate" in report.stages:
@@ -94,8 +88,15 @@ class RecoveryRun:
             write_json(self.work.output / REPORT, summary)
             write_plot(self.work.output, summary)
             self.work.finish(RESULT, {})
-        self.work.remove_large([CONVERTED, "data", *stages])
+        self.work.remove_large([CONVERTED, DATA, *stages])
         return self._report()
+
+    def _is_begun_with_other(self, source: BatchSource) -> bool:
+        """Whether there are stages to run, and the run began with other data."""
+        work = self.work
+        if not work.is_done("start") or all(work.is_done(name) for name in self.recipe.stages()):
+            return False
+        return work.read("start").get("fingerprint") != source.fingerprint
 
     def _convert(self, open_source: Callable[[nn.Module], BatchSource] | None) -> None:
         """Converts the source, if that is not done; layers that are to be chosen are tried before."""
@@ -106,8 +107,7 @@ class RecoveryRun:
         with _timed() as seconds:
             share = automatic_share(layers)
             if share is not None:
-                if open_source is None:
-                    raise ValueError(f"layers={layers} needs data to try the layers on; give data or name the layers")
+                assert open_source is not None
                 indices = self._convert_with("all")
                 count = max(1, round(share * self._count))
                 chosen = indices
@@ -131,6 +131,7 @@ class RecoveryRun:
             dict(self.recipe.mhla),
             component=None if self.source.pipeline is None else self.component.name,
             layers=layers,
+            dtype=self.dtype,
             overwrite=True,
             progress=self.progress,
             **self.hub,
@@ -158,10 +159,6 @@ class RecoveryRun:
                     "machine": machine_facts(self.device),
                 }
                 work.finish("start", start)
-            elif work.read("start").get("fingerprint") != source.fingerprint:
-                raise ValueError(
-                    f"data: what {work.output} was begun with has changed since; give the same data, or another output"
-                )
             # Before anything changes: the original's values of what later stages train.
             teacher = SharedTeacher(model)
             layers = find_projections(model, mhla_layers(model), on_device(source.batch("start", 0, 1), model))
@@ -215,14 +212,6 @@ class RecoveryRun:
             report.figures[name], report.seconds[name] = record["figures"], record["seconds"]
             report.stages[name] = record["details"]
         return report
-
-
-def _origin(data: Any) -> dict[str, str]:
-    """What may be published of where data come from: paths are the user's own business."""
-    if not isinstance(data, str) or Path(data).expanduser().exists():
-        return {}
-    known = data in (GENERATED, DIGITS) or is_hub_id(data.partition(":")[0])
-    return {"origin": data} if known else {}
 
 
 @contextmanager

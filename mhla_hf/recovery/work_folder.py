@@ -3,6 +3,7 @@
 
 OUT/work/run.json                the options of the run, and what it reads
 OUT/work/converted/              the converted model
+OUT/work/data/                   tokens, or latents and embeddings
 OUT/work/<stage>/                what a stage that is under way keeps: checkpoints, activations
 OUT/work/<stage>.safetensors     the weights that a finished stage changed
 OUT/work/<stage>.json            its figures; written last, so a stage that has it is finished
@@ -11,6 +12,7 @@ OUT/work/result/                 the finished directory, on its way into OUT
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,15 +25,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ..training.checkpoints import STATE
 from ..utils.files import atomic_file, remove_directory, remove_leftovers, write_json
 from ..utils.json_files import read_json
-from ..utils.locks import lock_output
+from ..utils.locks import LOCK, lock_output
 from ..utils.messages import shorten_value
+from .recipes import STAGES
 
+
+logger = logging.getLogger(__name__)
 
 NAME = "work"
-RUN = "run.json"
-RESULT = "result"
+RUN, CONVERTED, DATA, RESULT = "run.json", "converted", "data", "result"
 # What makes a directory loadable comes last.
 _MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
 
@@ -51,30 +56,66 @@ class WorkFolder:
     def claimed(self, identity: Mapping[str, Any], resume: bool) -> Iterator[None]:
         """A context in which this run alone writes here.
 
+        A run without progress gives way to one with other options, and needs no `resume` to go on.
+
         Args:
             identity: Options that distinguish this run from others, as plain JSON values.
             resume: Resume the stored run.
 
         Raises:
-            ValueError: If there is something here and `resume` is not asked for, or the run here is another one; the
-                message names what differs.
+            ValueError: If there is something else here, a run with progress and `resume` is not asked for, or the
+                run with progress is another one; the message names what differs.
         """
-        stored = self.read("run") if (self.path / RUN).is_file() else None
-        if stored is None and self.output.exists() and any(entry.name != NAME for entry in _entries(self.output)):
+        if self._identity() is None and any(entry.name != NAME for entry in _entries(self.output)):
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
-        if stored is not None and not resume:
+        if self.has_progress and not resume:
             raise ValueError(f"output {self.output} holds a run already; --resume resumes it, or choose another")
         lock = lock_output(self.path)
         try:
             remove_leftovers(self.path)
-            if stored is None:
+            # Read with the lock: another process may have been here meanwhile.
+            stored = self._identity() or {}
+            different = _differences(stored, identity)
+            if self.has_progress and different:
+                raise ValueError(
+                    f"output {self.output} holds a run with {different}; give the same options, or another output"
+                )
+            if different:
+                if stored:
+                    logger.warning("%s: begun anew, for a run with %s finished no stage", self.output, different)
+                self.clear()
                 write_json(self.path / RUN, dict(identity))
-            else:
-                _check_same(self.output, stored, identity)
             yield
         finally:
             if lock is not None:
                 lock.close()
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether a stage is finished or has left a checkpoint, or the result is there."""
+        return any(self.is_done(name) or any((self.path / name).rglob(STATE)) for name in STAGES) or self.has_result
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the result is complete, published or not."""
+        return self.is_done(RESULT) or (self.path / RESULT).is_dir()
+
+    def is_run_of(self, identity: Mapping[str, Any]) -> bool:
+        """Whether the run here has these options."""
+        return not _differences(self._identity() or {}, identity)
+
+    def clear(self, *kept: str) -> None:
+        """Removes what a run has left here, but for the files and folders of some names."""
+        for entry in _entries(self.path):
+            if entry.name in (LOCK, *kept):
+                continue
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def _identity(self) -> dict[str, Any] | None:
+        return self.read("run") if (self.path / RUN).is_file() else None
 
     def read(self, name: str) -> dict[str, Any]:
         """The record of a finished stage.
@@ -155,15 +196,12 @@ def _entries(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
 
 
-def _check_same(output: Path, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def _differences(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """Options that differ, with both values; empty if there are none."""
     before, now = _flat(stored), _flat(identity)
     different = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    if different:
-        changes = [f"{name} {_shown(before, name)} (now {_shown(now, name)})" for name in different[:4]]
-        more = f" and {len(different) - 4} more" if len(different) > 4 else ""
-        raise ValueError(
-            f"output {output} holds a run with {', '.join(changes)}{more}; give the same options, or another output"
-        )
+    changes = [f"{name} {_shown(before, name)} (now {_shown(now, name)})" for name in different[:4]]
+    return ", ".join(changes) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

@@ -11,6 +11,8 @@ from typing import IO
 
 # A process that was killed just now may still hold its lock for a moment.
 PATIENCE_SECONDS = 10.0
+LOCK = ".lock"
+"""Name of the lock file of an output directory."""
 
 
 def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> IO[str] | None:
@@ -28,7 +30,7 @@ def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> IO[str] 
     """
     directory.mkdir(parents=True, exist_ok=True)
     taken = f"output {directory} is in use by another run; wait for it or choose another"
-    return take_lock(directory / ".lock", taken, patience)
+    return take_lock(directory / LOCK, taken, patience)
 
 
 def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS, *, shared: bool = False) -> IO[str] | None:

@@ -65,3 +65,18 @@ def check_choice(name: str, value: Any, allowed: Iterable[str], why: str = "") -
     """
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={shorten_value(value)} is not one of {', '.join(map(repr, allowed))}{why}.")
+
+
+def check_count(name: str, value: Any, minimum: int = 1, maximum: int | None = None) -> None:
+    """Raises `ValueError` unless a value is a whole number in a range.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        minimum: The least number allowed.
+        maximum: The largest one; `None` for no limit.
+    """
+    limit = "" if maximum is None else f" and at most {maximum:,}"
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < minimum or (maximum is not None and value > maximum):
+        raise ValueError(f"{name}={shorten_value(value, 40)} must be a whole number of at least {minimum}{limit}.")

@@ -147,14 +147,32 @@ def test_a_conversation_does_not_see_another(clients, model_directory):
     [
         (["model", "--continuous-batching"], "--continuous-batching keeps keys and values in pages"),
         (["/no/such/model"], "/no/such/model"),
+        (["--port", "1"], "a model must be given, directory or Hub id: mhla-hf serve MODEL"),
+        (["{encoder}", "--device", "cpu"], "is a BertForMaskedLM, which generates no text; serve a language model"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(arguments, words, monkeypatch):
+def test_what_cannot_be_served_is_one_line(arguments, words, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("uvicorn.Server.run", interrupted)
+    encoder = tmp_path / "encoder"
+    mhla_model("bert").save_pretrained(encoder)
+    arguments = [argument.format(encoder=encoder) for argument in arguments]
     result = CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "300"})
     assert result.exit_code == 1, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and words in lines[0]
+
+
+@needs_server
+def test_ctrl_c_ends_with_its_own_code(model_directory, monkeypatch):
+    # What the server raises after it has closed its connections.
+    monkeypatch.setattr("uvicorn.Server.run", interrupted)
+    result = CliRunner().invoke(app, ["serve", str(model_directory), "--device", "cpu"])
+    assert result.exit_code == 130, result.output
+
+
+def interrupted(server):
+    raise KeyboardInterrupt
 
 
 def test_missing_packages_are_named(monkeypatch):

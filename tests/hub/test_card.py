@@ -585,3 +585,10 @@ def test_a_pushed_card_keeps_what_is_not_in_the_directory(complete):
     assert '"you/mine"' in card_for_repository(complete, "you/mine", benchmarks=[])
     (complete / "README.md").unlink()
     assert "# Wan2.1-T2V-1.3B-Diffusers with MHLA" in card_for_repository(complete, "you/mine")
+
+
+@pytest.mark.parametrize("wrong", ["<script>alert(1)</script>", "", "mit\nlicense_name: other"])
+def test_a_licence_is_an_identifier(wrong):
+    with pytest.raises(ValueError, match="must be an identifier of letters, digits .*, such as apache-2.0, or other"):
+        CardText(license=wrong)
+    assert CardText(license="cc-by-nc-4.0").license == "cc-by-nc-4.0"

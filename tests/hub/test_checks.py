@@ -26,6 +26,7 @@ from tests import tiny
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+MIXING = "blocks.0.attn1.mhla.mixing"
 WAN = "transformer/diffusion_pytorch_model"
 
 
@@ -100,6 +101,14 @@ def test_what_is_no_model(tmp_path):
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    # Values.
+    "integer-mixing": (
+        "bare",
+        lambda root: _edit_bare(
+            root, lambda tensors: tensors.update({MIXING: (100 * tensors[MIXING]).to(torch.int8)})
+        ),
+        f"holds MHLA parameters that are not of a floating-point type: {MIXING} (I8)",
+    ),
     # Files.
     "no-folder": ("pipeline", lambda root: shutil.rmtree(root / "vae"), "the component vae, whose folder is missing"),
     "no-config": ("pipeline", lambda root: (root / "vae/config.json").unlink(), "vae: has no config.json"),
@@ -391,6 +400,11 @@ WARNINGS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         ),
         "mixes float16 and bfloat16",
     ),
+    "variant-only": (
+        "llama-mhla",
+        lambda root: (root / "model.safetensors").rename(root / "model.fp16.safetensors"),
+        "the directory: has weights of variant='fp16' alone, which from_pretrained reads where that is given",
+    ),
     "integers": (
         "bare",
         lambda root: _edit_bare(root, lambda tensors: tensors.update({"proj_out.bias": torch.zeros(64).long()})),
@@ -416,6 +430,19 @@ def test_warnings(case, copied):
     change(folder)
     assert any(message in line for line in lines(folder, "warning")), lines(folder, "warning")
     assert lines(folder) == []
+
+
+def test_weights_that_are_left_out(copied):
+    """A directory whose weights are in files that are not checked, since they are not uploaded, has none."""
+    root = copied("bare")
+    names = list(load_file(root / "diffusion_pytorch_model.safetensors"))
+    (root / "logs").mkdir()
+    (root / "diffusion_pytorch_model.safetensors").rename(root / "logs/weights.safetensors")
+    index = root / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "logs/weights.safetensors")}))
+    assert lines(root) == []
+    (line,) = lines(root, skip=lambda name: name.startswith("logs/"))
+    assert "lists files that are left out of an upload: logs/weights.safetensors; write the weights" in line
 
 
 def test_values_are_left_out_on_demand(copied, capfd):

@@ -72,6 +72,7 @@ def sources(tmp_path_factory):
 
 def recover(kind: str, sources, output: Path, changes=None, **options):
     source, data = sources[kind]
+    data = options.pop("data", data)
     options = {"progress": False, "device": "cpu", "digit_videos": _digit_videos, **options}
     return mhla_hf.recover(
         source, output, data, changes={**SMALL, **EXTRA.get(kind, {}), **(changes or {})}, **options
@@ -148,16 +149,44 @@ def test_changed_data_are_refused(sources, tmp_path, monkeypatch):
     changes = {**SMALL, **EXTRA["bert"]}
     options = {"changes": changes, "progress": False, "device": "cpu", "stages": ("calibrate", "match")}
 
+    run_stage = module.run_stage
+
+    def stop(name, run):
+        if name == stopped:
+            raise KeyboardInterrupt
+        return run_stage(name, run)
+
+    for stopped in ("calibrate", "match"):
+        # No stage is finished the first time: the run begins anew, with the data that there are now.
+        (texts / "0.txt").write_text(f"and now something else is written in here, before {stopped} begins")
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "run_stage", stop)
+            with pytest.raises(KeyboardInterrupt):
+                mhla_hf.recover(source, tmp_path / "out", texts, resume=True, **options)
+    (texts / "0.txt").write_text("and now something else entirely is written in here")
+    with pytest.raises(ValueError, match="data: what .*out was begun with has changed since"):
+        mhla_hf.recover(source, tmp_path / "out", texts, resume=True, **options)
+
+
+def test_a_run_without_a_finished_stage_gives_way(sources, tmp_path, monkeypatch, caplog):
+    """Neither the corrected command nor the same one needs --resume, and the same one converts once."""
+
     def stop(name, run):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "run_stage", stop)
         with pytest.raises(KeyboardInterrupt):
-            mhla_hf.recover(source, tmp_path / "out", texts, **options)
-    (texts / "0.txt").write_text("and now something else entirely is written in here")
-    with pytest.raises(ValueError, match="data: what .*out was begun with has changed since"):
-        mhla_hf.recover(source, tmp_path / "out", texts, resume=True, **options)
+            recover("bert", sources, tmp_path / "out", stages=("calibrate",))
+        with pytest.raises(KeyboardInterrupt):
+            recover("bert", sources, tmp_path / "out", stages=("calibrate",), seed=1, layers="1")
+        assert "begun anew, for a run with recipe.layers 'all' (now '1'), seed 0 (now 1)" in caplog.text
+        patched.setattr(module, "convert_pretrained", None)
+        with pytest.raises(KeyboardInterrupt):
+            recover("bert", sources, tmp_path / "out", stages=("calibrate",), seed=1, layers="1")
+    report = recover("bert", sources, tmp_path / "out", stages=("calibrate",), seed=1, layers="1", resume=True)
+    assert list(report.figures) == ["softmax", "converted", "calibrate"] and report.seed == 1
+    assert load("bert", tmp_path / "out").config.mhla["layers"] == [1]
 
 
 @pytest.mark.parametrize("kind", ["bert", pytest.param("dit", marks=pytest.mark.slow)])
@@ -216,11 +245,24 @@ def test_damaged_result_of_a_stage(sources, tmp_path, monkeypatch):
         ({"keep": "all"}, "keep must be a percentage"),
         ({"layers": "most"}, "layers must be all, indices"),
         ({"window": "wide"}, "mhla.window='wide' is not one of"),
-        ({"budget": 0}, "budget must be a number above 0, got 0"),
+        ({"budget": 0}, "budget must be a number above 0 and at most .*, got 0"),
         ({"stages": ("train",)}, "stages: 'train' given; there are calibrate, match, distill, finetune"),
         ({"changes": {"match.speed": 3}}, "match.speed is not known; allowed: steps"),
         ({"device": "tpu"}, "device must be one of auto, cpu, got 'tpu'"),
         ({"component": "vae"}, "component='vae' is not a component of .* that can be MHLA: model"),
+        ({"layers": ""}, "layers must be all, indices such as 1,2,4, a fraction .*, got ''"),
+        ({"layers": "0,9"}, "layers names 9, but the model has layers 0 to 2"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"save_every": 0}, "save_every=0 must be a whole number of at least 1"),
+        ({"budget": 1e300}, r"budget must be a number above 0 and at most .*, got 1e\+300"),
+        ({"dtype": "int8"}, "dtype='int8' must be one of float32"),
+        ({"blocks": [2]}, "mhla.blocks has no meaning for sequences of text: give mhla.block_size"),
+        ({"block_size": [0]}, "mhla.block_size"),
+        ({"data": "nothing"}, "data: nothing is neither a folder, a .jsonl file, nor the id of a data set"),
+        ({"data": ""}, "data is empty: give a folder of .txt"),
+        ({"prompts": "prompts.txt"}, "prompts have no effect on models of the family encoder; leave them out"),
+        ({"prompts": "prompts.txt", "data": lambda model: None}, "prompts have no effect beside data from a function"),
+        ({"changes": {"data.max_length": 60_000}}, "max_length must be from 2 to 128 for this model, got 60000"),
     ],
 )
 def test_mistakes_before_anything_loads(options, message, sources, tmp_path, monkeypatch):
@@ -228,6 +270,41 @@ def test_mistakes_before_anything_loads(options, message, sources, tmp_path, mon
     with pytest.raises(ValueError, match=message):
         recover("bert", sources, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("llama", {"data": "{folder}/rows.jsonl", "changes": {"data.text_field": "txet"}}, "has no field 'txet', but"),
+        ("wan", {"data": "{folder}/nothing"}, "data must be an existing folder or 'digits'"),
+        ("wan", {"changes": {"data.num_frames": 4}}, "num_frames must be a multiple of 4 plus 1, got 4"),
+        ("wan", {"data": None, "prompts": "{folder}/nothing.txt"}, "prompts: .*nothing.txt cannot be read as a text"),
+        ("wan", {"blocks": [2, 2]}, "The mhla options are for 2 axes"),
+        ("dit", {"prompts": "{folder}/prompts.txt"}, "prompts is for data='generated' only"),
+        ("dit", {"data": None, "prompts": "{folder}/prompts.txt"}, "prompts is not an option of dit models"),
+        ("vit", {"data": "digitz"}, "data must be an existing folder or 'digits', got 'digitz'"),
+    ],
+)
+def test_data_that_cannot_be_used_before_anything_loads(kind, options, message, sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "convert_pretrained", None)
+    (tmp_path / "rows.jsonl").write_text('{"text": "the block mixes its summaries"}\n' * 8)
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    given = {
+        name: value.format(folder=tmp_path) if isinstance(value, str) else value for name, value in options.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        recover(kind, sources, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_and_type(sources, tmp_path):
+    options = {"stages": ("calibrate",), "layers": "all", "block_size": [16], "dtype": "bf16"}
+    report = recover("llama", sources, tmp_path / "out", **options)
+    model = load("llama", tmp_path / "out")
+    assert model.config.mhla["block_size"] == [16] and report.recipe["mhla"]["block_size"] == [16]
+    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match=r"holds a run with dtype 'bfloat16' \(now not given\);"):
+        recover("llama", sources, tmp_path / "out", **{**options, "dtype": None}, resume=True)
 
 
 def test_what_to_give(sources, tmp_path):
@@ -302,6 +379,8 @@ def test_weights_keep_their_types(tmp_path):
 
 def test_pixart_needs_no_data(tmp_path):
     tiny_images.pixart_pipeline().save_pretrained(tmp_path / "pixart")
+    with pytest.raises(ValueError, match="data have no effect on models of the family pixart"):
+        mhla_hf.recover(tmp_path / "pixart", tmp_path / "out", "digits")
     changes = {"data.samples": 6, "data.held_out": 2, "calibrate.batches": 4, "match.steps": 4, "match.batches": 4}
     report = mhla_hf.recover(tmp_path / "pixart", tmp_path / "out", changes=changes, device="cpu", progress=False)
     assert list(report.figures) == ["softmax", "converted", "calibrate", "match"]

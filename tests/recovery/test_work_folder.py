@@ -3,6 +3,8 @@
 
 import os
 
+import pytest
+
 from mhla_hf.recovery.work_folder import RESULT, WorkFolder
 
 
@@ -28,3 +30,33 @@ def test_files_that_were_published_before_are_published_again(tmp_path):
         "vocab.txt": "vocab.txt",
         "tokenizer/merges.txt": "new",
     }
+
+
+@pytest.mark.parametrize(
+    "left, kept",
+    [
+        (["converted.json", "converted/model.safetensors", "start.json", "data/cache.json"], False),
+        (["match/matching.json", "match/activations/0.safetensors"], False),
+        (["match/layers/000/transfer-00000002/state.json"], True),
+        (["calibrate.json"], True),
+        (["result/config.json"], True),
+    ],
+)
+def test_a_run_gives_way_until_it_has_progress(left, kept, tmp_path):
+    work = WorkFolder(tmp_path)
+    with work.claimed({"seed": 0}, resume=False):
+        for name in left:
+            path = work.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+    if kept:
+        with pytest.raises(ValueError, match="holds a run already; --resume resumes it"), work.claimed({}, False):
+            pass
+        with pytest.raises(ValueError, match=r"holds a run with seed 0 \(now 1\)"), work.claimed({"seed": 1}, True):
+            pass
+    else:
+        with work.claimed({"seed": 0}, resume=False):
+            assert all((work.path / name).is_file() for name in left)
+        with work.claimed({"seed": 1}, resume=False):
+            assert not [name for name in left if (work.path / name).exists()]
+    assert work.is_run_of({"seed": 0 if kept else 1})

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -39,6 +39,9 @@ from .folders import DataSample, UnusableSampleError
 from .images import captioned_images, class_images
 from .videos import captioned_videos
 
+
+if TYPE_CHECKING:
+    from .generated import LatentGenerator
 
 logger = logging.getLogger(__name__)
 
@@ -238,30 +241,19 @@ def make_cache(
         with accelerator.main_process_first():
             source = PipelineSource.find(config.model, config.component, config.teacher)
     sizes = source.sizes
-    check_options(cache_config, source.family.name)
-    cache_config = sizes.complete(cache_config)
+    if cache_config.data == GENERATED:
+        with accelerator.main_process_first():
+            # Found, or downloaded, and remembered.
+            _ = source.teacher
+    cache_config, samples, generator = open_samples(
+        source, cache_config, config.seed, accelerator.device, digit_videos
+    )
     if sizes.num_classes and {cache_config.height, cache_config.width} != {sizes.own_size}:
         logger.warning(
             "height and width: the pipeline of this model makes images of %dx%d only, whatever it is trained on",
             sizes.own_size,
             sizes.own_size,
         )
-    generator = None
-    if cache_config.data == GENERATED:
-        from .generated import LatentGenerator
-
-        with accelerator.main_process_first():
-            teacher = source.teacher.folder.parent
-        generator = LatentGenerator(
-            directory=teacher,
-            config=cache_config,
-            num_classes=sizes.num_classes,
-            seed=config.seed,
-            device=accelerator.device,
-        )
-        samples: Sequence[DataSample] = generator.samples()
-    else:
-        samples = find_samples(source, sizes, cache_config, digit_videos)
     settings = cache_settings(source.directory, cache_config, source.family.folders, sizes.num_classes)
     if generator is not None:
         settings |= generator.settings(config.component)
@@ -321,6 +313,42 @@ def _start(
     if found[1] is not None:
         raise failure or ValueError(found[1])
     return found[0], lock
+
+
+def open_samples(
+    source: PipelineSource,
+    config: CacheConfig,
+    seed: int,
+    device: torch.device,
+    digit_videos: DigitVideos | None = None,
+) -> tuple[CacheConfig, Sequence[DataSample], LatentGenerator | None]:
+    """The samples to encode, none of which is read or drawn yet.
+
+    Args:
+        source: The pipeline to train.
+        config: The options.
+        seed: Seed of samples that the original draws.
+        device: Where it draws them.
+        digit_videos: See `make_cache`.
+
+    Returns:
+        The options with every size given, the samples, and what draws them if the original does.
+
+    Raises:
+        ValueError: If options or data do not fit the pipeline.
+    """
+    sizes = source.sizes
+    check_options(config, source.family.name)
+    config = sizes.complete(config)
+    if config.data != GENERATED:
+        return config, find_samples(source, sizes, config, digit_videos), None
+    from .generated import LatentGenerator
+
+    directory = source.teacher.folder.parent
+    generator = LatentGenerator(
+        directory=directory, config=config, num_classes=sizes.num_classes, seed=seed, device=device
+    )
+    return config, generator.samples(), generator
 
 
 def find_samples(

@@ -57,17 +57,9 @@ def text_batches(
     Raises:
         ValueError: If there are no such data, the model has no tokenizer, or it takes no texts.
     """
-    from transformers import AutoTokenizer
-
     config: Any = model.config
     packed = is_causal(model)
-    corpus = TextCorpus(data, text_field)
-    tokenizer = _load_processor(AutoTokenizer, directory, "tokenizer")
-    # Tokenizers without a limit have one of 10**30. Some models count positions from more than 0, and take fewer.
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    longest = min(positions, tokenizer.model_max_length)
-    if length is not None and not 2 <= length <= longest:
-        raise ValueError(f"max_length must be from 2 to {longest:,} for this model, got {length}")
+    corpus, tokenizer, longest = open_texts(config, directory, data, length, text_field)
     length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
     options = TokenOptions(packed=packed, length=length, samples=samples + held_out)
     table = tokenize(corpus, tokenizer, directory, options, cache)
@@ -79,6 +71,29 @@ def text_batches(
     if packed:
         return PackedText(table, held_out, seed, tokenizer.decode)
     return Passages(table, held_out, tokenizer.pad_token_id or 0, seed)
+
+
+def open_texts(
+    config: Any, directory: Path, data: str, length: int | None = None, text_field: str = "text"
+) -> tuple[TextCorpus, Any, int]:
+    """Opens texts and the tokenizer of a model; arguments and errors are those of [`text_batches`].
+
+    Args:
+        config: The model's configuration, converted or not.
+
+    Returns:
+        The texts, none of which is read yet, the tokenizer, and the most tokens that the model takes.
+    """
+    from transformers import AutoTokenizer
+
+    corpus = TextCorpus(data, text_field)
+    tokenizer = _load_processor(AutoTokenizer, directory, "tokenizer")
+    # Tokenizers without a limit have one of 10**30. Some models count positions from more than 0, and take fewer.
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    longest = min(positions, tokenizer.model_max_length)
+    if length is not None and not 2 <= length <= longest:
+        raise ValueError(f"max_length must be from 2 to {longest:,} for this model, got {length}")
+    return corpus, tokenizer, longest
 
 
 def image_batches(
@@ -97,16 +112,32 @@ def image_batches(
     Raises:
         ValueError: If there are no such data, or the model has no image processor.
     """
+    processor, images, keys, problems = open_images(model.config, directory, data, samples + held_out)
+    for problem in problems[:_NAMED]:
+        logger.warning("data: left out: %s", problem)
+    fingerprint = f"{stable_seed(*keys):016x}"
+    return Images(images, processor, held_out, fingerprint, seed, len(problems))
+
+
+def open_images(
+    config: Any, directory: Path, data: str, count: int = 2
+) -> tuple[Any, list[Any], list[str], list[str]]:
+    """Opens images and the image processor of a model; arguments and errors are those of [`image_batches`].
+
+    Args:
+        config: The model's configuration, converted or not.
+        count: Number of images to look for.
+
+    Returns:
+        The image processor, functions that read images, the identity of each, and the problems of files left out.
+    """
     from transformers import AutoImageProcessor
 
     processor = _load_processor(AutoImageProcessor, directory, "image processor")
-    images, keys, problems = _find_images(data, samples + held_out, _image_side(model))
-    for problem in problems[:_NAMED]:
-        logger.warning("data: left out: %s", problem)
+    images, keys, problems = _find_images(data, count, _image_side(config))
     if len(images) < 2:
         raise ValueError(f"data: {data} has {len(images)} images that can be read; at least 2 are needed")
-    fingerprint = f"{stable_seed(*keys):016x}"
-    return Images(images, processor, held_out, fingerprint, seed, len(problems))
+    return processor, images, keys, problems
 
 
 def _load_processor(auto_class: Any, directory: Path, kind: str) -> Any:
@@ -156,8 +187,8 @@ def _as_bytes(image: torch.Tensor) -> Any:
     return ((image + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
 
 
-def _image_side(model: nn.Module) -> int:
-    size = getattr(model.config, "image_size", 64)
+def _image_side(config: Any) -> int:
+    size = getattr(config, "image_size", 64)
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...conversion.options import parse_dtype, parse_size
 from ...layers.original import original_name, record_step
+from ...utils.messages import check_count
 from ..config import TrainingConfig
 from ..processes import StopSignals
 from .activations import CACHES
@@ -104,8 +105,7 @@ def match_layers(
         OSError: If there is no room on the disk.
     """
     for name, number in (("steps", steps), ("batch_size", batch_size), ("save_every", save_every)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r:.100} must be a whole number of at least 1.")
+        check_count(name, number)
     for name, value, choices in (
         ("train", train, TRAINED), ("mixed_precision", mixed_precision, PRECISIONS), ("cache", cache, CACHES)
     ):  # fmt: skip
