@@ -35,6 +35,10 @@ QUANTISED = (
     "A quantised cache keeps keys and values, MHLA keeps summaries. Leave out cache_implementation='quantized' and "
     "cache_config; model.to(torch.bfloat16) halves the summaries."
 )
+PAGED = (
+    "Continuous batching keeps keys and values in pages, MHLA keeps summaries. Use model.generate with a padded batch and "
+    "without cache_implementation='paged'."
+)
 
 
 class MHLACacheLayer(CacheLayerMixin):
