@@ -36,8 +36,8 @@ QUANTISED = (
     "cache_config; model.to(torch.bfloat16) halves the summaries."
 )
 PAGED = (
-    "Continuous batching keeps keys and values in pages, MHLA keeps summaries. Use model.generate with a padded batch and "
-    "without cache_implementation='paged'."
+    "Continuous batching keeps keys and values in pages, MHLA keeps summaries. Use model.generate with a padded batch "
+    "and without cache_implementation='paged'."
 )
 
 
