@@ -3,11 +3,12 @@
 # DEMO (the demo's output folder), WORKERS (test processes, trainings at a time), PYTEST_ARGS (more arguments for pytest),
 # RESULTS (where `make reproduce` writes JSON files, plots, the overview and the page of results; by default each goes to
 # its place in the repository), WORK (finished trainings and measurements, from which it resumes),
-# NOTEBOOKS (those to execute), LOWEST (where the virtual environment with the lowest transformers goes), TRITON (which
-# one compiles the kernels for `make test-kernels`), HUB_KERNEL and REPO_ID (the folder of the exported kernel, and the
-# repository on the Hub that it is for).
+# NOTEBOOKS (those to execute), LOWEST (where the virtual environment with the lowest versions goes), TORCH (another torch
+# in it), TRITON (which one compiles the kernels for `make test-kernels`), HUB_KERNEL and REPO_ID (the folder of the
+# exported kernel, and the repository on the Hub that it is for).
 VENV ?= .venv
 LOWEST ?= .venv-lowest
+TORCH ?=
 TRITON ?= 3.6.0
 CONSTRAINTS ?= constraints.txt
 DEMO ?= demo-output
@@ -23,6 +24,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --disable-pip-version-check --no-input -c $(CONSTRAINTS)
+smoke_test := tests/test_smoke.py
 # What depends on the versions of transformers and huggingface_hub.
 version_tests := tests/integrations/transformers tests/conversion/test_transformers.py tests/conversion/test_wan.py \
 	tests/hub/test_http*.py tests/hub/test_push.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_compat.py tests/utils/test_versions.py
@@ -39,7 +41,8 @@ help:
 	@echo "make test-all   run the slow tests too, with coverage;  make coverage  the fast tests with coverage"
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
 	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITON), and judge the result"
-	@echo "make test-versions  the tests of transformers models, with its lowest and newest supported versions"
+	@echo "make test-lowest  a smoke test with the lowest supported versions of all dependencies, in $(LOWEST)"
+	@echo "make test-versions  the tests of transformers models, with the lowest and the newest supported versions"
 	@echo "make hub-kernel  export the operator as a kernel for the Hub into $(HUB_KERNEL), for REPO_ID=owner/name"
 	@echo "make style      format the code;  make quality  check format, lint and types"
 	@echo "make docs       build the documentation into site/"
@@ -98,23 +101,33 @@ coverage: $(VENV)/.installed-dev
 test-upstream: $(VENV)/.installed-dev $(VENV)/.installed-upstream
 	$(bin)/python tests/upstream/run.py transformers --workers $(WORKERS)
 
-# constraints.txt with the packages of constraints-lowest.txt as they are there.
-$(LOWEST)/constraints.txt: constraints.txt constraints-lowest.txt
-	@mkdir -p $(LOWEST)
+# constraints.txt with the packages of constraints-lowest.txt as they are there. torch is so where pip finds a CPU build of
+# it, which needs PyTorch's index (PIP_EXTRA_INDEX_URL in .github/workflows): those of PyPI bring gigabytes of CUDA.
+$(LOWEST)/constraints.txt: constraints.txt constraints-lowest.txt | $(bin)/python
 	sed -n 's/^\([A-Za-z0-9_.-]*==\).*/^\1/p' constraints-lowest.txt | grep -i -v -f - constraints.txt > $@.new
 	cat constraints-lowest.txt >> $@.new
-	mv $@.new $@
+	torch=$(TORCH); if [ -z "$$torch" ]; then torch=$$(sed -n 's/^torch==//p' constraints-lowest.txt); \
+		$(bin)/python -m pip install --disable-pip-version-check --quiet --dry-run --ignore-installed --no-deps \
+		"torch==$$torch+cpu" 2>/dev/null || torch=$$(sed -n 's/^torch==//p' constraints.txt); fi; \
+		sed "s/^torch==.*/torch==$$torch/" $@.new > $@
+	rm $@.new
 
-test-these-versions: $(VENV)/.installed-dev
-	@$(bin)/python -c 'from importlib.metadata import version; \
-		print(*(f"{name} {version(name)}" for name in ("transformers", "huggingface_hub", "torch")), sep=", ")'
-	$(pytest) $(version_tests) $(PYTEST_ARGS)
+print_versions := import sys; from importlib.metadata import version; \
+	print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")
+
+test-these-versions: $(VENV)/.installed-$(EXTRA)
+	@$(bin)/python -c '$(print_versions)' $$(sed -n 's/==.*//p' constraints-lowest.txt)
+	$(pytest) $(TESTS) $(PYTEST_ARGS)
+
+these_versions := $(MAKE) --no-print-directory test-these-versions
+lowest := VENV=$(LOWEST) CONSTRAINTS=$(LOWEST)/constraints.txt EXTRA=test
 
 test-lowest:
-	$(MAKE) --no-print-directory test-these-versions VENV=$(LOWEST) CONSTRAINTS=$(LOWEST)/constraints.txt
+	$(these_versions) $(lowest) TESTS=$(smoke_test)
 
-test-versions: test-lowest
-	$(MAKE) --no-print-directory test-these-versions
+test-versions:
+	$(these_versions) $(lowest) TESTS="$(smoke_test) $(version_tests)"
+	$(these_versions) EXTRA=dev TESTS="$(smoke_test) $(version_tests)"
 
 # The Triton of the GPUs that the kernels are tuned for, in a folder of its own: torch brings another one.
 $(VENV)/triton-$(TRITON): $(VENV)/.installed-dev

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -24,8 +23,7 @@ def one_line(function: Callable[..., Any]) -> Callable[..., Any]:
             if error.name != "mhla_hf":
                 raise
             raise ValueError(
-                "The package mhla_hf is not installed in ComfyUI's Python: pip install -r requirements.txt, with the "
-                f"file from {Path(__file__).parent}."
+                "The package mhla_hf is not installed in ComfyUI's Python: pip install -e '.[video]' in a clone of it."
             ) from error
         except (ValueError, OSError) as error:
             message = " ".join(str(error).split()) or type(error).__name__

@@ -13,7 +13,7 @@ import torch
 
 from ..layouts.blocks import BlockLayout
 from ..utils.files import atomic_file
-from ..utils.messages import shorten_text
+from ..utils.messages import how_to_install, shorten_text
 from . import charts
 from .directories import InspectionReport
 from .findings import LayerInspection, ModelInspection
@@ -63,7 +63,7 @@ def render_html(report: InspectionReport, *, block: int | None = None) -> str:
         import PIL  # noqa: F401
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:
-        raise ValueError("HTML reports need jinja2 and Pillow: pip install 'mhla-hf[report]'") from error
+        raise ValueError(f"HTML reports need jinja2 and Pillow: {how_to_install('report')}") from error
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..utils.messages import how_to_install
 from .limits import Limits
 
 
@@ -130,4 +131,4 @@ def _check_gradio() -> None:
     try:
         import gradio  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('gradio is not installed: pip install "mhla-hf[app]"') from error
+        raise ModuleNotFoundError(f"gradio is not installed: {how_to_install('app')}") from error

@@ -75,7 +75,7 @@ def app_command(
     """Compare an MHLA model with its original in a browser.
 
     The page generates with both from the same seed, and shows their times, the mixing weights, and the speed of
-    attention by length on this machine. It needs gradio: pip install "mhla-hf[app]".
+    attention by length on this machine. It needs gradio: pip install -e '.[app]' in a clone of mhla_hf.
     """
     from ..app import create_app, export_space, serve
 

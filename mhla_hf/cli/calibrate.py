@@ -150,7 +150,7 @@ def batch_progress(text: str, shown: bool) -> Iterator[Callable[[int, int], None
     from rich.console import Console
     from rich.progress import Progress
 
-    bar = Progress(console=Console(stderr=True), disable=not shown)
+    bar = Progress(console=Console(stderr=True, quiet=not shown), disable=not shown)
     task: Any = bar.add_task(text, total=None)
 
     def update(done: int, total: int) -> None:

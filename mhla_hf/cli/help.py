@@ -45,7 +45,7 @@ def tidy_help(command: Any) -> None:
     """
     narrow = shutil.get_terminal_size().columns < _PANEL_COLUMNS
     for described in (command, *command.params):
-        # Typer takes words in brackets, such as those of `pip install "mhla-hf[app]"`, for styles.
+        # Typer takes words in brackets, such as those of `pip install -e '.[app]'`, for styles.
         if described.help and not isinstance(described.help, _Tidy):
             text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(described.help))
             described.help = _Tidy(text if narrow else escape(text))

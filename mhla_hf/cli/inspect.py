@@ -118,7 +118,7 @@ def _progress(shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), disable=not shown, transient=True) as bar:
+    with Progress(console=Console(stderr=True, quiet=not shown), disable=not shown, transient=True) as bar:
         loading: Any = bar.add_task("loading the model and its probe", total=None)
         tasks: dict[str, Any] = {}
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import typer
 
+from ..utils.messages import how_to_install
+
 
 # Options are those of `transformers serve`, in whatever version is installed.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -20,7 +22,7 @@ def serve_command(context: typer.Context) -> None:
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise ModuleNotFoundError('the server needs packages that are missing: pip install "mhla-hf[serve]"')
+        raise ModuleNotFoundError(f"the server needs packages that are missing: {how_to_install('serve')}")
     if "--continuous-batching" in context.args:
         raise ValueError(
             "--continuous-batching keeps keys and values in pages, and MHLA caches summaries of blocks: leave it out, "

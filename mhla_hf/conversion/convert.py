@@ -71,7 +71,7 @@ def convert_pretrained(
         source: A pipeline directory, a model directory, or a Hub id `owner/name`. A pipeline's `transformer_2`
             (Wan 2.2) is converted as well. Also original softmax weights of Wan: a safetensors file (under the names
             of Wan's authors, of ComfyUI or of diffusers), a GGUF file, the address of such a file on the Hub, or the
-            authors' directory of shards. Tensors quantised in GGUF (`pip install "mhla-hf[gguf]"`) are dequantised, to
+            authors' directory of shards. Tensors quantised in GGUF (with the extra `gguf`) are dequantised, to
             bfloat16 unless `dtype` is given.
         destination: The directory to write.
         mhla: The options; the model's defaults for what is not given. For a pipeline also a dict of options by

@@ -184,7 +184,7 @@ def byte_progress(total: int, shown: bool) -> Iterator[tuple[Callable[[str], Non
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+    with Progress(*columns, console=Console(stderr=True, quiet=not shown), disable=not shown) as progress:
         task = progress.add_task("", total=total)
         yield (
             lambda text: progress.update(task, description=text),

@@ -21,6 +21,7 @@ from ..training.loading import PipelineSource
 from ..utils.files import atomic_directory, atomic_file, write_json
 from ..utils.json_files import read_json
 from ..utils.machine import machine_facts
+from ..utils.messages import how_to_install
 from ..utils.tensor_files import read_header
 from .config import DemoConfig
 from .figures import (
@@ -78,7 +79,7 @@ def write_outputs(
     write_gif(output / "side_by_side.gif", laid_out)
     written = write_video(output / "side_by_side.mp4", laid_out, fps=FRAMES_PER_SECOND)
     if written.suffix != ".mp4":
-        report["notes"].append("No mp4: pip install 'mhla-hf[video]'.")
+        report["notes"].append(f"No mp4: {how_to_install('video')}.")
     with atomic_file(output / "frames.png") as temporary:
         Image.fromarray(frame_strip(videos)).save(temporary, format="PNG")
     with atomic_directory(output / "mhla") as temporary:

@@ -18,7 +18,7 @@ from ..recovery.report import PLOT
 from ..utils.files import atomic_file
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
-from ..utils.messages import one_line, shorten_value
+from ..utils.messages import how_to_install, one_line, shorten_value
 from ..utils.model_cards import (
     CARD,
     carried_metadata,
@@ -238,7 +238,7 @@ def _render(data: Any, **facts: Any) -> ModelCard:
     try:
         return ModelCard.from_template(data, str(_TEMPLATE), **facts)
     except ImportError as error:
-        raise ModuleNotFoundError("model cards need jinja2: pip install 'mhla-hf[report]'") from error
+        raise ModuleNotFoundError(f"model cards need jinja2: {how_to_install('report')}") from error
 
 
 def _read_benchmarks(

@@ -340,7 +340,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
         Args:
             pretrained_model_link_or_path_or_dict: A path, an address on the Hub, or a state dict, as upstream. GGUF
-                files (`pip install "mhla-hf[gguf]"`) are dequantised.
+                files (with the extra `gguf`) are dequantised.
             mhla: The options. Those not given are the model's defaults.
             config: A directory with the model's `config.json` (and `subfolder`), or a Hub id, as upstream. By default
                 Wan's is read off the weights, where heads are taken to be 128 wide as in every published Wan; other

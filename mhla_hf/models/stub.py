@@ -46,7 +46,7 @@ _CONFIGURATION = f"{MODULE}.Configuration"
 # transformers never saves this entry with a model. Other versions of this package may word the advice otherwise.
 _ENTRY = "transformers_weights"
 _UNKNOWN_FORMAT = "MHLA weights: "
-_REFUSAL = f"{_UNKNOWN_FORMAT}pip install mhla-hf, then import mhla_hf first"
+_REFUSAL = f"{_UNKNOWN_FORMAT}install mhla_hf from a clone, then import mhla_hf first"
 _PUSHED_REFUSAL = f"{_REFUSAL} or pass trust_remote_code=True"
 
 STUB = '''\
@@ -57,7 +57,8 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "mhla_hf":
         raise
-    raise ImportError("This model needs a package for Multi-Head Linear Attention: pip install mhla-hf") from None
+    message = "This model needs mhla_hf (Multi-Head Linear Attention): pip install . in a clone of its repository"
+    raise ImportError(message) from None
 
 
 def __getattr__(name):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..utils.messages import check_choice
+from ..utils.messages import check_choice, how_to_install
 from . import BACKENDS
 from .kernel_check import kernels_pass
 
@@ -113,7 +113,7 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
     """The reason why the Triton kernels cannot run on some token tensors `[B, T, H, D]`; None if they can."""
     device = tokens[0].device
     if not TRITON_INSTALLED:
-        return "triton is not installed (pip install 'mhla-hf[triton]')"
+        return f"triton is not installed ({how_to_install('triton')})"
     if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
         return f"the kernels run on GPUs, and the tensors are on {device.type}"
     if device.type == "cuda" and _is_too_old(device):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .messages import LIST_LENGTH, shorten_text
+from .messages import LIST_LENGTH, how_to_install, shorten_text
 from .tensor_files import TensorEntry
 
 
@@ -205,5 +205,5 @@ def _import_gguf() -> Any:
         import gguf
         import gguf.quants
     except ImportError as error:
-        raise ValueError("GGUF files need the gguf package: pip install 'mhla-hf[gguf]'") from error
+        raise ValueError(f"GGUF files need the gguf package: {how_to_install('gguf')}") from error
     return gguf

@@ -27,6 +27,11 @@ def one_line(text: object, length: int = VALUE_LENGTH) -> str:
     return shorten_text("".join(letter if letter.isprintable() else " " for letter in str(text)), length)
 
 
+def how_to_install(extra: str) -> str:
+    """How to install this package with one of its extras: from a clone, as it is on no package index yet."""
+    return f"pip install -e '.[{extra}]' in a clone of mhla_hf"
+
+
 def counted(count: int, noun: str) -> str:
     """A number with its noun, in the plural but for 1."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -81,7 +81,7 @@ def test_everything_is_explained(words):
 
 
 def test_brackets_are_shown():
-    assert 'pip install "mhla-hf[app]"' in invoke("app", "--help").output
+    assert "pip install -e '.[app]'" in invoke("app", "--help").output
     assert "softmax([Wx, -Wx])" in invoke("convert", "--help", columns=200).output
 
 

@@ -35,7 +35,7 @@ WAYS = {
     "transformers": ("-m", "transformers.cli.transformers", "serve", "--trust-remote-code"),
 }
 
-needs_server = pytest.mark.skipif(not is_serve_available(), reason='needs pip install "mhla-hf[serve]"')
+needs_server = pytest.mark.skipif(not is_serve_available(), reason='needs the extra "serve"')
 
 
 @pytest.fixture(scope="module")

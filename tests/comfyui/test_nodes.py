@@ -242,7 +242,7 @@ def test_not_a_number_is_an_error(comfy, directories, tmp_path):
 
 def test_a_missing_package_is_named(comfy, directories, monkeypatch):
     monkeypatch.setitem(sys.modules, "mhla_hf", None)
-    with pytest.raises(ValueError, match=r"mhla_hf is not installed in ComfyUI's Python: pip install -r"):
+    with pytest.raises(ValueError, match=r"mhla_hf is not installed in ComfyUI's Python: pip install -e"):
         comfy.run(workflow(directories / "wan", **WAN))
 
 

@@ -157,7 +157,7 @@ def test_one_tensor_at_a_time(wan_gguf, tmp_path, monkeypatch):
 def test_missing_package(wan_gguf, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     result = CliRunner().invoke(app, ["convert", str(wan_gguf), str(tmp_path / "out")])
-    assert result.exit_code == 1 and "pip install 'mhla-hf[gguf]'" in " ".join(result.output.split())
+    assert result.exit_code == 1 and "pip install -e '.[gguf]' in a clone" in " ".join(result.output.split())
     with pytest.raises(ValueError, match="need the gguf package"):
         MHLAWanTransformer3DModel.from_single_file(wan_gguf)
 

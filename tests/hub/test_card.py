@@ -571,7 +571,7 @@ def test_convert_writes_a_card(tmp_path):
 
 def test_without_jinja2(complete, monkeypatch):
     monkeypatch.setattr("huggingface_hub.repocard.is_jinja_available", lambda: False)
-    with pytest.raises(ModuleNotFoundError, match=r"model cards need jinja2: pip install 'mhla-hf\[report\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"model cards need jinja2: pip install -e '\.\[report\]'"):
         write_card(complete)
     assert not (complete / "README.md").exists()
 

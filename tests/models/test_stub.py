@@ -93,7 +93,7 @@ def test_models_are_saved_without_the_entry_for_the_stub(encoder, tmp_path):
 def test_only_this_package_reads_the_configuration_of_a_pushed_model(encoder, tmp_path):
     add_stub(encoder)
     named = json.loads((encoder / "config.json").read_text())["transformers_weights"]
-    assert "pip install mhla-hf" in named and not named.endswith((".safetensors", ".safetensors.index.json"))
+    assert "install mhla_hf from a clone" in named and not named.endswith((".safetensors", ".safetensors.index.json"))
     config = AutoConfig.from_pretrained(encoder)
     assert not hasattr(config, "transformers_weights")
     # Files that others name are theirs.
@@ -175,5 +175,5 @@ def test_the_stub_says_what_to_install(tmp_path, monkeypatch):
     path.write_text(STUB)
     spec = importlib.util.spec_from_file_location("stub_without_package", path)
     monkeypatch.setitem(sys.modules, "mhla_hf", None)
-    with pytest.raises(ImportError, match="^This model needs .*: pip install mhla-hf$"):
+    with pytest.raises(ImportError, match="^This model needs .*: pip install . in a clone of its repository$"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -236,24 +236,24 @@ class TestWrap:
     def test_methods_and_class_methods_are_wrapped_once_and_restored(self):
         before = dict(vars(self.Owner))
         for _ in range(2):
-            wrap("peft", self.Owner, "method", self.doubled)
-            wrap("peft", self.Owner, "made", self.doubled)
+            wrap("library", self.Owner, "method", self.doubled)
+            wrap("library", self.Owner, "made", self.doubled)
         assert self.Owner().method(3) == 6 and self.Derived.made(3) == ("Derived", 6)
         assert self.Owner.method.__wrapped__ is before["method"]
-        unwrap("peft")
+        unwrap("library")
         assert dict(vars(self.Owner)) == before
 
     def test_inherited_ones_are_wrapped_in_the_class_alone(self):
-        wrap("peft", self.Derived, "method", self.doubled)
+        wrap("library", self.Derived, "method", self.doubled)
         assert self.Derived().method(3) == 6 and self.Owner().method(3) == 3
-        unwrap("peft")
+        unwrap("library")
         assert "method" not in vars(self.Derived) and self.Derived().method(3) == 3
 
     def test_other_libraries_stay_wrapped(self):
-        wrap("peft", self.Owner, "method", self.doubled)
-        unwrap("diffusers-of-another-name")
+        wrap("library", self.Owner, "method", self.doubled)
+        unwrap("another library")
         assert self.Owner().method(3) == 6
-        unwrap("peft")
+        unwrap("library")
 
     def test_missing_functions_are_an_error(self):
         with pytest.raises(UnsupportedVersionError, match=r"peft .* does not have the known Owner\.missing"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from mhla_hf.utils.compat import SUPPORTED, UnsupportedVersionError, check_version
 from tests import ROOT
@@ -102,6 +104,19 @@ def test_the_range_is_that_of_pyproject(library):
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     declared = [Requirement(line.strip().strip('",')) for line in lines if line.strip().startswith(f'"{library}>')]
     assert [requirement.specifier for requirement in declared] == [SpecifierSet(SUPPORTED[library])]
+
+
+def test_the_lowest_versions_are_the_lower_bounds():
+    core = re.search(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    declared = [Requirement(text) for text in re.findall('"(.+)"', core[1])]
+    bounds = {
+        requirement.name: Version(bound.version)
+        for requirement in declared
+        for bound in requirement.specifier
+        if bound.operator == ">="
+    }
+    pins = re.findall("^(\\w+)==(.+)$", (ROOT / "constraints-lowest.txt").read_text(), re.MULTILINE)
+    assert len(bounds) == len(declared) and {name: Version(version) for name, version in pins} == bounds
 
 
 def test_unsupported_transformers_refuse_mhla_and_leave_diffusers(tmp_path):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..import_hooks import extend
-from .patch import install_configuration, install_models, refuse_models
+from .patch import install_batching, install_configuration, install_models, refuse_models
 
 
 def register_with_transformers() -> None:
@@ -14,3 +14,4 @@ def register_with_transformers() -> None:
     """
     extend("transformers", "transformers.configuration_utils", install_configuration)
     extend("transformers", "transformers.modeling_utils", install_models, otherwise=refuse_models)
+    extend("transformers", "transformers.generation.continuous_batching.continuous_api", install_batching)

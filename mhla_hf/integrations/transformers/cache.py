@@ -41,6 +41,10 @@ _OTHER_MASK = (
     "earlier ones, and cannot show tokens that were hidden. Pass the former mask, extended for the new tokens, or "
     "start again with a new cache and the whole text."
 )
+PAGED = (
+    "Continuous batching keeps keys and values in pages, MHLA keeps summaries. Use model.generate with a padded batch "
+    "and without cache_implementation='paged'."
+)
 
 
 class MHLACacheLayer(CacheLayerMixin):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: eleven methods, one constructor, two attributes, three registries.
+"""Changes to transformers: twelve methods, one constructor, two attributes, three registries.
 
 Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores everything.
 """
@@ -94,6 +94,15 @@ def install_models(module: ModuleType) -> None:
     install_configuration(configuration_utils)
     # Registers itself; by name, since it may be what is importing transformers just now.
     importlib.import_module(".attention", __package__)
+
+
+def install_batching(module: ModuleType) -> None:
+    """Lets MHLA models refuse continuous batching.
+
+    Args:
+        module: `transformers.generation.continuous_batching.continuous_api`.
+    """
+    wrap("transformers", module.ContinuousMixin, "init_continuous_batching", _batch_continuously)
 
 
 def uninstall() -> None:
@@ -258,10 +267,23 @@ def _make_quantized_cache(original: Any, cache: Any, backend: str, config: Any, 
     """Refuses quantised caches for MHLA models as they are made, before anything has to be installed for them."""
     from .cache import QUANTISED
 
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "mhla", None) is not None and attention_of(text) == "mhla":
+    if _has_mhla_text(config):
         raise ValueError(QUANTISED)
     original(cache, backend, config, *args, **kwargs)
+
+
+def _batch_continuously(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses continuous batching for MHLA models: where flash attention is installed, transformers switches to it."""
+    from .cache import PAGED
+
+    if _has_mhla_text(model.config):
+        raise ValueError(PAGED)
+    return original(model, *args, **kwargs)
+
+
+def _has_mhla_text(config: Any) -> bool:
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "mhla", None) is not None and attention_of(text) == "mhla"
 
 
 def _upload(original: Any, model: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
+from ...utils.messages import how_to_install
 from .folders import DataSample
 
 
@@ -54,7 +55,7 @@ def load_scans(split: str, digit_size: int = 28) -> tuple[np.ndarray, np.ndarray
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError("the digits need scikit-learn: pip install 'mhla-hf[demo]'") from error
+        raise ValueError(f"the digits need scikit-learn: {how_to_install('demo')}") from error
 
     data = load_digits()
     held_out = np.arange(len(data.images)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Video files: a folder of them with captions, read into tensors; and written from arrays.
 
-Reading takes imageio-ffmpeg, writing imageio as well (`pip install mhla-hf[video]`); GIF files take Pillow alone.
+Reading takes imageio-ffmpeg, writing imageio as well (the extra `video`); GIF files take Pillow alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from PIL import Image, ImageSequence
 
 from ...utils.files import atomic_file
+from ...utils.messages import how_to_install
 from .buckets import Bucket, nearest_bucket
 from .folders import DataFolder, DataSample, UnusableSampleError, captioned_files, unusable_sample
 from .images import check_size, fit, open_image, to_tensor, unreadable
@@ -157,7 +158,7 @@ def _ffmpeg():
 
         imageio_ffmpeg.get_ffmpeg_exe()
     except (ImportError, RuntimeError) as error:
-        raise ValueError("video files need imageio and imageio-ffmpeg: pip install 'mhla-hf[video]'") from error
+        raise ValueError(f"video files need imageio and imageio-ffmpeg: {how_to_install('video')}") from error
     return imageio_ffmpeg
 
 

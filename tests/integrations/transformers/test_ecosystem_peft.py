@@ -7,7 +7,14 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM
 
 import mhla_hf  # noqa: F401
@@ -178,3 +185,13 @@ def test_all_linear_leaves_the_gate_to_modules_to_save(softmax_directory):
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and ".mhla." in name]
     assert any(name.endswith("modules_to_save.default.gate.weight") for name in names)
     assert not any("lora_" in name for name in names)
+
+
+def test_prefix_tuning_is_refused_and_prompt_tuning_trains(mhla_directory):
+    given = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    prefix = get_peft_model(load(mhla_directory), PrefixTuningConfig(**given))
+    for call in (prefix, prefix.generate):
+        with pytest.raises(ValueError, match="the keys and values of softmax attention already .* prefix tuning"):
+            call(**inputs("llama"))
+    losses = train(get_peft_model(load(mhla_directory), PromptTuningConfig(**given)))
+    assert losses[-1] < losses[0]

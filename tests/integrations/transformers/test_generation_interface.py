@@ -8,6 +8,8 @@ equality of eager, SDPA and flash attention (other functions), and models on sev
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers.generation import GenerationMixin
@@ -120,3 +122,26 @@ def test_compiled_forward_inside_generate(llama):
     model.forward = torch.compile(model.forward, backend="eager")
     assert torch.equal(generate(model, **prompt(True), max_new_tokens=3).sequences, expected)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda model: model.generate_batch([[5, 6, 7]], progress_bar=False),
+        lambda model: model.generate(torch.tensor([[5, 6, 7]]), cache_implementation="paged"),
+        lambda model: model.init_continuous_batching(),
+    ],
+    ids=["generate_batch", "paged", "manager"],
+)
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all", "some"])
+def test_continuous_batching_is_refused(start, layers):
+    model = mhla_model("llama", layers=layers)
+    with pytest.raises(ValueError, match="MHLA keeps summaries. Use model.generate with a padded batch"):
+        start(model)
+    assert model.config._attn_implementation == "mhla"
+
+
+def test_softmax_models_batch_continuously(llama):
+    softmax = copy.deepcopy(llama)
+    softmax.set_attn_implementation("sdpa")
+    assert softmax.init_continuous_batching().model is softmax

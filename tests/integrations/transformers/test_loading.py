@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import MHLAConfig, convert
-from mhla_hf.integrations.transformers import patch
+from mhla_hf.integrations.transformers import patch, register_with_transformers
 
 from .mhla_models import IMAGE_OPTIONS, TEXT_OPTIONS, first_output, mhla_model, mhla_modules
 from .tiny_models import DECODER, FAMILIES, TEXT, VISION, inputs, softmax_model
@@ -328,7 +328,7 @@ def test_the_patch_can_be_taken_back():
         config.mhla = {"block_size": 4}
         assert not mhla_modules(LlamaForCausalLM(config))
     finally:
-        patch.install_models(transformers.modeling_utils)
+        register_with_transformers()
     assert mhla_modules(LlamaForCausalLM(config))
 
 
