@@ -131,7 +131,7 @@ def test_saved_models_are_refused_where_the_package_is_not_imported(encoder, tmp
                 try:
                     getattr(transformers, name).from_pretrained(folder, **options)
                 except ValueError as error:
-                    assert str(error).endswith("pip install mhla-hf, then import mhla_hf first"), error
+                    assert str(error).endswith("install mhla_hf from a clone, then import mhla_hf first"), error
                 else:
                     raise AssertionError(f"{name} loads {folder} with {options}")
     """
