@@ -296,14 +296,17 @@ def test_rows_of_the_history_are_json_where_outputs_are_not_finite():
 
 def test_the_first_process_warns(caplog, monkeypatch):
     monkeypatch.setattr("mhla_hf.analysis.tracking.Processes", lambda: SimpleNamespace(rank=1))
+    model = bert(mixing_init="uniform", feature_map="elu")
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="mhla_hf.analysis.tracking"):
-        row = AttentionTracker(TEXT, settle=0).record(bert(mixing_init="uniform", feature_map="elu"), 0)
+        row = AttentionTracker(TEXT, settle=0).record(model, 0)
     assert row["signatures"] and not caplog.records
 
 
 def test_tracker_warns_once_for_each_signature_and_layer(caplog):
     model = bert(mixing_init="uniform", feature_map="elu")
     tracker = AttentionTracker(TEXT, settle=10)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="mhla_hf.analysis.tracking"):
         for step in (0, 5, 10, 15):
             tracker.record(model, step)

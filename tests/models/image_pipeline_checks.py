@@ -142,21 +142,25 @@ class ImagePipelineChecks:
         assert ("output as it was" in command("convert", source, tmp_path / "one", *fresh).output) == linear
         result = command("convert", source, tmp_path / "two", *fresh, "--mixing-init", "linear")
         how = f"with mhla-hf train {self.trained_as}" if self.trained_as else "the model"
-        assert f"The new parameters are untrained: fine-tune {how}." in result.output
+        assert f"The new parameters are untrained. Run mhla-hf calibrate {tmp_path / 'two'}, or" in result.output
+        assert f"mhla-hf recover {source} OUTPUT" in result.output and f"or fine-tune {how}." in result.output
 
     def test_default_conversion_by_command(self, ordinary_dir, tmp_path):
         assert command("convert", ordinary_dir / "transformer", tmp_path / "mhla", "--quiet").exit_code == 0
         stored = json.loads((tmp_path / "mhla/config.json").read_text())["mhla"]
         assert stored == self.make_pipeline(self.mhla_class).transformer.config.mhla
 
-    def test_another_pipeline_takes_the_transformer_over(self, mhla_dir):
+    def test_another_pipeline_takes_the_transformer_over(self, mhla_dir, tmp_path):
         pipeline = load_pipeline(mhla_dir)
         expected = self.generate(pipeline)
         with recorded_warnings() as warnings:
             other = type(pipeline).from_pipe(pipeline)
         assert not [message for message in warnings if "switched over" in message]
         assert other is not pipeline and other.transformer is pipeline.transformer
-        assert other.config["transformer"] == ("diffusers", self.mhla_class.__name__)
+        assert other.config["transformer"] == ("mhla_hf", self.mhla_class.__name__)
+        other.save_pretrained(tmp_path)
+        index = json.loads((tmp_path / "model_index.json").read_text())
+        assert index["transformer"] == ["diffusers", self.mhla_class.__name__]
         np.testing.assert_allclose(self.generate(other), expected, atol=1e-5)
 
     def test_half_precision(self, mhla_dir):
