@@ -8,7 +8,6 @@ import sys
 import textwrap
 
 import accelerate
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -166,8 +165,7 @@ def test_supported_models_names_the_class():
 # Arguments that are passed on
 
 
-# Earlier versions of diffusers ignore `dtype`, and say so.
-@pytest.mark.parametrize("argument", ["torch_dtype", *(["dtype"] if diffusers.__version__ >= "0.40" else [])])
+@pytest.mark.parametrize("argument", ["torch_dtype", "dtype"])
 @pytest.mark.parametrize("source", ["softmax_dir", "mhla_dir"])
 def test_dtype(argument, source, request):
     pipeline = load_pipeline(request.getfixturevalue(source), **{argument: torch.bfloat16})

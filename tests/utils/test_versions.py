@@ -212,7 +212,7 @@ def test_without_diffusers_the_transformers_half_works(tmp_path):
         packages_without(("diffusers",), tmp_path / "packages"),
         site=False,
     )
-    expected = "mhla_hf needs diffusers>=0.38 for this, which is not installed: pip install 'diffusers>=0.38'"
+    expected = "mhla_hf needs diffusers>=0.40 for this, which is not installed: pip install 'diffusers>=0.40'"
     assert report == {"refusals": [expected] * 2, "shapes": [[2, 9], [2, 6, 32]], "names": True}
     assert warnings == []
 
@@ -236,6 +236,6 @@ def test_unsupported_diffusers_refuse_mhla_and_leave_transformers(tmp_path):
         ),
         metadata("diffusers", "0.31.0", tmp_path),
     )
-    expected = "mhla_hf needs diffusers>=0.38, but 0.31.0 is installed: pip install 'diffusers>=0.38'"
+    expected = "mhla_hf needs diffusers>=0.40, but 0.31.0 is installed: pip install 'diffusers>=0.40'"
     assert report == {"refusals": [expected] * 4, "shapes": [[2, 9], [2, 6, 32]], "names": True}
     assert len(warnings) == 1 and expected in warnings[0]

@@ -16,10 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
-SUPPORTED = {"transformers": ">=5.17,<6", "diffusers": ">=0.38", "peft": ">=0.18"}
+SUPPORTED = {"transformers": ">=5.17,<6", "diffusers": ">=0.40", "peft": ">=0.18"}
 """Supported versions; the same ranges are in `pyproject.toml`."""
 
-CHECKED = {"transformers": "5.17 and 5.23", "diffusers": "0.38 and 0.42", "peft": "0.18 and 0.21"}
+CHECKED = {"transformers": "5.17 and 5.23", "diffusers": "0.40 and 0.42", "peft": "0.18 and 0.21"}
 """Versions that the functions below were checked with."""
 
 _wrapped: list[tuple[str, Any, str, Any]] = []

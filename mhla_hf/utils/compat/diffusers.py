@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private and fragile parts of diffusers, checked with versions 0.38 and 0.42.
+"""Private and fragile parts of diffusers, checked with versions 0.40 and 0.42.
 
 Functions raise `UnsupportedVersionError` where diffusers does not have the named part.
 """
