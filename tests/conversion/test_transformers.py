@@ -463,6 +463,8 @@ def test_sentence_transformers_directories(tmp_path):
 def test_conversion_json(llama_dir, tmp_path):
     convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS)
     content = json.loads((tmp_path / "mhla/conversion.json").read_text())
+    # The path is for this machine, and is left out of what is pushed.
+    assert content["source"].pop("path") == str(llama_dir) and len(content["source"].pop("path_code")) == 32
     assert content["source"] == {"location": "llama"}
     assert str(tmp_path) not in json.dumps(content) and str(llama_dir) not in json.dumps(content)
     assert content["versions"]["transformers"] == transformers.__version__

@@ -433,7 +433,8 @@ def test_conversion_json(pipeline_dir, tmp_path):
     convert(pipeline_dir, tmp_path / "mhla", EVERYTHING)
     content = json.loads((tmp_path / "mhla/conversion.json").read_text())
     assert content["schema_version"] == 2
-    # Nothing of this machine's folders.
+    # Nothing of this machine's folders but the path of the source, which is left out of what is pushed.
+    assert content["source"].pop("path") == str(pipeline_dir) and len(content["source"].pop("path_code")) == 32
     assert content["source"] == {"location": pipeline_dir.name}
     assert str(tmp_path) not in json.dumps(content) and str(pipeline_dir) not in json.dumps(content)
     assert content["versions"]["torch"] == torch.__version__
