@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -277,31 +277,41 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
         'sdpa'
     """
     from .layers.mhla import MHLA
-    from .layers.original import original_values, take_original
+    from .layers.original import check_adapters, original_values, take_original, values_of_original
 
+    models: dict[str, tuple[Any, Any]] = {"": (model_or_pipeline, original)}
     if _is_pipeline(model_or_pipeline):
-        names = [name for name, part in model_or_pipeline.components.items() if hasattr(part, "mhla_modules")]
-        if not names:
-            raise ValueError(f"No component of this {type(model_or_pipeline).__name__} is MHLA.")
-        for name in names:
-            if original is None:
-                original_values(getattr(model_or_pipeline, name), "restore softmax attention")
-            elif getattr(original, name, None) is None:
-                raise ValueError(f"original has no {name}: it must be the pipeline that this one was converted from.")
-        for name in names:
-            part = None if original is None else getattr(original, name)
-            # Registered anew, or a saved index would go on naming the MHLA class.
-            model_or_pipeline.register_modules(**{name: unconvert(getattr(model_or_pipeline, name), part)})
-        return model_or_pipeline
-    if not any(isinstance(module, MHLA) for module in model_or_pipeline.modules()):
+        parts = {name: part for name, part in model_or_pipeline.components.items() if hasattr(part, "mhla_modules")}
+        models = {name: (part, getattr(original, name, None)) for name, part in parts.items()}
+    if not models or not any(isinstance(module, MHLA) for part, _ in models.values() for module in part.modules()):
         raise ValueError(f"This {type(model_or_pipeline).__name__} has no MHLA layers.")
+    check: Callable[[Any], None]
     if _has_base(model_or_pipeline, "transformers.modeling_utils", "PreTrainedModel"):
         from .integrations.transformers.attaching import unconvert_transformers_model as restore
+
+        check = check_adapters
     else:
-        from .models.converting import unconvert_model as restore
-    if original is not None:
-        take_original(model_or_pipeline, original)
-    return restore(model_or_pipeline)
+        from .models.converting import check_unconvertible, unconvert_model
+
+        check, restore = check_unconvertible, unconvert_model
+    values = {}
+    # Everything is checked before anything changes.
+    for name, (model, own) in models.items():
+        check(model)
+        if original is None:
+            original_values(model, "restore softmax attention")
+        elif own is None:
+            raise ValueError(f"original has no {name}: it must be the pipeline that this one was converted from.")
+        else:
+            values[name] = values_of_original(model, own)
+    for name, (model, _) in models.items():
+        if original is not None:
+            take_original(model, values[name])
+        restore(model)
+        if name:
+            # Registered anew, or a saved index would go on naming the MHLA class.
+            model_or_pipeline.register_modules(**{name: model})
+    return model_or_pipeline
 
 
 def _is_pipeline(model_or_pipeline: Any) -> bool:

@@ -24,8 +24,8 @@ from ..models.source import (
 )
 from ..models.stub import softmax_config
 from ..utils.destinations import claim_destination
-from ..utils.locations import find_directory, local_origin
-from ..utils.messages import shorten_text
+from ..utils.locations import download_repository, find_directory, local_origin
+from ..utils.messages import shorten_list, shorten_text
 from .diffusers_planning import plan_component
 from .options import parse_dtype, parse_size
 from .original_weights import find_weights, is_original_directory, plan_original
@@ -201,18 +201,21 @@ def unconvert_pretrained(
         parts = found.mhla_components
         if not parts:
             raise ValueError(f"{source} has no MHLA model.")
-        given = None if original is None else open_source(original)
-        plans = [_plan_original(found, part, given) for part in parts]
+        elsewhere = {name: value for name, value in hub.items() if name in ("token", "cache_dir", "local_files_only")}
+        given = None if original is None else open_source(original, **elsewhere)
+        plans = [_plan_original(found, part, given, elsewhere) for part in parts]
         report = ConversionReport("unconvert", destination, found.origin)
         write_result(found, plans, report, claimed, progress=progress, started=started)
         return report
 
 
-def _plan_original(source: Source, part: Component, given: Source | None) -> ComponentPlan:
+def _plan_original(source: Source, part: Component, given: Source | None, hub: Mapping[str, Any]) -> ComponentPlan:
     """Plans the softmax version of one MHLA model."""
     state, origin = part.config.get(STATE_KEY, "trained"), part
     if state != STATES[0] or given is not None:
-        match = find_original(source, part) if given is None else None
+        match = None
+        if given is None:
+            match = find_original(source, part, lambda repository: download_repository(repository, **hub))
         found = match[1] if match is not None else None if given is None else softmax_version(given, part)
         if found is None:
             raise ValueError(
@@ -222,6 +225,7 @@ def _plan_original(source: Source, part: Component, given: Source | None) -> Com
                 else f"original {given.location} has no softmax model for {part.name} of {source.location}."
             )
         origin = found
+        _check_same_sizes(part, origin)
     report = ComponentReport(part.class_name, origin.softmax_class_name)
     weights = []
     for stored in origin.weight_sets():
@@ -230,6 +234,24 @@ def _plan_original(source: Source, part: Component, given: Source | None) -> Com
         kept = [[entry for entry in group if ".mhla." not in entry.name] for group in groups]
         weights.append(plan_files(stored.variant, stored.files, [group for group in kept if group], [], None))
     return ComponentPlan(part.name, softmax_config(origin), weights, report, origin.names)
+
+
+def _check_same_sizes(part: Component, original: Component) -> None:
+    """Refuses an original of the same class that is another model."""
+    shapes, expected = (
+        {
+            name: shape
+            for weights in one.weight_sets()[:1]
+            for reader in weights.open(floats_only=False)
+            for name, shape in reader.shapes.items()
+        }
+        for one in (part, original)
+    )
+    wrong = [name for name in shapes if expected.get(name, shapes[name]) != shapes[name]]
+    if wrong:
+        raise ValueError(
+            f"{original.folder} is not the original of {part.folder}: {shorten_list(wrong)} have another shape in it."
+        )
 
 
 def _check_unused(options: Mapping[str, Any], reason: str) -> None:

@@ -39,12 +39,15 @@ STATE_KEY = "_mhla_state"
 """Entry of `config.json` that holds the state. Models saved without it count as trained."""
 
 _ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)
-# Tensors are read in parts, so that rounding takes little memory.
-_CHUNK = 2**22
+# Values of a tensor that are read at a time, so that rounding takes little memory.
+_READ_AT_ONCE = 2**22
 # Modules that adapters, compiling and sharding put around others.
 _WRAPPERS = ("base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module")
 
 _Checksums = Mapping[torch.dtype, int]
+
+Selection = Callable[[str], bool]
+"""Called with the name of a tensor."""
 
 
 def original_attention(
@@ -138,7 +141,7 @@ class WeightRecord:
         current: Checksums of all tensors after the step that `state` names.
         values: Pretrained values, on the CPU, of tensors that calibration or matching replaced.
         fitted: Values that stood in place of those while the model is restored to softmax.
-        restored: Prefixes of the parts that were restored to softmax.
+        restored: Names of the tensors that were restored to softmax, and may be trained as such.
     """
 
     state: str
@@ -158,28 +161,32 @@ class _Weights:
 
     Args:
         model: The model, a part of it, or a wrapper around it.
-        part: Prefix of the names to look at.
+        selects: Whether to look at a tensor, by its name in `model`; by default at all.
     """
 
-    def __init__(self, model: nn.Module, part: str = "") -> None:
+    def __init__(self, model: nn.Module, selects: Selection | None = None) -> None:
         self.record: WeightRecord | None
         self.layers = {
             original_name(name): module for name, module in model.named_modules() if isinstance(module, MHLA)
         }
         name, layer = next(iter(self.layers.items()))
         self.record, whole = layer.record or (None, name)
+        records = {id(layer.record[0]) if layer.record else None for layer in self.layers.values()}
+        self.is_one_model = len(records) == 1
+        if not self.is_one_model:
+            self.record = None
         # Names of a part of the whole model lack a prefix; those of a wrapper around it have one more.
         self.ahead = whole.removesuffix(name) if whole.endswith(name) else ""
         self.behind = name.removesuffix(whole) if name.endswith(whole) else ""
         # Quantised weights are not trained, and are not looked at.
         self.tensors = {
             own: parameter
-            for own, parameter in _without_adapters(model.named_parameters())
-            if own.startswith(part) and own.startswith(self.behind) and parameter.is_floating_point()
+            for own, parameter in _base_tensors(model.named_parameters())
+            if own.startswith(self.behind) and parameter.is_floating_point() and (selects is None or selects(own))
         }
 
     def whole(self, name: str) -> str:
-        """Returns the name in the whole model of a tensor or part."""
+        """Returns the name in the whole model of a tensor or layer."""
         return f"{self.ahead}{name.removeprefix(self.behind)}"
 
     def is_changed(self, name: str, known: Mapping[str, _Checksums | None]) -> bool:
@@ -198,7 +205,7 @@ class _Weights:
             layer.record = record, self.whole(name)
 
 
-def record_weights(model: nn.Module, state: str = "converted", restored: Iterable[str] = ()) -> None:
+def record_weights(model: nn.Module, state: str = "converted", restored: Selection | None = None) -> None:
     """Starts the record of a model whose weights are those that `state` names.
 
     Reads every tensor once, unless the model was trained. Does nothing for a model on the meta device.
@@ -207,7 +214,7 @@ def record_weights(model: nn.Module, state: str = "converted", restored: Iterabl
         model: The whole model.
         state: One of [`STATES`]; the weights of a `"converted"` model are the pretrained ones, and any other value
             counts as `"trained"`.
-        restored: Prefixes of the parts that compute softmax attention.
+        restored: Whether a tensor is of a part that computes softmax attention.
     """
     weights = _Weights(model)
     weights.ahead = weights.behind = ""
@@ -216,7 +223,8 @@ def record_weights(model: nn.Module, state: str = "converted", restored: Iterabl
         return
     current = {} if state == "trained" else weights.checksums()
     pretrained = {name: sums for name, sums in current.items() if ".mhla." not in name} if state == STATES[0] else {}
-    weights.attach(WeightRecord(state, pretrained, current, restored=frozenset(restored)))
+    softmax = frozenset(name for name in pretrained if restored is not None and restored(name))
+    weights.attach(WeightRecord(state, pretrained, current, restored=softmax))
 
 
 def record_step(model: nn.Module, state: str, values: Mapping[str, torch.Tensor]) -> None:
@@ -229,25 +237,27 @@ def record_step(model: nn.Module, state: str, values: Mapping[str, torch.Tensor]
             pretrained are left out.
     """
     weights = _Weights(model)
-    record = weights.record
-    if record is None or record.state == "trained":
+    record, sums = weights.record, weights.checksums()
+    if record is None or record.state == "trained" or all(record.current.get(name) == sums[name] for name in sums):
         return
     kept = dict(record.values)
     for name, value in values.items():
         whole = weights.whole(name)
-        sums = record.pretrained.get(whole)
-        if sums and whole not in kept and _is_unchanged(value, sums):
+        known = record.pretrained.get(whole)
+        if known and whole not in kept and _is_unchanged(value, known):
             kept[whole] = value.to("cpu")
-    weights.attach(replace(record, state=state, current={**record.current, **weights.checksums()}, values=kept))
+    weights.attach(replace(record, state=state, current={**record.current, **sums}, values=kept))
 
 
-def original_values(model: nn.Module, purpose: str, part: str = "") -> dict[str, torch.Tensor]:
+def original_values(model: nn.Module, purpose: str, selects: Selection | None = None) -> dict[str, torch.Tensor]:
     """Returns the pretrained values of the tensors that have changed since the conversion.
+
+    Tensors that were restored to softmax are left out.
 
     Args:
         model: The model, or a part or wrapper of it.
         purpose: What they are for, for the error.
-        part: Prefix of the names to look at.
+        selects: Whether to look at a tensor; by default at all.
 
     Returns:
         Values on the CPU, by their names in `model` without adapters.
@@ -255,18 +265,18 @@ def original_values(model: nn.Module, purpose: str, part: str = "") -> dict[str,
     Raises:
         ValueError: If the value of a changed tensor is not known.
     """
-    weights, name = _Weights(model, part), type(model).__name__
+    weights, name = _Weights(model, selects), type(model).__name__
     record = weights.record
+    if not weights.is_one_model:
+        raise ValueError(f"Cannot {purpose}: this {name} holds several converted models. Take each of them by itself.")
     if record is None or not record.pretrained:
         state = "trained" if record is None else record.state
-        raise ValueError(
-            f"Cannot {purpose}: this {name} was {state} before it was saved, and the checkpoint does not have its "
-            "pretrained weights. Use the softmax original."
-        )
+        raise ValueError(f"Cannot {purpose}: {changed_before_saving(model, state)}")
     changed = [
         own
         for own in weights.tensors
-        if weights.whole(own) in record.pretrained and weights.is_changed(own, record.pretrained)
+        if weights.whole(own) in record.pretrained.keys() - record.restored
+        and weights.is_changed(own, record.pretrained)
     ]
     lost = [own for own in changed if weights.whole(own) not in record.values]
     if lost:
@@ -277,85 +287,126 @@ def original_values(model: nn.Module, purpose: str, part: str = "") -> dict[str,
     return {own: record.values[weights.whole(own)] for own in changed}
 
 
+def changed_before_saving(model: nn.Module, state: str) -> str:
+    """Returns the reason why a model that was loaded has no pretrained weights."""
+    return (
+        f"this {type(model).__name__} was {state} before it was saved, and the checkpoint does not have its "
+        "pretrained weights. Use the softmax original."
+    )
+
+
 def weights_state(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None) -> str:
     """Returns what was done to a model last, one of [`STATES`]: any change that no step noted is training.
 
     Args:
         model: The model.
-        state_dict: Its tensors, where they are not to be read from the model.
+        state_dict: Its tensors, where they are not to be read from the model. A tensor that is not there under its
+            name counts as changed.
     """
     weights = _Weights(model)
     record = weights.record
     if record is None or record.state == "trained":
         return "trained"
     if state_dict is not None:
-        given = dict(_without_adapters(state_dict.items()))
-        weights.tensors = {name: given[name] for name in weights.tensors if name in given}
+        given = dict(_base_tensors(state_dict.items()))
+        if not weights.tensors.keys() <= given.keys():
+            return "trained"
+        weights.tensors = {name: given[name] for name in weights.tensors}
     known = [name for name in weights.tensors if weights.whole(name) in record.current]
     return "trained" if any(weights.is_changed(name, record.current) for name in known) else record.state
 
 
 @torch.no_grad()
-def restore_softmax(model: nn.Module, purpose: str, part: str = "") -> None:
-    """Gives a part of a model its pretrained weights back, and keeps those of MHLA for [`restore_mhla`].
+def restore_softmax(model: nn.Module, purpose: str, selects: Selection | None = None) -> None:
+    """Gives a model its pretrained weights back, and keeps those of MHLA for [`restore_mhla`].
 
     Args:
         model: The model.
         purpose: What that is for, for the error.
-        part: Prefix of the part's names.
+        selects: Whether to restore a tensor; by default all.
 
     Raises:
         ValueError: If they are not known; nothing is changed then.
     """
-    values, weights = original_values(model, purpose, part), _Weights(model, part)
+    values, weights = original_values(model, purpose, selects), _Weights(model, selects)
     record = weights.record
     assert record is not None
     fitted = {weights.whole(name): weights.tensors[name].detach().to("cpu", copy=True) for name in values}
     for name, value in values.items():
         weights.tensors[name].copy_(value)
-    restored = record.restored | {weights.whole(part)}
+    restored = record.restored | (set(map(weights.whole, weights.tensors)) & record.pretrained.keys())
     weights.attach(replace(record, fitted={**record.fitted, **fitted}, restored=restored))
 
 
 @torch.no_grad()
-def restore_mhla(model: nn.Module, part: str = "") -> None:
-    """Reverses [`restore_softmax`]. A part that was trained with softmax attention meanwhile is converted anew.
+def restore_mhla(model: nn.Module, selects: Selection | None = None) -> None:
+    """Reverses [`restore_softmax`]. What was trained with softmax attention meanwhile is converted anew.
 
     Args:
         model: The model.
-        part: Prefix of the part's names.
+        selects: Whether to restore a tensor; by default all.
     """
-    weights = _Weights(model, part)
+    weights = _Weights(model, selects)
     record = weights.record
-    if record is None or weights.whole(part) not in record.restored:
+    if record is None:
         return
+    weights.tensors = {
+        name: tensor for name, tensor in weights.tensors.items() if weights.whole(name) in record.restored
+    }
     own = {weights.whole(name): tensor for name, tensor in weights.tensors.items()}
-    pretrained = [name for name in weights.tensors if weights.whole(name) in record.pretrained]
-    if any(weights.is_changed(name, record.pretrained) for name in pretrained):
-        sums = {name: value for name, value in weights.checksums().items() if name in record.pretrained}
+    if any(weights.is_changed(name, record.pretrained) for name in weights.tensors):
         record = replace(
             record,
-            pretrained={**record.pretrained, **sums},
-            current={**record.current, **sums},
+            state="trained",
+            pretrained={**record.pretrained, **weights.checksums()},
             values={name: value for name, value in record.values.items() if name not in own},
         )
     else:
         for name in own.keys() & record.fitted.keys():
             own[name].copy_(record.fitted[name])
     fitted = {name: value for name, value in record.fitted.items() if name not in own}
-    weights.attach(replace(record, fitted=fitted, restored=record.restored - {weights.whole(part)}))
+    weights.attach(replace(record, fitted=fitted, restored=record.restored - own.keys()))
 
 
-@torch.no_grad()
-def take_original(model: nn.Module, original: nn.Module) -> None:
-    """Gives a model the weights of the softmax model that it was converted from; the record starts anew.
+def check_mhla(model: nn.Module) -> None:
+    """Refuses models that were restored to softmax where their MHLA layers are to be fitted or trained.
+
+    Raises:
+        ValueError: If the model was.
+    """
+    record = _Weights(model).record
+    if record is not None and record.restored:
+        raise ValueError(
+            f"This {type(model).__name__} computes softmax attention now: switch back with "
+            "model.set_attn_implementation('mhla') first."
+        )
+
+
+def check_adapters(model: nn.Module, purpose: str = "restore softmax attention") -> None:
+    """Refuses adapters, which are trained beside the weights that can be restored.
+
+    Raises:
+        ValueError: If the model has any.
+    """
+    tensors = dict(model.named_parameters())
+    if len(tensors) > len(dict(_base_tensors(tensors.items()))):
+        raise ValueError(
+            f"Cannot {purpose}: this {type(model).__name__} has adapters. Merge them into its weights, or delete them."
+        )
+
+
+def values_of_original(model: nn.Module, original: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the weights of the softmax model that a model was converted from.
 
     Args:
         model: The whole model, of any state.
         original: The softmax model.
 
+    Returns:
+        Tensors of `original` by the names that they have in both.
+
     Raises:
-        ValueError: If the original has MHLA layers, lacks a weight, or has one of another shape; nothing is changed.
+        ValueError: If the original has MHLA layers, lacks a weight, or has one of another shape.
     """
     if any(isinstance(module, MHLA) for module in original.modules()):
         raise ValueError("original has MHLA layers: load the softmax model that this one was converted from.")
@@ -367,15 +418,16 @@ def take_original(model: nn.Module, original: nn.Module) -> None:
             f"original lacks {len(wrong)} weight(s) of this {type(model).__name__}, or has them in another shape "
             f"({shorten_list(wrong)}): it must be the model that this one was converted from."
         )
-    for name, tensor in own.items():
-        tensor.copy_(found[name])
+    return {name: found[name] for name in own}
+
+
+@torch.no_grad()
+def take_original(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Gives a model the values of [`values_of_original`]; its record starts anew."""
+    tensors = _Weights(model).tensors
+    for name, value in values.items():
+        tensors[name].copy_(value)
     record_weights(model)
-
-
-def is_restored(model: nn.Module, part: str = "") -> bool:
-    """Returns whether a part of a model was restored to softmax, so that its weights may be trained as such."""
-    weights = _Weights(model)
-    return weights.record is not None and weights.whole(part) in weights.record.restored
 
 
 def original_name(name: str) -> str:
@@ -383,7 +435,7 @@ def original_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _without_adapters(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _base_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors by the names that they have without adapters, whose own are left out."""
     for name, tensor in tensors:
         if ".lora_" not in name and ".modules_to_save." not in name:
@@ -392,26 +444,26 @@ def _without_adapters(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
 
 def _checksums(tensor: torch.Tensor) -> _Checksums | None:
     """Checksums of a tensor's values as they are, and as they are after a cast; `None` where they cannot be read."""
-    if tensor.is_meta or hasattr(tensor, "device_mesh"):
+    if _is_unreadable(tensor):
         return None
     sums = dict.fromkeys({tensor.dtype, *_ROUNDINGS}, 0)
-    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
-        chunk = chunk.cpu()
+    for values in tensor.detach().reshape(-1).split(_READ_AT_ONCE):
+        values = values.cpu()
         for dtype in sums:
-            sums[dtype] = _add(sums[dtype], chunk.to(dtype))
+            sums[dtype] = _add(sums[dtype], values.to(dtype))
     return sums
 
 
 def _is_unchanged(tensor: torch.Tensor, sums: _Checksums) -> bool:
     """Returns whether a tensor has the values of checksums, or those that a cast makes of them."""
-    if tensor.is_meta or hasattr(tensor, "device_mesh"):
+    if _is_unreadable(tensor):
         return False
     # In its own type first; values that were cast and cast back are exact in another.
     for dtype in dict.fromkeys((tensor.dtype, *_ROUNDINGS)):
         total = 0
-        for chunk in tensor.detach().reshape(-1).split(_CHUNK):
-            cast = chunk.to(dtype)
-            if dtype != tensor.dtype and not torch.equal(cast.to(chunk.dtype), chunk):
+        for values in tensor.detach().reshape(-1).split(_READ_AT_ONCE):
+            cast = values.to(dtype)
+            if dtype != tensor.dtype and not torch.equal(cast.to(values.dtype), values):
                 break
             total = _add(total, cast.cpu())
         else:
@@ -420,5 +472,10 @@ def _is_unchanged(tensor: torch.Tensor, sums: _Checksums) -> bool:
     return False
 
 
-def _add(total: int, chunk: torch.Tensor) -> int:
-    return zlib.crc32(chunk.contiguous().view(torch.uint8).numpy().data, total)
+def _is_unreadable(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's values are elsewhere: offloaded, or sharded (an empty parameter under DeepSpeed)."""
+    return tensor.is_meta or hasattr(tensor, "device_mesh") or tensor.numel() == 0
+
+
+def _add(total: int, values: torch.Tensor) -> int:
+    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data, total)

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from ..config import MHLAConfig
-from ..layers.original import STATE_KEY, original_values
+from ..layers.original import STATE_KEY, check_adapters, original_values
 from ..utils.compat.diffusers import fp32_parts
 from .loading import warn_of_fresh
 from .registry import mhla_class_for
@@ -75,16 +75,12 @@ def unconvert_model(model: Any) -> Any:
     """
     from accelerate import init_empty_weights
 
-    _check_bare(model, "model")
-    if getattr(model, "peft_config", None):
-        raise ValueError(f"This {type(model).__name__} has adapters: merge them into its weights, or delete them.")
+    check_unconvertible(model)
     values, target = original_values(model, "restore softmax attention"), model._upstream_class()
     config = {name: value for name, value in model.config.items() if name not in ("mhla", STATE_KEY)}
     with init_empty_weights(include_buffers=False):
         restored = target.from_config({**config, "_class_name": target.__name__})
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if ".mhla." not in name}
-    if set(tensors) != set(restored.state_dict()):
-        raise ValueError(f"This {type(model).__name__} has fused projections: take them apart first.")
     with torch.no_grad():
         for name, value in values.items():
             tensors[name].copy_(value)
@@ -99,6 +95,20 @@ def unconvert_model(model: Any) -> Any:
     vars(model).clear()
     vars(model).update(vars(restored))
     return model
+
+
+def check_unconvertible(model: Any) -> None:
+    """Checks that [`unconvert_model`] can turn a model back as it stands, whatever its weights.
+
+    Raises:
+        ValueError: See there.
+    """
+    if not hasattr(model, "mhla_modules"):
+        raise ValueError(f"A {type(model).__name__} is no MHLA model of diffusers: take the one inside.")
+    _check_bare(model, "model")
+    check_adapters(model, "restore softmax attention")
+    if any("to_qkv" in name for name, _ in model.named_parameters()):
+        raise ValueError(f"This {type(model).__name__} has fused projections: take them apart first.")
 
 
 def check_convertible(model: Any, called: str = "model") -> None:

@@ -121,8 +121,8 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
             # The index is in the offload folder, as upstream leaves it.
             result = result._replace(offload_index=None)
         warn_of_fresh(model, fresh, name)
-    is_converted = model._mhla_options_of_checkpoint is not None
-    record_weights(model, model.config.get(STATE_KEY, "trained") if is_converted else "converted")
+    was_mhla = any(".mhla." in key for key in shapes if key not in fresh)
+    record_weights(model, model.config.get(STATE_KEY, "trained") if was_mhla else "converted")
     return result._replace(missing_keys=sorted({*result.missing_keys, *fresh}))
 
 

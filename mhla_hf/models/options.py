@@ -81,10 +81,16 @@ def is_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Col
 
 
 def with_given(mhla: MHLAConfig | Mapping[str, Any] | None, given: Mapping[str, Any]) -> Any:
-    """Returns options with those that were given as keywords, which win."""
+    """Returns options with those that were given as keywords, which win.
+
+    Raises:
+        ValueError: If `mhla` is neither options nor `None`.
+    """
     if not given:
         return mhla
-    return mhla.replace(**given) if isinstance(mhla, MHLAConfig) else {**(mhla or {}), **given}
+    if mhla is not None and not isinstance(mhla, (MHLAConfig, Mapping)):
+        raise ValueError(f"mhla={shorten_value(mhla)} must be options (a dict or an MHLAConfig), or None.")
+    return merge_options(mhla.given_options() if isinstance(mhla, MHLAConfig) else mhla or {}, given)
 
 
 def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..conversion.options import parse_size
-from ..layers.original import original_name, original_values, record_step
+from ..layers.original import check_mhla, original_name, original_values, record_step
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
@@ -212,6 +212,7 @@ def calibrate_model(
     assert limit is not None
     layers = mhla_layers(model)
     _check_weights(layers)
+    check_mhla(model)
     report, changes = CalibrationReport(batches=len(batches)), {}
     parameters = {original_name(name): parameter for name, parameter in model.named_parameters()}
     # What an earlier calibration or matching has changed begins anew.

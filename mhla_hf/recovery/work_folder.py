@@ -66,7 +66,9 @@ class WorkFolder:
             ValueError: If there is something else here, a run with progress and `resume` is not asked for, or the
                 run with progress is another one; the message names what differs.
         """
-        if self._identity() is None and any(entry.name != NAME for entry in _entries(self.output)):
+        others = [entry for entry in _entries(self.output) if entry.name != NAME]
+        others += [entry for entry in _entries(self.path) if entry.name != LOCK]
+        if self._identity() is None and others:
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
         if self.has_progress and not resume:
             raise ValueError(f"output {self.output} holds a run already; --resume resumes it, or choose another")

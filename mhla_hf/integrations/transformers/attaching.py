@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -18,7 +18,8 @@ from ...config import MHLAConfig
 from ...layers.mhla import MHLA
 from ...layers.original import (
     STATE_KEY,
-    is_restored,
+    changed_before_saving,
+    check_adapters,
     original_values,
     record_weights,
     restore_mhla,
@@ -387,6 +388,7 @@ def convert_transformers_model(
         if not has_mhla(model):
             raise ValueError(_nothing_served(model))
     except Exception:
+        _detach(model)
         for module, name, config in shared:
             setattr(module, name, config)
         raise
@@ -428,63 +430,91 @@ def _copy_configs(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:
     return shared
 
 
-def record(model: PreTrainedModel, was_mhla: bool = False) -> None:
+def record(model: PreTrainedModel, missing: Collection[str] | None = None) -> None:
     """Starts the record of a model's weights, when it was built or loaded.
 
     Args:
         model: The model.
-        was_mhla: Whether its checkpoint was MHLA; the configuration then says what was done to its weights.
+        missing: Names of the parameters that its checkpoint lacked; `None` for a model that was built.
 
     Raises:
         ValueError: If weights that are not the pretrained ones are to be used with softmax attention.
     """
-    softmax = [part for part, module in _parts(model).items() if not _is_mhla(module)]
-    record_weights(model, getattr(model.config, STATE_KEY, "trained") if was_mhla else "converted", softmax)
-    for part in softmax if was_mhla else ():
-        original_values(model, "use softmax attention", part)
+    parts, state = _parts(model), "converted"
+    was_mhla = missing is not None and any(".mhla." in name and name not in missing for name in model.state_dict())
+    if was_mhla:
+        state = getattr(model.config, STATE_KEY, "trained")
+    elif missing is None and any(module.record for module in model.modules() if isinstance(module, MHLA)):
+        # Built around a model that may have been trained before.
+        state = weights_state(model)
+    softmax = [part for part, attention in parts.items() if not _is_mhla(attention)]
+    if was_mhla and softmax and state != "converted":
+        raise ValueError(f"Cannot use softmax attention: {changed_before_saving(model, state)}")
+    record_weights(model, state, _tensors_of(parts, softmax) if softmax else lambda name: False)
 
 
-def _parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """The parts of a model that have MHLA layers, by the prefix of their names.
+def _parts(model: PreTrainedModel) -> dict[str, Any]:
+    """One MHLA attention module of each part of a model, by the prefix of the part's names.
 
     A part is what shares a configuration: the whole model, or a tower.
     """
-    configs = {
-        id(attention.config)
-        for attention in model.modules()
-        if isinstance(attention._modules.get("mhla"), nn.Module) and hasattr(attention, "config")
-    }
-    parts: dict[int, tuple[str, PreTrainedModel]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and id(module.config) in configs:
-            parts.setdefault(id(module.config), (f"{name}." if name else "", module))
-    return dict(parts.values())
+    modules = dict(model.named_modules())
+    parts: dict[str, Any] = {}
+    for name, attention in modules.items():
+        if not isinstance(attention._modules.get("mhla"), nn.Module):
+            continue
+        steps = name.split(".")
+        above = [".".join(steps[:count]) for count in range(len(steps))]
+        models = [(other, modules[other]) for other in above if isinstance(modules[other], PreTrainedModel)]
+        # A model may have been given another configuration than its attention modules have.
+        sharing = [other for other, module in models if module.config is attention.config]
+        part = sharing[0] if sharing else models[-1][0]
+        parts.setdefault(f"{part}." if part else "", attention)
+    return parts
 
 
-def _is_mhla(part: PreTrainedModel) -> bool:
-    return attention_of(part.config) == NAME
+def _is_mhla(attention: Any) -> bool:
+    return attention_of(attention.config) == NAME
+
+
+def _tensors_of(parts: Collection[str], chosen: Collection[str]) -> Callable[[str], bool]:
+    """Returns a test for the tensors of some parts; those of no part go with all parts together."""
+    if set(chosen) == set(parts):
+        return lambda name: True
+    return lambda name: max(filter(name.startswith, parts), key=len, default=None) in chosen
 
 
 @contextmanager
-def switching(model: PreTrainedModel) -> Iterator[None]:
+def switching(model: PreTrainedModel, requested: Any) -> Iterator[None]:
     """A context in which the attention implementation of a model with MHLA layers is set.
 
+    Args:
+        model: The model.
+        requested: The implementation.
+
     Raises:
-        ValueError: If a part is to be softmax whose pretrained weights are not known; nothing is changed then.
+        ValueError: If a part is to be softmax whose pretrained weights are not known, or that does not follow the
+            model; nothing is changed then.
     """
     parts, configs = _parts(model), remember(model.config)
-    before = {part: _is_mhla(module) for part, module in parts.items()}
-    yield
+    before = {part for part, attention in parts.items() if _is_mhla(attention)}
     try:
-        for part, module in parts.items():
-            if before[part] and not _is_mhla(module):
-                restore_softmax(model, "use softmax attention", part)
-    except ValueError:
+        yield
+        after = {part for part, attention in parts.items() if _is_mhla(attention)}
+        if isinstance(requested, str) and requested != NAME and after:
+            raise ValueError(
+                f"{min(after) or type(model).__name__} has a configuration of its own and stays MHLA: call "
+                "set_attn_implementation of the model inside."
+            )
+        if before - after:
+            check_adapters(model, "use softmax attention")
+            restore_softmax(model, "use softmax attention", _tensors_of(parts, parts.keys() - after))
+    except Exception:
         restore(configs)
         raise
-    for part, module in parts.items():
-        if _is_mhla(module) and not before[part]:
-            restore_mhla(model, part)
+    if after - before:
+        # Tensors of no part were softmax only as long as all parts were.
+        restore_mhla(model, _tensors_of(parts, after) if before else None)
 
 
 @contextmanager
@@ -502,24 +532,19 @@ def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterato
         ValueError: If the weights of such a part were trained as MHLA.
     """
     parts, config = _parts(model), model.config
-    softmax = [part for part, module in parts.items() if not _is_mhla(module)]
-    for part in softmax:
-        if not is_restored(model, part):
-            original_values(model, "save a softmax checkpoint", part)
+    softmax = {part: attention.config for part, attention in parts.items() if not _is_mhla(attention)}
+    if softmax and original_values(model, "save a softmax checkpoint", _tensors_of(parts, softmax)):
+        raise ValueError("Cannot save a softmax checkpoint: switch with set_attn_implementation, which restores it.")
     setattr(config, STATE_KEY, weights_state(model, state_dict))
     if not softmax:
         yield state_dict
         return
     state_dict = model.state_dict() if state_dict is None else state_dict
-    kept = {
-        name: tensor
-        for name, tensor in state_dict.items()
-        if ".mhla." not in name or max(filter(name.startswith, parts), key=len) not in softmax
-    }
-    changed = [config, *(parts[part].config for part in softmax)]
-    before = [(part, dict(part.__dict__)) for part in changed]
+    is_softmax = _tensors_of(parts, softmax)
+    kept = {name: tensor for name, tensor in state_dict.items() if ".mhla." not in name or not is_softmax(name)}
+    before = [(part, dict(part.__dict__)) for part in (config, *softmax.values())]
     try:
-        forget_mhla(config, [parts[part].config for part in softmax])
+        forget_mhla(config, softmax.values())
         yield kept
     finally:
         for part, entries in before:
@@ -533,6 +558,7 @@ def forget_mhla(config: Any, parts: Iterable[Any]) -> None:
         config: The model's configuration.
         parts: Those of the parts that are softmax.
     """
+    parts = list(parts)
     for part in parts:
         part.mhla = None
     for part in (config, *parts):
@@ -554,15 +580,21 @@ def unconvert_transformers_model(model: PreTrainedModel) -> Any:
         The same object.
 
     Raises:
-        ValueError: If its pretrained weights are not known; nothing is changed then.
+        ValueError: If its pretrained weights are not known, or it has adapters; nothing is changed then.
     """
+    check_adapters(model, "restore softmax attention")
+    original_values(model, "restore softmax attention")
     parts = _parts(model)
     for part in parts:
-        # Of a part that was restored already there is nothing to restore.
-        if not is_restored(model, part):
-            original_values(model, "restore softmax attention", part)
-    for part in parts.values():
-        part.set_attn_implementation(_softmax_of(part))
+        inner: Any = model.get_submodule(part.removesuffix("."))
+        inner.set_attn_implementation(_softmax_of(inner))
+    _detach(model)
+    forget_mhla(model.config, [attention.config for attention in parts.values()])
+    return model
+
+
+def _detach(model: nn.Module) -> None:
+    """Removes the MHLA modules of a model, and the hooks that hand them their inputs."""
     for module in model.modules():
         module.__dict__.pop(STORED, None)
         if isinstance(module._modules.get("mhla"), nn.Module):
@@ -571,5 +603,3 @@ def unconvert_transformers_model(model: PreTrainedModel) -> Any:
             if isinstance(hook, (LayerInputsHook, ModelInputsHook)):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-    forget_mhla(model.config, [module.config for module in parts.values()])
-    return model

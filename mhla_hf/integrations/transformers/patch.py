@@ -210,7 +210,7 @@ def _report_names(original: Any, model: Any, loading_info: Any, *args: Any, **kw
         # transformers only reports them.
         missing, surplus = loading_info.missing_keys, loading_info.unexpected_keys
         check_layers(model, missing, surplus, str(model.config.name_or_path))
-        record(model, was_mhla=getattr(model, STORED, False))
+        record(model, missing)
 
 
 def _read(
@@ -250,7 +250,7 @@ def _choose(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
     if not has_mhla(model):
         return original(model, *args, **kwargs)
-    with switching(model):
+    with switching(model, args[0] if args else kwargs.get("attn_implementation")):
         return original(model, *args, **kwargs)
 
 

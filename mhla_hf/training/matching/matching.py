@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...conversion.options import parse_dtype, parse_size
-from ...layers.original import original_name, record_step
+from ...layers.original import check_mhla, original_name, record_step
 from ...utils.messages import check_count
 from ..config import TrainingConfig
 from ..processes import StopSignals
@@ -129,6 +129,7 @@ def match_layers(
         checkpoints_total_limit=1,
         **options,
     )
+    check_mhla(model)
     limit, dtype = parse_size(cache_limit, "cache_limit"), parse_dtype(cache_dtype)
     assert dtype is not None
     _check_not_offloaded(model)
