@@ -358,9 +358,12 @@ def _layers(layers: Any) -> tuple[int, ...] | str | None:
                 f"layers={layers!r:.100} must be all, layer indices such as 1,2,4, or a fraction such as 2/3."
             )
         layers = [int(part) for part in parts]
-    if not isinstance(layers, Iterable) or isinstance(layers, bytes):
-        raise ValueError(f"layers={shorten_value(layers)} must be indices, a fraction such as 2/3, or None for all.")
-    layers = list(layers)
+    try:
+        layers = list(None if isinstance(layers, bytes) else layers)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(
+            f"layers={shorten_value(layers)} must be indices, a fraction such as 2/3, or None for all."
+        ) from error
     if any(isinstance(index, bool) or not isinstance(index, Integral) for index in layers):
         raise ValueError(f"layers={shorten_value(layers)} must hold integers.")
     negative = [index for index in layers if index < 0]

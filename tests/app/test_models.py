@@ -13,6 +13,7 @@ from mhla_hf.app.limits import Limits
 from mhla_hf.app.mixing import ALL_HEADS, MixingBrowser
 from mhla_hf.app.models import open_comparison
 from mhla_hf.demo import base_pipeline_directory
+from tests import forget_path
 
 
 @pytest.fixture
@@ -40,13 +41,6 @@ def test_a_record_of_training_counts_as_recovered(moved, saved_pipeline):
     for damaged in ({"recovery": 7}, {"recovery": {"stages": [1]}}, {"calibration": [], "source": 3}):
         (moved / "conversion.json").write_text(json.dumps(damaged))
         assert not open_comparison(moved, saved_pipeline.base, device="cpu").is_recovered
-
-
-def forget_path(directory):
-    """As in directories of another machine, which have no path to the original."""
-    record = json.loads((directory / "conversion.json").read_text())
-    del record["source"]["path"]
-    (directory / "conversion.json").write_text(json.dumps(record))
 
 
 def test_the_original_is_found_where_the_user_says(moved, saved_pipeline):

@@ -21,6 +21,7 @@ from mhla_hf.lora_check import check_lora
 from mhla_hf.lora_check.lora import read_lora
 from mhla_hf.lora_check.probing import diffusion_probes, outputs, probe_grid, transformers_probes
 from mhla_hf.models.wan import MHLAWanTransformer3DModel
+from tests import forget_path
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.models.adapter_checks import TARGETS, randomize_lora
 from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase
@@ -184,6 +185,7 @@ def test_weights_without_a_place_are_named(wan, tmp_path):
 
 def test_without_the_original(wan, tmp_path):
     shutil.copytree(wan / "converted", tmp_path / "alone")
+    forget_path(tmp_path / "alone")
     report = check_lora(tmp_path / "alone", wan / "model-lora", samples=1, max_tokens=100)
     assert not report.has_original and "original is neither on the Hub nor on this machine" in report.original
     assert report.probes[0].mhla > 0 and report.probes[0].cosine is None

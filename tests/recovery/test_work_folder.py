@@ -32,6 +32,16 @@ def test_files_that_were_published_before_are_published_again(tmp_path):
     }
 
 
+def test_files_of_others_are_not_taken_for_a_run(tmp_path):
+    own = tmp_path / "work" / "thesis.tex"
+    own.parent.mkdir()
+    own.write_text("mine")
+    with pytest.raises(ValueError, match="is not empty; choose another, or remove it"):
+        with WorkFolder(tmp_path).claimed({"seed": 0}, resume=False):
+            pass
+    assert own.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "left, kept",
     [

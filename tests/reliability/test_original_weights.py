@@ -9,12 +9,15 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel, VisionTextDualEncoderModel
 
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
 from mhla_hf.hub.contents import collect_contents
+from mhla_hf.layers.original import weights_state
 from mhla_hf.recovery import match_layers
+from mhla_hf.training.matching.teacher import SharedTeacher
 from tests import tiny, tiny_images
 from tests.integrations.transformers.tiny_files import save_softmax
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
@@ -330,6 +333,130 @@ def test_pushed_records_have_no_paths(tmp_path):
     pushed = collect_contents(tmp_path / "mhla").files["conversion.json"]
     assert isinstance(pushed, bytes)
     assert json.loads(pushed)["source"] == {"location": "softmax"}
+
+
+def test_weights_outside_of_towers_count_as_well(clip, tmp_path):
+    model = mhla_hf.convert(clip, {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}})
+    model.text_projection.weight.data.add_(0.1)
+    for refused in (lambda: model.set_attn_implementation("sdpa"), lambda: mhla_hf.unconvert(model)):
+        with pytest.raises(ValueError, match=r"1 pretrained weight\(s\) .* \(text_projection.weight\)"):
+            refused()
+    assert {part.config._attn_implementation for part in (model.text_model, model.vision_model)} == {"mhla"}
+    # One tower alone has its own weights.
+    model.set_attn_implementation({"vision_config": "sdpa"})
+    model.save_pretrained(tmp_path)
+    assert CLIPModel.from_pretrained(tmp_path).config.vision_config.mhla is None
+
+
+def test_towers_are_switched_all_or_none(clip):
+    model = mhla_hf.convert(clip, {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="nonsense"):
+        model.set_attn_implementation({"vision_config": "sdpa", "text_config": "nonsense"})
+    assert {part.config._attn_implementation for part in (model.text_model, model.vision_model)} == {"mhla"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_models_with_towers_of_their_own(clip, softmax):
+    trained = mhla_hf.convert(clip.vision_model, blocks=[2, 2])
+    trained.post_layernorm.weight.data.mul_(2)
+    model = VisionTextDualEncoderModel(vision_model=trained, text_model=softmax_model("bert").bert)
+    for refused in (lambda: model.set_attn_implementation("sdpa"), lambda: mhla_hf.unconvert(model)):
+        with pytest.raises(ValueError, match="Cannot|stays MHLA"):
+            refused()
+
+
+def test_inner_and_outer_models_are_one(softmax, batches, tmp_path):
+    model = fitted(softmax, batches, "calibrated")
+    expected = logits(model, batches)
+    model.model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("mhla")
+    assert torch.equal(logits(model, batches), expected)
+    model.model.set_attn_implementation("sdpa")
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), batches), logits(model, batches))
+
+
+def test_tensors_that_are_not_found_count_as_changed(softmax, tmp_path):
+    model = mhla_hf.convert(softmax, block_size=4)
+    prefixed = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=prefixed)
+    assert json.loads((tmp_path / "config.json").read_text())["_mhla_state"] == "trained"
+
+
+def test_a_checkpoint_of_mhla_stays_one_under_another_configuration(softmax, batches, tmp_path):
+    model = mhla_hf.convert(softmax, block_size=4)
+    model.lm_head.weight.data.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    config = copy.deepcopy(model.config)
+    config.mhla = None
+    config.mhla = {"block_size": 4}
+    del config._mhla_state
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    with pytest.raises(ValueError, match="was trained before it was saved"):
+        again.set_attn_implementation("sdpa")
+
+
+def test_adapters_are_refused(softmax, batches):
+    model = mhla_hf.convert(softmax, block_size=4)
+    model.add_adapter(LoraConfig(target_modules=["o_proj"], init_lora_weights=False))
+    with pytest.raises(ValueError, match="Cannot use softmax attention: this LlamaForCausalLM has adapters"):
+        model.set_attn_implementation("sdpa")
+    # As its own teacher the model is run without them.
+    output = SharedTeacher(model)(**batches[0], use_cache=False).logits
+    torch.testing.assert_close(output, logits(softmax_model("llama"), batches), rtol=0, atol=1e-5)
+
+
+def test_two_converted_models_in_one_module():
+    pair = torch.nn.ModuleList([mhla_hf.convert(softmax_model("llama"), block_size=4) for _ in range(2)])
+    with pytest.raises(ValueError, match="holds several converted models"):
+        SharedTeacher(pair)
+
+
+def test_a_failed_conversion_leaves_nothing_behind(clip):
+    before = {name for name, _ in clip.named_modules()}
+    options = {"text_config": {"block_size": 4}, "vision_config": {"layers": [7]}}
+    with pytest.raises(ValueError, match="layers names 7"):
+        mhla_hf.convert(clip, options)
+    assert {name for name, _ in clip.named_modules()} == before
+    assert not [name for name, module in clip.named_modules() if module._forward_pre_hooks]
+    mhla_hf.convert(clip, {"text_config": {"block_size": 4}})
+
+
+def test_unconvert_changes_nothing_where_it_refuses():
+    pipeline = mhla_hf.convert(tiny.wan_pipeline(second_transformer=True), blocks=(1, 2, 2), grid=(3, 2, 4))
+    wrong = tiny.wan_pipeline(second_transformer=True)
+    wrong.transformer_2 = tiny.wan_transformer(ffn_dim=16)
+    for part in (pipeline.transformer, pipeline.transformer_2):
+        part.proj_out.weight.data.mul_(2)
+    before = {name: tensor.clone() for name, tensor in pipeline.transformer.state_dict().items()}
+    with pytest.raises(ValueError, match="original lacks .* or has them in another shape"):
+        mhla_hf.unconvert(pipeline, wrong)
+    assert type(pipeline.transformer).__name__ == "MHLAWanTransformer3DModel"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipeline.transformer.state_dict().items())
+    with pytest.raises(ValueError, match="is no MHLA model of diffusers: take the one inside"):
+        mhla_hf.unconvert(torch.nn.Sequential(pipeline.transformer))
+
+
+def test_models_that_compute_softmax_are_not_fitted(softmax, batches):
+    model = mhla_hf.convert(softmax, block_size=4)
+    model.set_attn_implementation("sdpa")
+    for refused in (lambda: mhla_hf.calibrate(model, batches), lambda: match_layers(model, batches, steps=1)):
+        with pytest.raises(ValueError, match="computes softmax attention now: switch back"):
+            refused()
+    model.set_attn_implementation("mhla")
+    with pytest.raises(ValueError, match="batch 1 must be a dict"):
+        match_layers(model, [batches[0], 3], steps=4)
+    assert weights_state(model) == "converted"
+
+
+def test_another_model_is_no_original(tmp_path):
+    tiny.wan_transformer().save_pretrained(tmp_path / "softmax")
+    tiny.wan_transformer(ffn_dim=16).save_pretrained(tmp_path / "other")
+    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", blocks=(1, 2, 2), grid=(3, 2, 4), progress=False)
+    with pytest.raises(ValueError, match="is not the original of .* have another shape in it"):
+        unconvert_pretrained(tmp_path / "mhla", tmp_path / "out", original=tmp_path / "other", progress=False)
 
 
 def test_options_by_name_and_fractions_in_memory(caplog):

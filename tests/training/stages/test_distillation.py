@@ -22,7 +22,7 @@ from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.parameters import add_lora, is_mhla_parameter
 from mhla_hf.training.stages.noise_prediction import NoiseSchedule, noise_distillation_losses
 from mhla_hf.training.stages.prediction import DiffusionStage
-from tests import tiny
+from tests import forget_path, tiny
 from tests.layers.test_original import NAMES, kept, models
 from tests.training.cases import CASES
 
@@ -363,6 +363,7 @@ class TestFiles:
     def test_a_source_that_is_gone_is_named_before_anything_is_loaded(self, softmax, changed, tmp_path):
         lone = tmp_path / "lone"
         shutil.copytree(changed, lone)
+        forget_path(lone)
         with pytest.raises(ValueError, match="teacher must be given"):
             PipelineSource(lone).check_run(options(model=lone))
         PipelineSource(lone, teacher_location=str(softmax)).check_run(options(model=lone))
