@@ -94,8 +94,8 @@ class ConversionReport:
         command: `"convert"` or `"import-official"`.
         destination: The directory written.
         source: Where the weights came from: `location`, the name of a directory or the id of a Hub repository; for
-            repositories `revision` and `commit`, for directories `path` and `path_code` (see
-            [`local_origin`][mhla_hf.utils.locations.local_origin]), which are not pushed.
+            repositories `revision` and `commit`, for directories `path` and `path_code`, by which it is found again on
+            this machine and which are not pushed.
         components: Conversion of each model, by component name (`"transformer"`, or `"model"` for one of
             transformers).
         copied_files: Files taken over unchanged, relative to the destination.
