@@ -184,8 +184,8 @@ class TrainingSource(ABC):
         found = find_original(source, self.model, self._download)
         if found is None:
             raise ValueError(
-                f"teacher must be given: {records[0]}, which {self.directory} comes from, is neither on the Hub nor "
-                "on this machine"
+                f"teacher must be given: {records[0]}, which {self.directory} comes from, is not there (only the Hub, "
+                "folders beside it and paths recorded on this machine are looked at)"
             )
         return found[1]
 

@@ -595,10 +595,11 @@ class TestFiles:
             expected = result.model(**inputs).sample
             assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-5)
 
-        # The softmax model behind the result is recorded, but nothing is read elsewhere without being told.
-        assert json.loads((result.pipeline / "training.json").read_text())["source"]["location"] == str(
-            pipeline_directory.resolve()
-        )
+        # The softmax model behind the result is recorded, and found on this machine, but no path of others is read.
+        record = json.loads((result.pipeline / "training.json").read_text())
+        assert record["source"]["location"] == record["source"].pop("path") == str(pipeline_directory.resolve())
+        assert PipelineSource(result.pipeline).teacher.folder.parent == pipeline_directory.resolve()
+        (result.pipeline / "training.json").write_text(json.dumps(record))
         with pytest.raises(ValueError, match=re.escape(f"must be given: {pipeline_directory.resolve()}, which")):
             _ = PipelineSource(result.pipeline).teacher
         with pytest.raises(ValueError, match="teacher"):

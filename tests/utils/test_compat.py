@@ -37,7 +37,7 @@ class Called:
 
 
 def steps(**changes):
-    names = ("build", "finish", "initialize", "place_missing", "report_names", "read", "plan")
+    names = ("build", "finish", "initialize", "place_missing", "report_names", "read", "plan", "choose", "save")
     return {name: lambda original, *args: original(*args) for name in names} | changes
 
 

@@ -19,7 +19,7 @@ from mhla_hf.training.data.cache import FORMAT_VERSION, LatentDataset
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.trainer import DiffusionTrainer
 from mhla_hf.utils.source_files import check_entry, list_files
-from tests import tiny
+from tests import forget_path, tiny
 
 
 MHLA = {"blocks": (1, 2, 2)}
@@ -248,6 +248,7 @@ def test_samples_of_a_cache_stay_inside(tmp_path):
 def test_recorded_sources_stay_beside(location, pipeline, tmp_path):
     inner = tmp_path / "downloads" / "mhla"
     convert_pretrained(pipeline, inner, MHLA, progress=False)
+    forget_path(inner)
     record = {"source": {"location": location.format(folder=tmp_path)}}
     (inner / "training.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match="teacher must be given: .* is not there"):

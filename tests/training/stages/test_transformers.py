@@ -390,10 +390,11 @@ class TestTrainer:
         ):
             with pytest.raises(ValueError, match=message):
                 options(**changes)
+        teacher = SharedTeacher(student)
         with torch.no_grad():
             student.get_parameter("model.norm.weight").fill_(float("nan"))
         with pytest.raises(FloatingPointError, match="loss is nan in distill step 1, batch of sample 0, 1"):
-            TransformersTrainer(options(), source, student, teacher=SharedTeacher(student)).run()
+            TransformersTrainer(options(), source, student, teacher=teacher).run()
 
 
 class TestFiles:
