@@ -129,10 +129,10 @@ def match_layers(
         checkpoints_total_limit=1,
         **options,
     )
-    check_mhla(model)
     limit, dtype = parse_size(cache_limit, "cache_limit"), parse_dtype(cache_dtype)
     assert dtype is not None
     _check_not_offloaded(model)
+    check_mhla(model)
     run = Matching(
         model=model,
         data=Batches.of(batches, num_batches, _input_device(model)),
