@@ -212,19 +212,20 @@ def unconvert_pretrained(
 def _plan_original(source: Source, part: Component, given: Source | None, hub: Mapping[str, Any]) -> ComponentPlan:
     """Plans the softmax version of one MHLA model."""
     state, origin = part.config.get(STATE_KEY, "trained"), part
-    if state != STATES[0] or given is not None:
-        match = None
-        if given is None:
-            match = find_original(source, part, lambda repository: download_repository(repository, **hub))
-        found = match[1] if match is not None else None if given is None else softmax_version(given, part)
-        if found is None:
+    if given is not None:
+        version = softmax_version(given, part)
+        if version is None:
+            raise ValueError(f"original {given.location} has no softmax model for {part.name} of {source.location}.")
+        origin = version
+    elif state != STATES[0]:
+        match = find_original(source, part, lambda repository: download_repository(repository, **hub))
+        if match is None:
             raise ValueError(
                 f"{part.folder} has been {shorten_text(str(state))}, and its softmax original is not found: give it "
                 "(--original)."
-                if given is None
-                else f"original {given.location} has no softmax model for {part.name} of {source.location}."
             )
-        origin = found
+        origin = match[1]
+    if origin is not part:
         _check_same_sizes(part, origin)
     report = ComponentReport(part.class_name, origin.softmax_class_name)
     weights = []

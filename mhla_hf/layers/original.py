@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -45,6 +45,7 @@ _READ_AT_ONCE = 2**22
 _WRAPPERS = ("base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module")
 
 _Checksums = Mapping[torch.dtype, int]
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 Selection = Callable[[str], bool]
 """Called with the name of a tensor."""
@@ -179,9 +180,9 @@ class _Weights:
         self.ahead = whole.removesuffix(name) if whole.endswith(name) else ""
         self.behind = name.removesuffix(whole) if name.endswith(whole) else ""
         # Quantised weights are not trained, and are not looked at.
-        self.tensors = {
+        self.tensors: dict[str, torch.Tensor] = {
             own: parameter
-            for own, parameter in _base_tensors(model.named_parameters())
+            for own, parameter in base_parameters(model).items()
             if own.startswith(self.behind) and parameter.is_floating_point() and (selects is None or selects(own))
         }
 
@@ -237,8 +238,11 @@ def record_step(model: nn.Module, state: str, values: Mapping[str, torch.Tensor]
             pretrained are left out.
     """
     weights = _Weights(model)
-    record, sums = weights.record, weights.checksums()
-    if record is None or record.state == "trained" or all(record.current.get(name) == sums[name] for name in sums):
+    record = weights.record
+    if record is None or record.state == "trained":
+        return
+    sums = weights.checksums()
+    if all(record.current.get(name) == sums[name] for name in sums):
         return
     kept = dict(record.values)
     for name, value in values.items():
@@ -272,11 +276,9 @@ def original_values(model: nn.Module, purpose: str, selects: Selection | None = 
     if record is None or not record.pretrained:
         state = "trained" if record is None else record.state
         raise ValueError(f"Cannot {purpose}: {changed_before_saving(model, state)}")
+    known = record.pretrained.keys() - record.restored
     changed = [
-        own
-        for own in weights.tensors
-        if weights.whole(own) in record.pretrained.keys() - record.restored
-        and weights.is_changed(own, record.pretrained)
+        own for own in weights.tensors if weights.whole(own) in known and weights.is_changed(own, record.pretrained)
     ]
     lost = [own for own in changed if weights.whole(own) not in record.values]
     if lost:
@@ -388,8 +390,7 @@ def check_adapters(model: nn.Module, purpose: str = "restore softmax attention")
     Raises:
         ValueError: If the model has any.
     """
-    tensors = dict(model.named_parameters())
-    if len(tensors) > len(dict(_base_tensors(tensors.items()))):
+    if len(dict(model.named_parameters())) > len(base_parameters(model)):
         raise ValueError(
             f"Cannot {purpose}: this {type(model).__name__} has adapters. Merge them into its weights, or delete them."
         )
@@ -435,7 +436,12 @@ def original_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _base_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a model by the names that they have without adapters, whose own are left out."""
+    return dict(_base_tensors(model.named_parameters()))
+
+
+def _base_tensors(tensors: Iterable[tuple[str, _Tensor]]) -> Iterator[tuple[str, _Tensor]]:
     """Tensors by the names that they have without adapters, whose own are left out."""
     for name, tensor in tensors:
         if ".lora_" not in name and ".modules_to_save." not in name:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..conversion.options import parse_size
-from ..layers.original import check_mhla, original_name, original_values, record_step
+from ..layers.original import base_parameters, check_mhla, original_values, record_step
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
@@ -214,7 +214,7 @@ def calibrate_model(
     _check_weights(layers)
     check_mhla(model)
     report, changes = CalibrationReport(batches=len(batches)), {}
-    parameters = {original_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = base_parameters(model)
     # What an earlier calibration or matching has changed begins anew.
     originals: Changes = {
         parameters[name]: value.to(parameters[name])

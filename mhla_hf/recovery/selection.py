@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers.original import original_attention, original_name, original_values
+from ..layers.original import base_parameters, original_attention, original_values
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
@@ -143,7 +143,7 @@ def select_layers(
         if progress is not None:
             progress(done, max(done, total))
 
-    parameters = {original_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = base_parameters(model)
     for name, original in original_values(model, "select layers").items():
         parameters[name].data.copy_(original)
     with evaluating(model):

@@ -450,7 +450,7 @@ def record(model: PreTrainedModel, missing: Collection[str] | None = None) -> No
     softmax = [part for part, attention in parts.items() if not _is_mhla(attention)]
     if was_mhla and softmax and state != "converted":
         raise ValueError(f"Cannot use softmax attention: {changed_before_saving(model, state)}")
-    record_weights(model, state, _tensors_of(parts, softmax) if softmax else lambda name: False)
+    record_weights(model, state, _tensors_of(parts, softmax) if softmax else None)
 
 
 def _parts(model: PreTrainedModel) -> dict[str, Any]:
