@@ -1,11 +1,11 @@
 # `make demo` and `make test` need only Python >= 3.10, make and the network to PyPI.
 # Variables: VENV (where the virtual environment goes), PYTHON (which interpreter makes it),
-# DEMO (the demo's output folder), WORKERS (test processes, trainings at a time), PYTEST_ARGS (more arguments for pytest),
-# RESULTS (where `make reproduce` writes JSON files, plots, the overview and the page of results; by default each goes to
-# its place in the repository), WORK (finished trainings and measurements, from which it resumes),
-# NOTEBOOKS (those to execute), LOWEST (where the virtual environment with the lowest versions goes), TORCH (another torch
-# in it), TRITON (which one compiles the kernels for `make test-kernels`), HUB_KERNEL and REPO_ID (the folder of the
-# exported kernel, and the repository on the Hub that it is for).
+# DEMO (the demo's output folder), WORKERS (test processes, trainings at a time), TESTS (which tests to run, by default
+# all), PYTEST_ARGS (more arguments for pytest), RESULTS (where `make reproduce` writes JSON files, plots, the overview and
+# the page of results; by default each goes to its place in the repository), WORK (finished trainings and measurements,
+# from which it resumes), NOTEBOOKS (those to execute), LOWEST (where the virtual environment with the lowest versions
+# goes), TORCH (another torch in it), TRITON (which one compiles the kernels for `make test-kernels`), HUB_KERNEL and
+# REPO_ID (the folder of the exported kernel, and the repository on the Hub that it is for).
 VENV ?= .venv
 LOWEST ?= .venv-lowest
 TORCH ?=
@@ -18,6 +18,7 @@ HUB_KERNEL ?= mhla-kernel
 REPO_ID ?=
 WORKERS ?= 2
 PYTEST_ARGS ?=
+TESTS ?=
 NOTEBOOKS ?=
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10 python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$python && break; done)
@@ -30,7 +31,7 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 	tests/hub/test_http*.py tests/hub/test_push.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_compat.py tests/utils/test_versions.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo reproduce reproduce-recovery hub-kernel test test-all coverage test-upstream test-lowest test-versions \
+.PHONY: help demo reproduce reproduce-recovery hub-kernel test test-all test-upstream test-lowest test-versions \
 	test-these-versions test-kernels style quality docs notebooks clean
 
 help:
@@ -38,7 +39,7 @@ help:
 	@echo "make reproduce  run the experiments of docs/results.md on the CPU, about 40 minutes on two cores, into RESULTS=$(RESULTS)"
 	@echo "make reproduce-recovery  run the recoveries of docs/recovery.md and of the overview, about 40 minutes more"
 	@echo "make test       install into $(VENV) and run the fast tests"
-	@echo "make test-all   run the slow tests too, with coverage;  make coverage  the fast tests with coverage"
+	@echo "make test-all   run the slow tests too, with coverage; TESTS=tests/app runs those of one folder"
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
 	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITON), and judge the result"
 	@echo "make test-lowest  a smoke test with the lowest supported versions of all dependencies, in $(LOWEST)"
@@ -87,15 +88,12 @@ hub-kernel: $(VENV)/.installed-hub-kernel
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 -rs
 
 test: $(VENV)/.installed-dev
-	$(pytest) $(PYTEST_ARGS)
+	$(pytest) $(TESTS) $(PYTEST_ARGS)
 
+# Takes half as long again as without coverage, and fails below 90 %. COVERAGE= leaves it out.
+COVERAGE ?= --cov=mhla_hf --cov-report=term --cov-fail-under=90
 test-all: $(VENV)/.installed-dev
-	$(pytest) -m "not gpu" $(coverage) $(PYTEST_ARGS)
-
-# The tests of `make test`, half as long again: fails below 90 %.
-coverage := --cov=mhla_hf --cov-report=term --cov-fail-under=90
-coverage: $(VENV)/.installed-dev
-	$(pytest) $(coverage) $(PYTEST_ARGS)
+	$(pytest) -m "not gpu" $(COVERAGE) $(TESTS) $(PYTEST_ARGS)
 
 # Those of diffusers need a checkout: python tests/upstream/run.py diffusers --clone
 test-upstream: $(VENV)/.installed-dev $(VENV)/.installed-upstream
