@@ -12,15 +12,14 @@ import yaml
 from ..utils.messages import shorten_text
 
 
-# In a wheel the recipes are in the package; in a clone beside it.
-_FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "conversion" / "recipes")
+_FOLDER = Path(__file__).parents[1] / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _LARGEST = 1 << 16
 
 
 def recipe_names() -> list[str]:
     """The names of the recipes that come with the package."""
-    return sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")})
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def find_recipe(location: str | Path) -> Path:
@@ -35,10 +34,9 @@ def find_recipe(location: str | Path) -> Path:
     path = Path(location).expanduser()
     if path.suffix in _SUFFIXES and path.is_file():
         return path
-    for folder in _FOLDERS:
-        # A name, and no path: nothing is looked up above these folders.
-        if str(location) in {found.stem for found in folder.glob("*.yaml")}:
-            return folder / f"{location}.yaml"
+    # Only a name is looked up, never a path that leads out of the folder.
+    if str(location) in recipe_names():
+        return _FOLDER / f"{location}.yaml"
     raise ValueError(
         f"recipe {shorten_text(str(location))} is neither a .yaml file nor one of {', '.join(recipe_names())}"
     )
