@@ -7,7 +7,6 @@ Where there is one, float32 is exact. Also fixtures that tests of several files 
 from __future__ import annotations
 
 import os
-import zlib
 from collections import defaultdict
 from importlib.util import find_spec
 
@@ -28,19 +27,14 @@ else:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Half of the cases of every test of interpreted kernels are slow tests.
-
-    Which half depends on the hash of the case's name, so that all values of each parameter remain among the fast ones.
-    """
+    """Of each test of interpreted kernels, the first case is a fast test, and the last one where there are several."""
     cases = defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)
-        interpreted = callspec is not None and "interpreted" in callspec.id.split("-")
-        if interpreted and not item.get_closest_marker("slow"):
+        if callspec is not None and "interpreted" in callspec.id.split("-"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
-        group.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in group[(len(group) + 1) // 2 :]:
+        for item in group[1 : -1 if len(group) > 2 else None]:
             item.add_marker(pytest.mark.slow)
 
 

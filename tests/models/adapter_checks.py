@@ -41,6 +41,7 @@ class AdapterChecks(ModelCase):
             attention = model._self_attentions()[index]
             assert all(hasattr(getattr(attention, name), "lora_A") for name in ("to_q", "to_k", "to_v"))
 
+    @pytest.mark.smoke
     def test_save_load_fuse_and_unfuse(self, tmp_path):
         model = self.with_lora()
         plain = self.run(model)
@@ -61,6 +62,7 @@ class AdapterChecks(ModelCase):
         other.unload_lora()
         torch.testing.assert_close(self.run(other), plain, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("options", ["default", "everything"])
     def test_lora_and_mhla_parameters_train_together(self, options, tmp_path):
         model = self.with_lora(**OPTION_SETS[options]).train()

@@ -26,6 +26,7 @@ class WanCase(ModelCase):
     upstream = WanTransformer3DModel
     mhla_class = MHLAWanTransformer3DModel
     options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    thorough = True
     image_to_video = False
     # Frames, height and width of the latents.
     sizes = ((3, 4, 8), (1, 8, 12), (5, 6, 14))
@@ -56,6 +57,7 @@ class DiTCase(ModelCase):
     upstream = DiTTransformer2DModel
     mhla_class = MHLADiTTransformer2DModel
     options = {"blocks": [2, 3], "grid": [4, 6]}
+    thorough = True
     block_list = "transformer_blocks"
     # Square images only.
     upstream_size = (8, 8)

@@ -30,12 +30,14 @@ class ImagePipelineChecks:
         mhla_class: Class of the MHLA transformer.
         mhla: Options for it.
         trained_as: What the command that trains it is called; None if there is none.
+        thorough: See [`ModelCase`].
     """
 
     sizes: ClassVar[tuple[tuple[int, int], ...]]
     mhla_class: ClassVar[Any]
     mhla: ClassVar[dict[str, Any]] = {"blocks": [2, 2]}
     trained_as: ClassVar[str | None] = None
+    thorough: ClassVar[bool] = False
 
     def typed(self):
         """The options as one types them."""
@@ -74,6 +76,7 @@ class ImagePipelineChecks:
         pipeline.save_pretrained(folder)
         return folder
 
+    @pytest.mark.smoke
     def test_load_pipeline_from_an_ordinary_directory(self, ordinary_dir):
         with recorded_warnings() as warnings:
             pipeline = load_pipeline(ordinary_dir, attn_implementation="mhla", mhla=self.mhla)
@@ -88,6 +91,7 @@ class ImagePipelineChecks:
         assert_same_parameters(pipeline.transformer, stock.transformer, only_common=True)
         self.images(pipeline)
 
+    @pytest.mark.smoke
     def test_plain_diffusers_draws_the_same(self, mhla_dir, tmp_path):
         first = load_pipeline(mhla_dir)
         second = DiffusionPipeline.from_pretrained(mhla_dir)
@@ -100,6 +104,7 @@ class ImagePipelineChecks:
         for actual, expected in zip(self.images(DiffusionPipeline.from_pretrained(tmp_path)), images):
             np.testing.assert_allclose(actual, expected, atol=1e-5)
 
+    @pytest.mark.smoke
     def test_convert_in_place_and_by_command(self, ordinary_dir, tmp_path):
         pipeline = convert(
             DiffusionPipeline.from_pretrained(ordinary_dir), {**self.mhla, "layers": [1], "lepe_kernel": 3}

@@ -44,6 +44,7 @@ class ModelCase:
         options: MHLA options that fit the tiny model's inputs.
         block_list: Name of the model's list of layers.
         upstream_size: A size of `inputs` that the diffusers class takes too.
+        thorough: Whether all shared checks are fast tests, not only those marked `smoke`.
     """
 
     upstream: ClassVar[type]
@@ -51,6 +52,7 @@ class ModelCase:
     options: ClassVar[dict[str, Any]]
     block_list: ClassVar[str] = "blocks"
     upstream_size: ClassVar[Any] = 0
+    thorough: ClassVar[bool] = False
 
     def make(self, cls: type | None = None, **overrides: Any) -> torch.nn.Module:
         """A tiny model of `cls` in evaluation mode; `overrides` go to its constructor."""

@@ -56,6 +56,7 @@ class SavingChecks(ModelCase):
 
     # From an MHLA directory
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS)
     def test_mhla_checkpoint_round_trip(self, options, tmp_path):
         model = self.make_mhla(**options)
@@ -90,6 +91,7 @@ class SavingChecks(ModelCase):
         loaded = self.mhla_class.from_pretrained(tmp_path, subfolder="transformer", variant="fp16")
         assert_same_parameters(loaded, model)
 
+    @pytest.mark.smoke
     def test_half_precision_keeps_fp32_parameters(self, mhla_dir, tmp_path):
         first = self.mhla_class.from_pretrained(mhla_dir, torch_dtype=torch.bfloat16)
         assert_dtypes(first, torch.bfloat16)
@@ -113,6 +115,7 @@ class SavingChecks(ModelCase):
 
     # From an ordinary directory
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -187,6 +190,7 @@ class SavingChecks(ModelCase):
 
     # What is refused
 
+    @pytest.mark.smoke
     def test_damaged_checkpoint(self, mhla_dir, tmp_path):
         weights = load_file(mhla_dir / WEIGHTS)
         lost = next(name for name in sorted(weights) if ".mhla." not in name)
@@ -289,6 +293,7 @@ class SavingChecks(ModelCase):
         model = self.make_mhla()
         assert torch.equal(self.run(pickle.loads(pickle.dumps(model))), self.run(model))
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS)
     def test_convert_in_place_equals_loading(self, options, ordinary_dir, tmp_path):
         mhla = {**self.options, **options}

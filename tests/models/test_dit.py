@@ -89,6 +89,7 @@ class TestDiTPipeline(ImagePipelineChecks):
     mhla_class = MHLADiTTransformer2DModel
     sizes = ((16, 16), (16, 24), (24, 16))
     trained_as = "dit"
+    thorough = True
 
     @classmethod
     def make_pipeline(cls, transformer_cls=None, **overrides):

@@ -25,6 +25,7 @@ class TrainingChecks(ModelCase):
             for name, parameter in model.named_parameters()
         }
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS)
     def test_every_parameter_has_a_gradient(self, options):
         # The farthest blocks start with a weight of exactly zero under the default initialisation.
@@ -61,6 +62,7 @@ class TrainingChecks(ModelCase):
             slope = (8 * differences[0] - differences[1]) / (12 * step)
             torch.testing.assert_close((parameter.grad * direction).sum(), slope, rtol=5e-3, atol=1e-6, msg=name)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
     @pytest.mark.parametrize("sizes", [(0,), (0, 1), (2, 0)], ids=["one_grid", "same_tokens", "two_grids"])
     def test_gradient_checkpointing_changes_nothing(self, sizes, reentrant):

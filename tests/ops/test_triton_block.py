@@ -22,8 +22,8 @@ from mhla_hf.ops.triton import launching
 
 
 LAYOUTS = [
-    pytest.param(BlockLayout((1,), blocks=(1,)), id="T1"),
     pytest.param(BlockLayout((63,), blocks=(4,)), id="T63"),
+    pytest.param(BlockLayout((1,), blocks=(1,)), id="T1"),
     pytest.param(BlockLayout((7, 11), blocks=(2, 3)), id="7x11-over-2x3"),
     pytest.param(BlockLayout((3, 5, 7), blocks=(2, 1, 2)), id="3x5x7-over-2x1x2"),
     pytest.param(BlockLayout((3, 4), blocks=(2, 2), num_prefix_tokens=2), id="prefix"),
