@@ -67,107 +67,51 @@ def refused(function, arguments, name):
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
-@pytest.mark.parametrize("eps", [float("inf"), float("nan"), -1e-6, "1e-6", None, True, torch.tensor(1e-6)], ids=repr)
-def test_eps(case, eps):
+@pytest.mark.parametrize("name, value", [("eps", float("nan")), ("normalizer", "no"), ("mixing", torch.ones(2, 3))])
+def test_options_and_weights(case, name, value):
     function, make = FUNCTIONS[case]
-    refused(function, {**make(), "eps": eps}, "eps")
-
-
-@pytest.mark.parametrize("case", FUNCTIONS)
-@pytest.mark.parametrize("normalizer", ["no", None, 3, ["query"], torch.ones(2)], ids=str)
-def test_normalizer(case, normalizer):
-    function, make = FUNCTIONS[case]
-    refused(function, {**make(), "normalizer": normalizer}, "normalizer")
-
-
-@pytest.mark.parametrize("causal", ["no", 1, 0, None, "True"])
-def test_causal(causal):
-    refused(mhla_attention, {**dense_arguments(), "causal": causal}, "causal")
-    refused(naive_mhla_attention, {**dense_arguments(), "causal": causal}, "causal")
+    refused(function, {**make(), name: value}, name)
 
 
 @pytest.mark.parametrize("case", ["attention", "extend", "step"])
-@pytest.mark.parametrize("backend", ["cuda", None, 3, ["torch"]], ids=str)
-def test_backend(case, backend):
+def test_backend(case):
     function, make = FUNCTIONS[case]
-    refused(function, {**make(), "backend": backend}, "backend")
+    refused(function, {**make(), "backend": "cuda"}, "backend")
+
+
+def test_causal_and_layout():
+    refused(mhla_attention, {**dense_arguments(), "causal": "no"}, "causal")
+    refused(mhla_attention, {**dense_arguments(), "layout": (8,)}, "layout")
+    refused(mhla_attention, {**dense_arguments(), "layout": BlockLayout((9,), block_size=(5,))}, "9")
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
-@pytest.mark.parametrize("name", ["query", "key", "value", "normalizer_query", "normalizer_key"])
 @pytest.mark.parametrize(
-    "change",
+    "name, change",
     [
-        lambda x: "tensor",
-        lambda x: x[0],
-        lambda x: x.long(),
-        lambda x: x.to(torch.complex64),
-        lambda x: x[:1],
-        lambda x: torch.cat([x, x], dim=1),
-        lambda x: torch.cat([x, x[:, :, :1]], dim=2),
-        lambda x: x[:, :, :0],
-        lambda x: x.to("meta"),
-        lambda x: x.to_sparse(),
+        ("query", lambda x: "tensor"),
+        ("key", lambda x: x[0]),
+        ("value", lambda x: x.long()),
+        ("value", lambda x: x[:1]),
+        ("key", lambda x: torch.cat([x, x], dim=1)),
+        ("key", lambda x: torch.cat([x, x[:, :, :1]], dim=2)),
+        ("key", lambda x: torch.cat([x, x], dim=-1)),
+        ("normalizer_query", lambda x: torch.cat([x, x], dim=-1)),
+        ("normalizer_key", lambda x: x.to("meta")),
     ],
-    ids=["type", "axes", "integers", "complex", "batch", "tokens", "heads", "no-heads", "device", "sparse"],
+    ids=["type", "axes", "integers", "batch", "tokens", "heads", "width", "pair's width", "device"],
 )
 def test_tokens(case, name, change):
     function, make = FUNCTIONS[case]
     arguments = make()
-    source = arguments[name.removeprefix("normalizer_")]
-    changed = change(source)
-    # Which of the tensors is the odd one is for the reader to say where all differ from the query.
-    expected = name if name != "query" or not isinstance(changed, torch.Tensor) else ""
-    refused(function, {**arguments, name: changed}, expected)
-
-
-@pytest.mark.parametrize("case", FUNCTIONS)
-@pytest.mark.parametrize("name", ["key", "normalizer_query", "normalizer_key"])
-def test_widths(case, name):
-    function, make = FUNCTIONS[case]
-    arguments = make()
-    source = arguments[name.removeprefix("normalizer_")]
-    refused(function, {**arguments, name: torch.cat([source, source], dim=-1)}, name)
-
-
-@pytest.mark.parametrize("case", FUNCTIONS)
-@pytest.mark.parametrize(
-    "mixing",
-    [
-        None,
-        [[1.0]],
-        torch.ones(2),
-        torch.ones(2, 3),
-        torch.ones(0, 0),
-        torch.ones(3, 2, 2),
-        torch.ones(2, 2, dtype=torch.long),
-        torch.ones(2, 2, device="meta"),
-    ],
-    ids=["none", "list", "vector", "oblong", "empty", "heads", "integers", "device"],
-)
-def test_mixing(case, mixing):
-    function, make = FUNCTIONS[case]
-    if case in ("block", "causal") and isinstance(mixing, torch.Tensor) and mixing.dim() == 3:
-        pytest.skip("the forms take weights of any leading axes")
-    refused(function, {**make(), "mixing": mixing}, "mixing")
-
-
-@pytest.mark.parametrize("case", ["attention", "naive", "block", "causal"])
-def test_layout(case):
-    function, make = FUNCTIONS[case]
-    refused(function, {**make(), "layout": (8,)}, "layout")
-    refused(function, {**make(), "layout": BlockLayout((9,), block_size=(5,))}, "9")
+    refused(function, {**arguments, name: change(arguments[name.removeprefix("normalizer_")])}, name)
 
 
 @pytest.mark.parametrize("case", ["extend", "step"])
-@pytest.mark.parametrize(
-    "valid",
-    [True, [1], torch.ones(BATCH, 1), torch.ones(BATCH, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool)],
-    ids=str,
-)
-def test_valid(case, valid):
+def test_valid(case):
     function, make = FUNCTIONS[case]
-    refused(function, {**make(), "valid": valid}, "valid")
+    refused(function, {**make(), "valid": torch.ones(BATCH, 1)}, "valid")
+    refused(function, {**make(), "valid": torch.ones(1, 1, dtype=torch.bool)}, "valid")
 
 
 @pytest.mark.parametrize("case", ["extend", "step"])
@@ -176,17 +120,11 @@ def test_valid(case, valid):
     [
         lambda state: None,
         lambda state: empty_state(3, 2, WIDTH, VALUE, BLOCK),
-        lambda state: empty_state(BATCH, 1, WIDTH, VALUE, BLOCK),
         lambda state: empty_state(BATCH, 2, WIDTH + 1, VALUE, BLOCK),
-        lambda state: empty_state(BATCH, 2, WIDTH, VALUE + 1, BLOCK),
-        lambda state: empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, num_mixing_heads=6),
         lambda state: empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, dtype=torch.float64),
-        lambda state: empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, device="meta"),
         lambda state: dataclasses.replace(state, position=state.position[:1]),
-        lambda state: dataclasses.replace(state, upcoming=state.upcoming[:, :1]),
-        lambda state: dataclasses.replace(state, summaries=state.summaries[:, 0]),
     ],
-    ids=["type", "batch", "heads", "width", "value", "mixing", "dtype", "device", "position", "upcoming", "summaries"],
+    ids=["type", "batch", "width", "dtype", "position"],
 )
 def test_state(case, change):
     function, make = FUNCTIONS[case]
@@ -208,18 +146,11 @@ def test_room_for_a_prompt():
 
 
 @pytest.mark.parametrize(
-    "name", ["batch_size", "num_heads", "key_width", "value_width", "block_size", "num_mixing_heads", "num_blocks"]
+    "name, value", [("batch_size", -1), ("block_size", 1.5), ("num_blocks", "4"), ("dtype", torch.int32)]
 )
-@pytest.mark.parametrize("size", [-1, 1.5, "4", True], ids=repr)
-def test_sizes_of_a_state(name, size):
+def test_sizes_of_a_state(name, value):
     sizes = {"batch_size": 1, "num_heads": 2, "key_width": 3, "value_width": 3, "block_size": 4}
-    refused(empty_state, {**sizes, name: size}, name)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, "float32", None], ids=str)
-def test_dtype_of_a_state(dtype):
-    sizes = {"batch_size": 1, "num_heads": 2, "key_width": 3, "value_width": 3, "block_size": 4}
-    refused(empty_state, {**sizes, "dtype": dtype}, "dtype")
+    refused(empty_state, {**sizes, name: value}, name)
 
 
 def test_rewinding():
@@ -236,17 +167,9 @@ def test_rewinding():
     refused(rewind_state, {**given, "normalizer_key": torch.rand(BATCH, 1, 2, WIDTH + 1)}, "normalizer_key")
 
 
-@pytest.mark.parametrize("size", [-1, 0, 1.5, "2", None, True], ids=repr)
-def test_number_of_blocks_of_a_sequence(size):
-    refused(extend_mixing, {"mixing": torch.rand(3, 3), "num_blocks": size, "causal": True}, "num_blocks")
-    valid = torch.ones(1, 4, dtype=torch.bool)
-    refused(SequenceLayout, {"valid": valid, "block_size": size}, "block_size")
-    documents = torch.zeros(1, 4, dtype=torch.long)
-    refused(
-        SequenceLayout,
-        {"valid": valid, "block_size": 2, "documents": documents, "num_documents": size},
-        "num_documents",
-    )
+def test_number_of_blocks_of_a_sequence():
+    refused(extend_mixing, {"mixing": torch.rand(3, 3), "num_blocks": 0, "causal": True}, "num_blocks")
+    refused(SequenceLayout, {"valid": torch.ones(1, 4, dtype=torch.bool), "block_size": 1.5}, "block_size")
 
 
 def test_documents_of_a_sequence():
@@ -262,16 +185,11 @@ def test_indices_of_blocks():
     refused(mixing_at, {"mixing": torch.rand(3, 3), "rows": index.float(), "columns": index}, "rows")
 
 
-@pytest.mark.parametrize("count", [1.5, -1, "1", None, True, float("nan")], ids=repr)
-def test_tokens_before_the_grid(count):
-    refused(BlockLayout, {"grid": (4,), "blocks": (2,), "num_prefix_tokens": count}, "num_prefix_tokens")
-
-
-@pytest.mark.parametrize("axis", [0, -1, 1.5, "4", None, True, float("nan"), torch.tensor(4.0)], ids=repr)
 @pytest.mark.parametrize("name", ["grid", "blocks", "block_size"])
-def test_axes_of_a_layout(name, axis):
+def test_axes_of_a_layout(name):
     sizes = {"grid": (4,), "blocks" if name != "block_size" else "block_size": (2,)}
-    refused(BlockLayout, {**sizes, name: (axis,)}, name)
+    refused(BlockLayout, {**sizes, name: (1.5,)}, name)
+    refused(BlockLayout, {**sizes, "num_prefix_tokens": -1}, "num_prefix_tokens")
 
 
 def test_weights_of_the_dense_form():

@@ -103,17 +103,18 @@ def test_what_transformers_may_leave_out_still_loads(copied, tmp_path):
     convert(folder, tmp_path)
 
 
-WRONG = {
-    "num_hidden_layers": ["three", 10**6, -1, 1.5, True, {}],
-    "hidden_size": [0, "16", -16, 10**12],
-    "num_attention_heads": [0, "x", [0], 3],
-    "max_position_embeddings": [10**9, "x", 0],
-    "vocab_size": [0, 10**15],
-    "head_dim": [0, "x"],
-}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", "three"),
+        ("num_hidden_layers", 10**6),
+        ("hidden_size", 0),
+        ("num_attention_heads", 3),
+        ("max_position_embeddings", 10**9),
+        ("vocab_size", 10**15),
+        ("head_dim", "x"),
+    ],
+)
 def test_wrong_sizes(name, value, copied, tmp_path):
     folder = copied("llama", **{name: value})
     refused(lambda: convert(folder, tmp_path), str(folder))
@@ -143,9 +144,8 @@ def test_sizes_with_a_decimal_point():
     check_sizes({"max_position_embeddings": 1200.0}, "config.json")
 
 
-@pytest.mark.parametrize("count", [10**6, 10**9])
-def test_a_million_layers_are_refused_before_they_are_built(count, copied):
-    folder = copied("llama", num_hidden_layers=count)
+def test_a_million_layers_are_refused_before_they_are_built(copied):
+    folder = copied("llama", num_hidden_layers=10**6)
     load = AutoModelForCausalLM.from_pretrained
     refused(lambda: load(folder, attn_implementation="mhla", mhla=OPTIONS), "num_hidden_layers")
 
@@ -154,10 +154,8 @@ def test_a_million_layers_are_refused_before_they_are_built(count, copied):
     "change",
     [
         {"num_labels": 10**8},
-        {"model_type": "qwen2_vl", "vision_config": {"depth": 10**6}},
         {"model_type": "swin", "depths": [2, 10**6]},
         {"model_type": "kosmos-2", "text_config": {"layers": 10**6}},
-        {"model_type": "gpt_neo", "num_layers": 10**6},
     ],
     ids=str,
 )
@@ -169,16 +167,10 @@ def test_counts_of_modules_are_refused_before_they_are_made(change, copied, tmp_
 @pytest.mark.parametrize(
     "change",
     [
-        {"architectures": "LlamaForCausalLM"},
         {"architectures": [1]},
-        {"architectures": {"a": 1}},
-        {"architectures": ["X" * 10_000]},
         {"model_type": "x" * 10_000},
         {"quantization_config": "int8"},
-        {"quantization_config": ["int8"]},
         {"rope_parameters": "x"},
-        {"layer_types": "x"},
-        {"hidden_act": "x" * 10_000},
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -188,9 +180,8 @@ def test_entries_of_the_wrong_shape(change, copied, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("resize", ["x", "blocks", "block_size", 3, ["extend"]], ids=str)
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_resize_of_sequences(resize, name, sources, tmp_path):
-    options = {**OPTIONS, "resize": resize}
+def test_resize_of_sequences(name, sources, tmp_path):
+    options = {**OPTIONS, "resize": "blocks"}
     refused(lambda: convert(sources / name, tmp_path, options), "resize")
     refused(lambda: AutoModel.from_pretrained(sources / name, attn_implementation="mhla", mhla=options), "resize")
