@@ -15,7 +15,7 @@ from .integrations.diffusers import register_with_diffusers
 from .integrations.transformers import register_with_transformers
 from .models.registry import MHLA_CLASSES
 from .utils.compat import check_version
-from .utils.lazy import lazy_names
+from .utils.imports import lazy_names
 
 
 if TYPE_CHECKING:

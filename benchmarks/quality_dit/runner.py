@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
 
-from mhla_hf.utils.files import atomic_directory, atomic_file, remove_leftovers, write_json
+from mhla_hf.utils.destinations import atomic_directory, lock_output, remove_leftovers
+from mhla_hf.utils.files import atomic_file, write_json
 from mhla_hf.utils.json_files import read_json
-from mhla_hf.utils.locks import lock_output
 from mhla_hf.utils.machine import choose_device, machine_facts, synchronize
 from mhla_hf.utils.tensor_files import read_tensors
 

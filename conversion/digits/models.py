@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 from transformers.hf_argparser import HfArg
 
 from mhla_hf.training.data.digits import DIGIT_WORDS, DIRECTIONS
-from mhla_hf.utils.files import atomic_directory
+from mhla_hf.utils.destinations import atomic_directory
 from mhla_hf.utils.tensor_files import write_tensors
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mhla_hf.demo.data import encode_moving_digits
 from mhla_hf.training.data.digits import MovingDigits, stack_videos
-from mhla_hf.utils.files import atomic_directory
+from mhla_hf.utils.destinations import atomic_directory
 from mhla_hf.utils.tensor_files import read_tensors, write_tensors
 
 from .autoencoder import measure_latents, refine_decoder, train_vae

@@ -13,8 +13,8 @@ from .. import __version__
 from ..hub.metadata import TAGS, card_data
 from ..models.source import CONVERSION_RECORD, read_source
 from ..utils.destinations import claim_destination
+from ..utils.files import list_files
 from ..utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
-from ..utils.source_files import list_files
 from .limits import Limits
 from .models import originals_of
 

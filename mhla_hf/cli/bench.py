@@ -258,7 +258,7 @@ def quality_command(
     class asked for, how far samples are from the scans of training, and sample images. Needs a checkout of the
     repository.
     """
-    from ..utils.checkout import import_from_checkout
+    from ..utils.imports import import_from_checkout
 
     given: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "guidance_scale": guidance}
     given["seeds"] = None if seeds is None else _numbers(seeds, "seeds")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..utils.files import check_entry, read_weight_map
 from ..utils.messages import shorten_list, shorten_text, shorten_value
-from ..utils.source_files import check_entry, read_weight_map
 from ..utils.tensor_files import FLOAT_TYPES, SafetensorsReader, TensorEntry
 
 

@@ -16,10 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Source
 from ..models.stub import LIBRARY, MODULE
 from ..utils.destinations import Destination
-from ..utils.files import write_staged_json
+from ..utils.files import list_files, write_staged_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.model_cards import CARD, carried_metadata
-from ..utils.source_files import list_files
 from ..utils.tensor_files import check_safetensors, write_shards
 from .options import format_bytes
 from .planning import ComponentPlan

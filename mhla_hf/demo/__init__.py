@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..utils.lazy import lazy_names
+from ..utils.imports import lazy_names
 
 
 _PUBLIC_NAMES = {

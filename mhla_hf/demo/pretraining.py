@@ -6,7 +6,7 @@ Importing this module without a checkout raises a `ValueError` that says so.
 
 from __future__ import annotations
 
-from ..utils.checkout import import_from_checkout
+from ..utils.imports import import_from_checkout
 
 
 _digits = import_from_checkout("conversion.digits", "pretraining the demo's base (--from-scratch)")

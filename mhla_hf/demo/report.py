@@ -18,7 +18,8 @@ from ..hub import CardText, write_card
 from ..training.data.digits import MovingDigitsConfig
 from ..training.data.videos import write_video
 from ..training.loading import PipelineSource
-from ..utils.files import atomic_directory, atomic_file, write_json
+from ..utils.destinations import atomic_directory
+from ..utils.files import atomic_file, write_json
 from ..utils.json_files import read_json
 from ..utils.machine import machine_facts
 from ..utils.messages import how_to_install

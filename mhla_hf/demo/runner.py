@@ -19,10 +19,9 @@ from ..recovery.recover import recover
 from ..training import objective_for
 from ..training.data.batch_sources import Latents
 from ..training.loading import PipelineSource
-from ..utils.destinations import TEMPORARY_PREFIX
-from ..utils.files import remove_directory, remove_leftovers, write_json
+from ..utils.destinations import TEMPORARY_PREFIX, lock_output, remove_directory, remove_leftovers
+from ..utils.files import write_json
 from ..utils.json_files import read_json
-from ..utils.locks import lock_output
 from .config import DemoConfig, base_pipeline_directory
 from .data import DigitLatents, encode_digits
 from .figures import TITLES

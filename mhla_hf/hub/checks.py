@@ -13,10 +13,10 @@ from ..conversion.writing import byte_progress
 from ..models.registry import current_class
 from ..models.source import Component
 from ..models.stub import LIBRARY as STUB_LIBRARY
+from ..utils.files import list_files, named_file
 from ..utils.json_files import Types, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_text
-from ..utils.source_files import list_files, named_file
 from .model_checks import check_model
 from .problems import Findings, Problem
 from .weight_checks import Header, check_dtypes, check_pickles, check_values, check_weight_sets, read_headers

@@ -21,12 +21,11 @@ from ..conversion.writing import check_space
 from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Source, read_source
 from ..models.stub import stub_files
 from ..models.weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet
-from ..utils.destinations import TEMPORARY_PREFIX
+from ..utils.destinations import TEMPORARY_PREFIX, take_lock
+from ..utils.files import list_files
 from ..utils.json_files import parse_json, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
-from ..utils.locks import take_lock
 from ..utils.model_cards import CARD, is_own_card
-from ..utils.source_files import list_files
 from ..utils.tensor_files import TensorEntry, shard_names, split_into_shards, write_shards
 from .weight_checks import PICKLES
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..models.source import Component
+from ..utils.files import named_file
 from ..utils.json_files import read_json
 from ..utils.locations import PIPELINE_INDEX
-from ..utils.source_files import named_file
 from ..utils.tensor_files import FLOAT_TYPES, check_safetensors
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..models.weight_files import PICKLES, FileNames, WeightSet
+from ..utils.files import read_weight_map
 from ..utils.json_files import read_json
 from ..utils.messages import shorten_list, shorten_text
-from ..utils.source_files import read_weight_map
 from ..utils.tensor_files import check_safetensors, count_values
 from .problems import Findings
 

@@ -16,9 +16,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text
-from ..utils.source_files import read_weight_map
 from ..utils.tensor_files import SafetensorsReader, check_safetensors, read_header
 
 

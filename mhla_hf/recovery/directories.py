@@ -16,12 +16,11 @@ from ..models.source import CONVERSION_RECORD, Component, Source, open_source, r
 from ..models.stub import with_refusal
 from ..models.weight_files import check_weights, damage_named
 from ..training.matching.layers import Batch, is_linear, mhla_layers
-from ..utils.destinations import claim_destination
-from ..utils.files import atomic_directory, link_or_copy, write_json
+from ..utils.destinations import atomic_directory, claim_destination
+from ..utils.files import link_or_copy, list_files, write_json
 from ..utils.json_files import read_json
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, shorten_text
-from ..utils.source_files import list_files
 from ..utils.tensor_files import FLOAT_TYPES, TensorEntry, read_header, write_safetensors
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
 from .data import probe_batches

@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..training.checkpoints import STATE
-from ..utils.files import atomic_file, remove_directory, remove_leftovers, write_json
+from ..utils.destinations import LOCK, lock_output, remove_directory, remove_leftovers
+from ..utils.files import atomic_file, write_json
 from ..utils.json_files import read_json
-from ..utils.locks import LOCK, lock_output
 from ..utils.messages import shorten_value
 from .recipes import STAGES
 

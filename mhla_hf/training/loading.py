@@ -18,11 +18,11 @@ from accelerate import init_empty_weights
 from ..models.registry import current_class, mhla_class_for
 from ..models.source import TRAINING_RECORD, Component, Source, find_original, read_source
 from ..models.weight_files import check_weights, damage_named
-from ..utils.files import atomic_directory, write_json
+from ..utils.destinations import atomic_directory
+from ..utils.files import list_files, write_json
 from ..utils.json_files import Types, read_json
 from ..utils.locations import PIPELINE_INDEX, download_pipeline, download_repository, find_directory, find_pipeline
 from ..utils.model_cards import CARD, is_own_card
-from ..utils.source_files import list_files
 from .config import COMPONENTS, UNCONVERTED, TrainingConfig
 from .families import Family, Objective, check_options, family_of, family_of_class
 from .families.base import PipelineSizes

@@ -9,9 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..utils.files import atomic_file
+from ..utils.files import atomic_file, clear_write_errors
 from ..utils.json_files import check_fields, parse_json
-from ..utils.write_errors import clear_write_errors
 from .checkpoints import STAGES, Position
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..utils.compat.diffusers import lora_metadata_key
-from ..utils.files import atomic_directory
+from ..utils.destinations import atomic_directory
 from .config import TRAIN_MODES
 
 

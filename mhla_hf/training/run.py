@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..utils.locks import lock_output
+from ..utils.destinations import lock_output
 from . import checkpoints, parameters
 from .checkpoints import Position
 from .config import TrainingConfig

@@ -16,11 +16,11 @@ from accelerate import Accelerator, DistributedType
 from safetensors.torch import save_file
 from torch import nn
 
-from ..utils.files import atomic_directory, remove_leftovers, write_json
+from ..utils.destinations import atomic_directory, remove_leftovers
+from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
 from ..utils.machine import installed_versions
 from ..utils.model_cards import carried_metadata
-from ..utils.source_files import list_files
 from . import parameters
 from .checkpoints import Position
 from .config import UNCONVERTED, TrainingConfig

@@ -21,21 +21,25 @@ import os
 import re
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-from .locks import take_lock
-from .write_errors import clear_write_errors
+from .files import TEMPORARY_PREFIX, clear_write_errors, flush_to_disk, temporary_sibling
 
 
 logger = logging.getLogger(__name__)
 
-TEMPORARY_PREFIX = ".tmp-"
+LOCK = ".lock"
+"""Name of the lock file of an output directory."""
+PATIENCE_SECONDS = 10.0
+"""How long to wait for a lock: a process that was killed just now may still hold it for a moment."""
 
-# A process that was killed just now may still hold its lock for a moment.
 _PATIENCE_SECONDS = 1.0
+_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(lock-|(old-|moving-)?[0-9a-f]{{8}}-)")
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
 # What makes a directory loadable comes last where it cannot come at once.
 _MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
@@ -197,6 +201,20 @@ class Destination:
 
 
 @contextmanager
+def atomic_directory(destination: Path) -> Iterator[Path]:
+    """Yields a temporary directory to fill, and moves it to `destination` when the block ends well.
+
+    What stood at `destination` is replaced then, and kept until that moment. On any exception, Ctrl-C included,
+    nothing new is left behind. See [`claim_destination`].
+
+    Args:
+        destination: The directory to make; its parents are made too.
+    """
+    with claim_destination(destination, overwrite=True) as claimed, claimed.staging() as temporary:
+        yield temporary
+
+
+@contextmanager
 def claim_destination(destination: Path, *, overwrite: bool = False) -> Iterator[Destination]:
     """Claims a directory for this process until the block ends, and puts right what killed ones left there.
 
@@ -273,6 +291,100 @@ def restore_hidden(folder: Path) -> set[Path]:
     return kept
 
 
+def remove_directory(directory: Path) -> None:
+    """Removes a directory so that a kill half-way leaves nothing under its own name."""
+    doomed = temporary_sibling(directory)
+    os.replace(directory, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Removes what killed processes left under temporary names in a directory, and restores what they put aside.
+
+    Only for a process that holds the directory's lock, or nobody else writes to. Other programs have temporary files
+    too: only names as this package makes them count.
+    """
+    if not parent.is_dir():
+        return
+    kept = restore_hidden(parent)
+    leftovers = [path for path in parent.iterdir() if _TEMPORARY.match(path.name) and path not in kept]
+    for path in leftovers:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    count = sum(not path.name.startswith(f"{TEMPORARY_PREFIX}lock-") for path in leftovers)
+    if count:
+        logger.warning("Removed %d temporary files or folders of a killed run from %s.", count, parent)
+
+
+def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> IO[str] | None:
+    """Takes the lock of an output directory; see [`take_lock`].
+
+    Args:
+        directory: The output directory; made if it does not exist.
+        patience: Seconds to wait for a lock that is taken.
+
+    Returns:
+        The open lock file: keep it open as long as the run lasts. None where the system has no such locks.
+
+    Raises:
+        ValueError: If another run holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    taken = f"output {directory} is in use by another run; wait for it or choose another"
+    return take_lock(directory / LOCK, taken, patience)
+
+
+def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS, *, shared: bool = False) -> IO[str] | None:
+    """Takes the lock of a file, which the system releases when the process ends, however it ends.
+
+    The holder may remove the file before it closes it: who waits for it then locks the new one.
+
+    Args:
+        path: The lock file; made if it does not exist, in a directory that does.
+        taken: The error message if another process holds the lock.
+        patience: Seconds to wait for a lock that is taken.
+        shared: Let others that ask for a shared one have it too, for reading.
+
+    Returns:
+        The open file: keep it open as long as the lock is needed. None where the system has no such locks.
+
+    Raises:
+        ValueError: If another process holds it.
+        OSError: If the file cannot be made.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    deadline = time.monotonic() + patience
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            raise ValueError(taken) from None
+        except OSError:
+            # Some network file systems have no locks; a run must still be possible there.
+            file.close()
+            return None
+        if _is_open_file(path, file):
+            return file
+        file.close()
+
+
+def _is_open_file(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
 def exchange_names(first: Path, second: Path) -> bool:
     """Lets two paths of a file system change their names at once, where the system can.
 
@@ -296,17 +408,6 @@ def flush_tree(folder: Path) -> None:
         if not path.is_symlink():
             flush_to_disk(path)
     flush_to_disk(folder)
-
-
-def flush_to_disk(path: Path) -> None:
-    """Waits until a file, or the list of a folder's entries, is on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _must_stay(path: Path) -> bool:

@@ -1,41 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and directories that are either complete or absent: written under a temporary name, then moved."""
+"""Files: written under a temporary name and then moved, and looked for below the folder of others that names them."""
 
 from __future__ import annotations
 
+import errno
 import json
-import logging
 import os
-import re
 import shutil
+import stat
 import uuid
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from .destinations import TEMPORARY_PREFIX, claim_destination, flush_to_disk, restore_hidden
-from .write_errors import clear_write_errors
+from .json_files import read_json
 
 
-logger = logging.getLogger(__name__)
+TEMPORARY_PREFIX = ".tmp-"
 
-# See `destinations`.
-_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(lock-|(old-|moving-)?[0-9a-f]{{8}}-)")
+IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
+MAX_VISITS = 16
+"""Most links to the same folder: folders that link to each other can stand for any number of files."""
 
-
-@contextmanager
-def atomic_directory(destination: Path) -> Iterator[Path]:
-    """Yields a temporary directory to fill, and moves it to `destination` when the block ends well.
-
-    What stood at `destination` is replaced then, and kept until that moment. On any exception, Ctrl-C included,
-    nothing new is left behind. See [`claim_destination`][mhla_hf.utils.destinations.claim_destination].
-
-    Args:
-        destination: The directory to make; its parents are made too.
-    """
-    with claim_destination(destination, overwrite=True) as claimed, claimed.staging() as temporary:
-        yield temporary
+_NO_ROOM = {
+    errno.ENOSPC: "no space is left on the disk",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is larger than the system allows",
+}
 
 
 @contextmanager
@@ -48,7 +41,7 @@ def atomic_file(destination: Path) -> Iterator[Path]:
     """
     real = Path(os.path.realpath(destination))
     real.parent.mkdir(parents=True, exist_ok=True)
-    temporary = real.with_name(_temporary_sibling(destination).name)
+    temporary = real.with_name(temporary_sibling(destination).name)
     try:
         with clear_write_errors(destination):
             yield temporary
@@ -68,6 +61,72 @@ def write_json(destination: Path, value: Any) -> None:
 def write_staged_json(destination: Path, value: Any, *, sort_keys: bool = False) -> None:
     """Writes the same in place, for files of a directory that is itself moved when it is complete."""
     destination.write_text(json.dumps(value, indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a file, which costs no space, or a copy where the disk has no such names."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def temporary_sibling(path: Path) -> Path:
+    """A new name beside a path, another one at every call."""
+    return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
+
+
+def flush_to_disk(path: Path) -> None:
+    """Waits until a file, or the list of a folder's entries, is on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def clear_write_errors(destination: Path) -> Iterator[None]:
+    """Reports in one line that there is no room for a file, whatever the library that wrote it raises.
+
+    Safetensors and PyTorch have exceptions of their own for it, which name neither the file nor what to do.
+
+    Args:
+        destination: File or directory that is written, for the error.
+
+    Raises:
+        OSError: If the disk or a quota is full, or the system limits the size of files.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = _no_room(error, destination.parent)
+        if reason is None:
+            raise
+        raise OSError(
+            f"{destination} cannot be written: {reason}. Make room and run the same command again; what was complete "
+            "before is still there."
+        ) from error
+
+
+def _no_room(error: Exception, directory: Path) -> str | None:
+    """Reason for a lack of room, if that is the cause of an exception."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return _NO_ROOM.get(error.errno)
+    # By name: whoever writes without safetensors need not have it.
+    if not isinstance(error, OSError | RuntimeError) and type(error).__name__ != "SafetensorError":
+        return None
+    for number, reason in _NO_ROOM.items():
+        # As safetensors puts it, and copies of whole directories.
+        if f"(os error {number})" in str(error) or f"[Errno {number}]" in str(error):
+            return reason
+    # PyTorch's zip files, and programs that files are written by, do not say.
+    with suppress(OSError):
+        if shutil.disk_usage(directory).free < 2**16:
+            return _NO_ROOM[errno.ENOSPC]
+    return "the disk may be full" if "inline_container" in str(error) else None
 
 
 def path_inside(root: Path, name: Any, where: str) -> Path:
@@ -92,41 +151,109 @@ def path_inside(root: Path, name: Any, where: str) -> Path:
     raise ValueError(f"{where} names {shown}, which is no path inside {root}.")
 
 
-def remove_directory(directory: Path) -> None:
-    """Removes a directory so that a kill half-way leaves nothing under its own name."""
-    doomed = _temporary_sibling(directory)
-    os.replace(directory, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def list_files(root: Path) -> list[Path]:
+    """Every file below `root`, relative to it, in order; version control and download caches left out.
 
+    Links are followed to where [`check_entry`] allows.
 
-def remove_leftovers(parent: Path) -> None:
-    """Removes what killed processes left under temporary names in a directory, and restores what they put aside.
-
-    Only for a process that holds the directory's lock, or nobody else writes to. Other programs have temporary files
-    too: only names as this package makes them count.
+    Raises:
+        ValueError: If a link leads out of `root`, nowhere or to a folder that it is in, too many lead to the same
+            folder, or something is neither file nor folder.
     """
-    if not parent.is_dir():
-        return
-    kept = restore_hidden(parent)
-    leftovers = [path for path in parent.iterdir() if _TEMPORARY.match(path.name) and path not in kept]
-    for path in leftovers:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    count = sum(not path.name.startswith(f"{TEMPORARY_PREFIX}lock-") for path in leftovers)
-    if count:
-        logger.warning("Removed %d temporary files or folders of a killed run from %s.", count, parent)
+    found: list[Path] = []
+    visits: Counter[str] = Counter()
+    # Each folder with the real paths of those it was reached through.
+    waiting: list[tuple[Path, tuple[str, ...]]] = [(root, (os.path.realpath(root),))]
+    while waiting:
+        folder, ancestors = waiting.pop()
+        folders = []
+        for name in sorted(os.listdir(folder)):
+            path = folder / name
+            if name in IGNORED_FOLDERS and path.is_dir():
+                continue
+            if not stat.S_ISDIR(check_entry(path, root).st_mode):
+                found.append(path.relative_to(root))
+                continue
+            real = os.path.realpath(path)
+            if real in ancestors:
+                raise ValueError(f"{path} is a link to a folder that it is in ({real}); remove the link.")
+            visits[real] += 1
+            if visits[real] > MAX_VISITS:
+                raise ValueError(f"{path} is one of more than {MAX_VISITS} links to the same folder ({real}).")
+            folders.append((path, (*ancestors, real)))
+        waiting += reversed(folders)
+    return found
 
 
-def _temporary_sibling(path: Path) -> Path:
-    """A new name beside a path, another one at every call."""
-    return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
+def check_entry(path: Path, root: Path) -> os.stat_result:
+    """Checks that a path is a regular file or folder, and a link on the way stays inside a directory.
 
+    Args:
+        path: The path, below `root`.
+        root: The directory. In the Hub's cache, links to the blobs of the same repository are inside.
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a file, which costs no space, or a copy where the disk has no such names."""
+    Returns:
+        The status of what is there.
+
+    Raises:
+        ValueError: If it is a link to somewhere else or to nothing, or no file and no folder.
+    """
+    real = Path(os.path.realpath(path))
+    roots = _allowed_roots(root)
+    if not any(real == allowed or allowed in real.parents for allowed in roots):
+        raise ValueError(f"{path} leads by a link to {real}, outside {root}; put a copy there or remove the link.")
     try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copyfile(source, target)
+        status = path.stat()
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist or is a link to nothing ({real}).") from None
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ValueError(f"{path} is neither a regular file nor a folder; remove it.")
+    return status
+
+
+def named_file(root: Path, name: Any, where: str) -> Path:
+    """The path of a file or folder that a file of others names, as [`list_files`] finds it.
+
+    Args:
+        root: The directory that the name is relative to.
+        name: The name as read.
+        where: Name of the file and field that it was read from, for errors.
+
+    Raises:
+        ValueError: If it is no such path, see [`path_inside`][mhla_hf.utils.files.path_inside], or lies in a folder
+            that is left out.
+    """
+    path = path_inside(root, name, where)
+    ignored = IGNORED_FOLDERS.intersection(path.relative_to(root).parts)
+    if ignored:
+        raise ValueError(f"{where} names {name!r}, but nothing is read from {ignored.pop()}.")
+    return path
+
+
+def read_weight_map(index: Path) -> list[Path]:
+    """The files that the index of a sharded checkpoint lists.
+
+    Args:
+        index: The file, `*.safetensors.index.json` or one like it.
+
+    Returns:
+        Their paths, sorted, each once. They may be missing.
+
+    Raises:
+        ValueError: If the index has no `weight_map`, or one that names anything but files beside or below it.
+    """
+    weight_map = read_json(index, "the index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"the index {index} has no weight_map.")
+    names = {name if isinstance(name, str) else repr(name): name for name in weight_map.values()}
+    return [named_file(index.parent, names[name], f"weight_map of {index}") for name in sorted(names)]
+
+
+def _allowed_roots(root: Path) -> list[Path]:
+    real = Path(os.path.realpath(root))
+    for folder in (real, *real.parents):
+        # A snapshot of the Hub's cache consists of links to ../../blobs.
+        blobs = folder.parent.parent / "blobs"
+        if folder.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink():
+            return [real, blobs]
+    return [real]

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import atomic_file, path_inside
+from .files import atomic_file, named_file, path_inside, read_weight_map
 from .hub import HubError, hub_downloads
 from .json_files import read_json
 from .messages import LIST_LENGTH, shorten_text
-from .source_files import named_file, read_weight_map
 
 
 PIPELINE_INDEX = "model_index.json"

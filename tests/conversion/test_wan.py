@@ -22,8 +22,8 @@ from mhla_hf.conversion.options import format_bytes, parse_axes, parse_dtype, pa
 from mhla_hf.conversion.writing import check_space
 from mhla_hf.hub.checks import check_directory
 from mhla_hf.models.options import to_stored
-from mhla_hf.utils.files import atomic_directory
-from mhla_hf.utils.source_files import list_files
+from mhla_hf.utils.destinations import atomic_directory
+from mhla_hf.utils.files import list_files
 from mhla_hf.utils.tensor_files import (
     SafetensorsReader,
     TensorEntry,

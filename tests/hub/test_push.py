@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from mhla_hf import convert_pretrained
 from mhla_hf.hub import check_directory
 from mhla_hf.hub.contents import collect_contents, is_working_file
-from mhla_hf.utils.locks import take_lock
+from mhla_hf.utils.destinations import take_lock
 from mhla_hf.utils.model_cards import is_generated
 from tests import ROOT, hub_models, tiny
 from tests.hub_repositories import File

@@ -13,8 +13,8 @@ import pytest
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.conversion.writing import check_apart
 from mhla_hf.utils import destinations
-from mhla_hf.utils.destinations import claim_destination, exchange_names
-from mhla_hf.utils.files import atomic_directory, atomic_file, remove_leftovers
+from mhla_hf.utils.destinations import atomic_directory, claim_destination, exchange_names, remove_leftovers
+from mhla_hf.utils.files import atomic_file
 from tests import tiny
 
 

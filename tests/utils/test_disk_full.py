@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from mhla_hf.cli.errors import friendly_errors
 from mhla_hf.training.checkpoints import find_checkpoint, list_checkpoints, read_state
-from mhla_hf.utils.files import atomic_directory, atomic_file
+from mhla_hf.utils.destinations import atomic_directory
+from mhla_hf.utils.files import atomic_file
 from tests import ROOT
 
 from .. import tiny

@@ -18,7 +18,7 @@ from mhla_hf.training.config import TrainingConfig
 from mhla_hf.training.data.cache import FORMAT_VERSION, LatentDataset
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.trainer import DiffusionTrainer
-from mhla_hf.utils.source_files import check_entry, list_files
+from mhla_hf.utils.files import check_entry, list_files
 from tests import forget_path, tiny
 
 

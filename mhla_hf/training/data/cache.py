@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from ...utils.destinations import take_lock
 from ...utils.files import atomic_file, path_inside
 from ...utils.json_files import check_fields, read_json
-from ...utils.locks import take_lock
 from ...utils.messages import shorten_value
 from ..config import LONGEST_TEXT, CacheConfig
 from ..families import Family

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from ...utils.files import remove_leftovers, write_json
-from ...utils.locks import PATIENCE_SECONDS, take_lock
+from ...utils.destinations import PATIENCE_SECONDS, remove_leftovers, take_lock
+from ...utils.files import write_json
 from ...utils.tensor_files import read_header
 from ..config import DIGITS, GENERATED, CacheConfig, TrainingConfig
 from ..families import check_options

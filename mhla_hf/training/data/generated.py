@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...layers.mhla import MHLA
+from ...utils.destinations import take_lock
 from ...utils.files import atomic_file
-from ...utils.locks import take_lock
 from ..config import GENERATED, LONGEST_TEXT, MOST_SAMPLES, CacheConfig
 from ..matching.teacher import SharedTeacher
 from .batches import stable_seed

@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...conversion.options import format_bytes
-from ...utils.files import atomic_file, remove_directory, write_json
+from ...utils.destinations import remove_directory
+from ...utils.files import atomic_file, write_json
 from ...utils.json_files import check_fields, parse_json, read_json
 from ...utils.messages import shorten_text
 from .layers import CallArguments, LayerCall

@@ -16,9 +16,9 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...utils.files import remove_leftovers, write_json
+from ...utils.destinations import lock_output, remove_leftovers
+from ...utils.files import write_json
 from ...utils.json_files import read_json
-from ...utils.locks import lock_output
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
 from ..data.fingerprints import add_tensor, model_fingerprint, spread

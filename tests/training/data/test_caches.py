@@ -17,8 +17,8 @@ from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data import cache_building
 from mhla_hf.training.data.cache_building import make_cache
 from mhla_hf.training.loading import PipelineSource
+from mhla_hf.utils.destinations import take_lock
 from mhla_hf.utils.files import write_json
-from mhla_hf.utils.locks import take_lock
 from tests import ROOT
 
 from ... import tiny

@@ -32,8 +32,8 @@ from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.families.wan import encode_videos
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.metrics import MetricsFile, read_metrics
-from mhla_hf.utils.files import atomic_directory, atomic_file, remove_leftovers
-from mhla_hf.utils.locks import lock_output
+from mhla_hf.utils.destinations import atomic_directory, lock_output, remove_leftovers
+from mhla_hf.utils.files import atomic_file
 
 from ... import tiny
 
