@@ -7,12 +7,10 @@ import dataclasses
 import json
 import math
 import re
-import sys
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from .layouts import MAX_BLOCKS, MAX_TOKENS
@@ -20,38 +18,19 @@ from .layouts.windows import WINDOW_GAINS, WINDOWS, check_window
 from .ops import BACKENDS
 from .ops.feature_maps import FEATURE_MAPS
 from .ops.normalizers import NORMALIZERS
-from .utils.messages import check_choice, shorten_list, shorten_value
+from .utils.messages import check_names, shorten_list, shorten_value
+from .utils.options import Options, option
 
 
-ROPE_ORDERS = ("after_feature_map", "before_feature_map")
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
-MIXING_HEADS = ("shared", "per_head")
-MIXING_CONSTRAINTS = ("none", "nonnegative")
-RESIZE_MODES = ("auto", "blocks", "block_size", "extend")
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "feature_map": tuple(FEATURE_MAPS),
-    "rope": ROPE_ORDERS,
-    "normalizer": tuple(NORMALIZERS),
-    "mixing_init": MIXING_INITS,
-    "mixing_heads": MIXING_HEADS,
-    "mixing_constraint": MIXING_CONSTRAINTS,
-    "resize": RESIZE_MODES,
-    "backend": BACKENDS,
-    "window": WINDOWS,
-    "window_gains": WINDOW_GAINS,
-}
-"""Allowed values of the options that are names. `window` may also be `None`."""
-
 # Weights of the depthwise convolution for each channel.
 MAX_LEPE_WEIGHTS = 2**15
 _AXES = ("blocks", "block_size", "grid")
 _FRACTION = re.compile(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*")
-_FLAGS = ("output_norm", "output_gate", "causal")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MHLAConfig:
+class MHLAConfig(Options):
     """Options of Multi-Head Linear Attention (MHLA, arXiv 2601.07832).
 
     The configuration is immutable; [`MHLAConfig.replace`] returns a changed copy. It is stored as plain JSON under
@@ -122,28 +101,64 @@ class MHLAConfig:
         True
     """
 
-    feature_map: str = "relu"
-    rope: str = "after_feature_map"
-    normalizer: str = "query"
-    mixing_init: str = "linear"
-    mixing_heads: str = "shared"
-    mixing_constraint: str = "none"
-    mixing_range: float | None = None
-    feature_map_eps: float = 0.0
-    eps: float = 1e-6
-    blocks: tuple[int, ...] | None = None
-    block_size: tuple[int, ...] | None = None
-    grid: tuple[int, ...] | None = None
-    resize: str = "auto"
-    output_norm: bool = False
-    output_gate: bool = False
-    lepe_kernel: int | None = None
-    window: str | None = None
-    window_size: tuple[int, ...] | None = None
-    window_gains: str = "per_head"
-    layers: tuple[int, ...] | str | None = None
-    causal: bool = False
-    backend: str = "auto"
+    feature_map: str = option("relu", "Feature map φ of queries and keys.", choices=tuple(FEATURE_MAPS))
+    rope: str = option(
+        "after_feature_map",
+        "Whether rotary embeddings act on φ(q) and φ(k) or before φ.",
+        choices=("after_feature_map", "before_feature_map"),
+    )
+    normalizer: str = option("query", "Divisor of each token's output.", choices=tuple(NORMALIZERS))
+    mixing_init: str = option(
+        "linear", "Initial mixing weights, by the distance between blocks.", choices=MIXING_INITS
+    )
+    mixing_heads: str = option("shared", "One mixing matrix per layer or per head.", choices=("shared", "per_head"))
+    mixing_constraint: str = option(
+        "none", "Constraint on the mixing weights.", choices=("none", "nonnegative"), advanced=True
+    )
+    mixing_range: float | None = option(
+        None, "Distance in blocks at which the initial locality bias reaches its floor.", above=0, advanced=True
+    )
+    feature_map_eps: float = option(0.0, "Constant added to φ(q) and φ(k).", minimum=0, advanced=True)
+    eps: float = option(1e-6, "Constant added to the normaliser.", minimum=0, advanced=True)
+    blocks: tuple[int, ...] | None = option(
+        None,
+        "Number of blocks per axis: frames,height,width, such as 3,5,10; height,width for images.",
+        minimum=1,
+    )
+    block_size: tuple[int, ...] | None = option(
+        None, "Tokens per block and axis, in place of blocks: such as 7,6,5; one number for text.", minimum=1
+    )
+    grid: tuple[int, ...] | None = option(
+        None,
+        "Token grid that the mixing weights are made for: frames,height,width; one number (a length) for text.",
+        minimum=1,
+    )
+    resize: str = option(
+        "auto",
+        "What stays the same on another token grid.",
+        choices=("auto", "blocks", "block_size", "extend"),
+        advanced=True,
+    )
+    output_norm: bool = option(False, "RMSNorm on each head's output.")
+    output_gate: bool = option(False, "SiLU gate on the output.")
+    lepe_kernel: int | None = option(
+        None, "Odd kernel size of a depthwise convolution of the values (LePE).", minimum=1
+    )
+    window: str | None = option(None, "Exact softmax attention near each token, beside MHLA.", choices=WINDOWS)
+    window_size: tuple[int, ...] | None = option(
+        None,
+        "Tokens per block and axis of the window: frames,height,width, such as 1,3,3; one number for text.",
+        minimum=1,
+    )
+    window_gains: str = option(
+        "per_head", "Granularity of the learned gains of MHLA and window.", choices=WINDOW_GAINS
+    )
+    layers: tuple[int, ...] | str | None = option(
+        None,
+        "Layers that become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps layers 0, 3, 6, … softmax.",
+    )
+    causal: bool = option(False, "Attend to earlier tokens only.", advanced=True)
+    backend: str = option("auto", "Implementation of the operator.", choices=BACKENDS, advanced=True)
 
     def __new__(cls, **options: Any) -> MHLAConfig:
         config = object.__new__(cls)
@@ -151,86 +166,66 @@ class MHLAConfig:
         return config
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if name != "window":
-                check_choice(name, getattr(self, name), allowed)
-            elif self.window is not None:
-                check_choice(name, self.window, allowed, ", or None")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={shorten_value(getattr(self, name))} must be True or False.")
-        for name in (*_AXES, "window_size"):
-            self._set(name, _axis_tuple(name, getattr(self, name)))
-        self._set("layers", _layers(self.layers))
-        for name in ("eps", "feature_map_eps"):
-            self._set(name, _number(name, getattr(self, name), minimum=0.0))
-        if self.mixing_range is not None:
-            self._set("mixing_range", _number("mixing_range", self.mixing_range, minimum=0.0, exclusive=True))
-        self._check_lepe_kernel()
-        self._check_axes()
-        given = next((len(value) for value in (self.blocks, self.block_size, self.grid) if value is not None), None)
-        check_window(self.window, self.window_size, 1 if self.is_sequence else given)
+        object.__setattr__(self, "layers", _layers(self.layers))
+        super().__post_init__()
+        axes = self._check_axes()
+        if self.is_sequence:
+            self._check_sequence(axes)
+        self._check_lepe_kernel(axes or 1)
+        check_window(self.window, self.window_size, 1 if self.is_sequence else axes)
+        if self.mixing_range is not None and self.mixing_init == "uniform":
+            warnings.warn("mixing_range has no effect with mixing_init='uniform'.", stacklevel=3)
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_lepe_kernel(self) -> None:
-        kernel = self.lepe_kernel
-        if kernel is None:
-            return
-        if isinstance(kernel, bool) or not isinstance(kernel, Integral) or kernel < 1 or kernel % 2 == 0:
-            raise ValueError(f"lepe_kernel={shorten_value(kernel)} must be an odd integer of at least 1, or None.")
-        axes = next((len(getattr(self, name)) for name in _AXES if getattr(self, name) is not None), 1)
-        if kernel > MAX_LEPE_WEIGHTS or kernel**axes > MAX_LEPE_WEIGHTS:
-            raise ValueError(
-                f"lepe_kernel={shorten_value(kernel)} has more than {MAX_LEPE_WEIGHTS} weights for each channel over "
-                f"{axes} axes."
-            )
-        self._set("lepe_kernel", int(kernel))
-
-    def _check_axes(self) -> None:
+    def _check_axes(self) -> int | None:
+        """Check the sizes along the axes against each other; return the number of axes if one of them tells it."""
         if self.blocks is not None and self.block_size is not None:
             raise ValueError(
                 f"Give blocks or block_size, not both (got blocks={shorten_value(self.blocks)}, "
                 f"block_size={shorten_value(self.block_size)})."
             )
-        lengths = {name: len(getattr(self, name)) for name in _AXES if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in (*_AXES, "window_size") if getattr(self, name) is not None}
+        for name, sizes in given.items():
+            if not 1 <= len(sizes) <= 3:
+                raise ValueError(f"{name}={shorten_value(sizes)} must have one to three entries, one for each axis.")
+        lengths = {name: len(sizes) for name, sizes in given.items() if name != "window_size"}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"blocks, block_size and grid must have one entry per axis each, got lengths {lengths}.")
-        self._check_sizes()
-        if self.blocks is not None and self.grid is not None:
-            too_many = [axis for axis, (b, g) in enumerate(zip(self.blocks, self.grid)) if b > g]
-            if too_many:
-                raise ValueError(f"blocks={self.blocks} has more blocks than grid={self.grid} has tokens on an axis.")
-        if self.resize == "block_size" and self.blocks is not None and self.grid is None:
+        grid, blocks = self.grid, self.blocks
+        if grid is not None and math.prod(grid) > MAX_TOKENS:
+            raise ValueError(f"grid={shorten_value(grid)} has more than {MAX_TOKENS} tokens.")
+        if blocks is not None and grid is not None and any(count > size for count, size in zip(blocks, grid)):
+            raise ValueError(f"blocks={blocks} has more blocks than grid={grid} has tokens on an axis.")
+        if blocks is not None and grid is None and self.resize == "block_size":
             raise ValueError("resize='block_size' needs grid, the token grid that blocks was chosen for.")
-        if self.is_sequence:
-            self._check_sequence(lengths)
-        if self.mixing_range is not None and self.mixing_init == "uniform":
-            warnings.warn("mixing_range has no effect with mixing_init='uniform'.", stacklevel=3)
-
-    def _check_sizes(self) -> None:
-        if self.grid is not None and math.prod(self.grid) > MAX_TOKENS:
-            raise ValueError(f"grid={shorten_value(self.grid)} has more than {MAX_TOKENS} tokens.")
-        blocks = self.blocks
-        if blocks is None and self.block_size is not None and self.grid is not None:
-            blocks = tuple(-(-length // size) for length, size in zip(self.grid, self.block_size))
+        if grid is not None and self.block_size is not None:
+            blocks = tuple(-(-length // size) for length, size in zip(grid, self.block_size))
         if blocks is not None and math.prod(blocks) > MAX_BLOCKS:
             name = "blocks" if self.blocks is not None else "block_size"
             raise ValueError(
-                f"{name}={shorten_value(getattr(self, name))} makes more than {MAX_BLOCKS} blocks; the mixing weights "
-                "of a layer have the square of their number."
+                f"{name}={shorten_value(given[name])} makes more than {MAX_BLOCKS} blocks; the mixing weights of a "
+                "layer have the square of their number."
             )
+        return next(iter(lengths.values()), None)
 
-    def _check_sequence(self, lengths: dict[str, int]) -> None:
-        option = "causal=True" if self.causal else "resize='extend'"
+    def _check_sequence(self, axes: int | None) -> None:
+        mode = "causal=True" if self.causal else "resize='extend'"
         if self.block_size is None:
-            raise ValueError(f"{option} needs block_size: block boundaries must not move with the length.")
-        if any(length != 1 for length in lengths.values()):
-            raise ValueError(f"{option} needs a 1-D layout: blocks, block_size and grid with a single entry.")
+            raise ValueError(f"{mode} needs block_size: block boundaries must not move with the length.")
+        if axes != 1:
+            raise ValueError(f"{mode} needs a 1-D layout: blocks, block_size and grid with a single entry.")
         if self.lepe_kernel is not None:
             raise ValueError(
-                f"lepe_kernel must be None with {option}: its convolution looks at padding and later tokens."
+                f"lepe_kernel must be None with {mode}: its convolution looks at padding and later tokens."
+            )
+
+    def _check_lepe_kernel(self, axes: int) -> None:
+        kernel = self.lepe_kernel or 1
+        if kernel % 2 == 0:
+            raise ValueError(f"lepe_kernel={shorten_value(kernel)} must be an odd integer.")
+        if kernel > MAX_LEPE_WEIGHTS or kernel**axes > MAX_LEPE_WEIGHTS:
+            raise ValueError(
+                f"lepe_kernel={shorten_value(kernel)} has more than {MAX_LEPE_WEIGHTS} weights for each channel over "
+                f"{axes} axes."
             )
 
     @property
@@ -238,23 +233,17 @@ class MHLAConfig:
         """Whether tokens are a sequence in blocks of fixed size, as many as it needs (causal or `resize="extend"`)."""
         return self.causal or self.resize == "extend"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns every option as plain JSON types (tuples become lists)."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
     def given_options(self) -> dict[str, Any]:
-        """Returns the options that the constructor was called with, as plain JSON types; models default the others."""
-        options = self.to_dict()
-        return {name: options[name] for name in options if name in self.__dict__["_given"]}
+        """Return the options that the constructor was called with, as plain JSON types; models default the others."""
+        return {name: value for name, value in self.to_dict().items() if name in self.__dict__["_given"]}
 
     def to_json_string(self) -> str:
-        """Returns the options as indented JSON with sorted keys."""
+        """Return the options as indented JSON with sorted keys."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> MHLAConfig:
-        """Builds a configuration from plain JSON types.
+        """Build a configuration from plain JSON types.
 
         Args:
             options: Any subset of the options; the others take their defaults.
@@ -262,27 +251,22 @@ class MHLAConfig:
         Raises:
             ValueError: If a key is unknown (the message lists the known ones) or a value is not allowed.
         """
-        if not isinstance(options, Mapping):
-            raise ValueError(f"mhla options must be a dict or an MHLAConfig, got {type(options).__name__}.")
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(map(str, options)) - set(known))
-        if unknown:
-            raise ValueError(f"Unknown mhla option(s) {shorten_list(unknown)}. Known options: {', '.join(known)}.")
+        check_names("mhla", options, [item.name for item in dataclasses.fields(cls)])
         return cls(**options)
 
     @classmethod
     def coerce(cls, options: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
-        """Returns `options` as an `MHLAConfig`: itself, built from a dict, or the defaults for `None`."""
+        """Return `options` as an `MHLAConfig`: itself, built from a dict, or the defaults for `None`."""
         if isinstance(options, MHLAConfig):
             return options
         return cls.from_dict({} if options is None else options)
 
     def replace(self, **changes: Any) -> MHLAConfig:
-        """Returns a copy with some options changed; the copy is validated like a new configuration."""
-        return type(self).from_dict(laid_over(self.given_options(), changes))
+        """Return a copy with some options changed; the copy is validated like a new configuration."""
+        return type(self).from_dict(with_overrides(self.given_options(), changes))
 
     def mhla_layers(self, num_layers: int) -> list[int]:
-        """Returns the indices of the MHLA layers in a model of `num_layers` layers.
+        """Return the indices of the MHLA layers in a model of `num_layers` layers.
 
         Raises:
             ValueError: If `layers` names a layer that the model does not have, or is a fraction that selects none.
@@ -291,30 +275,16 @@ class MHLAConfig:
         return list(range(num_layers)) if layers is None else layers
 
 
-def laid_over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Lays `given` options over `stored` ones; taking the window away takes its stored size with it."""
+def with_overrides(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `stored` options with `given` ones in their place; removing the window also removes its stored size."""
     merged = {**stored, **given}
     if "window" in given and given["window"] is None and "window_size" not in given:
         merged["window_size"] = None
     return merged
 
 
-def _axis_tuple(name: str, value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        value = (value,)
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not 1 <= len(value) <= 3:
-        raise ValueError(
-            f"{name}={shorten_value(value)} must be one to three positive integers, one for each axis of the grid."
-        )
-    if any(isinstance(entry, bool) or not isinstance(entry, Integral) or entry < 1 for entry in value):
-        raise ValueError(f"{name}={shorten_value(tuple(value))} must hold positive integers only.")
-    return tuple(int(entry) for entry in value)
-
-
 def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[int] | None:
-    """Reads the choice of layers that become MHLA.
+    """Read the choice of layers that become MHLA.
 
     Args:
         layers: `None` or `"all"` for every layer; indices as `"1,2,4"` or as integers; or a fraction `"p/q"`: of each
@@ -341,48 +311,28 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
 
 
 def _layers(layers: Any) -> tuple[int, ...] | str | None:
-    """A choice of layers for a model of any depth: indices, a fraction as text, or `None` for every layer."""
+    """Normalise a choice of layers for a model of any depth to sorted indices, a fraction or `None` for all."""
     if layers is None or layers == "all":
         return None
+    fraction = _FRACTION.fullmatch(layers) if isinstance(layers, str) else None
+    if fraction and 0 < int(fraction[1]) <= int(fraction[2]):
+        return f"{int(fraction[1])}/{int(fraction[2])}"
+    indices: list[Any] = []
     if isinstance(layers, str):
-        fraction = _FRACTION.fullmatch(layers)
-        if fraction:
-            part, whole = int(fraction[1]), int(fraction[2])
-            if not 0 < part <= whole:
-                raise ValueError(f"layers={part}/{whole} must be a fraction above 0 and at most 1.")
-            return f"{part}/{whole}"
-        parts = [part.strip() for part in layers.split(",")]
         # Python refuses to convert thousands of digits.
-        if not all(part.isdecimal() and len(part) < 10 for part in parts):
-            raise ValueError(
-                f"layers={layers!r:.100} must be all, layer indices such as 1,2,4, or a fraction such as 2/3."
-            )
-        layers = [int(part) for part in parts]
-    try:
-        layers = list(None if isinstance(layers, bytes) else layers)  # type: ignore[arg-type]
-    except TypeError as error:
+        indices = [int(part) if part.strip().isdecimal() and len(part) < 10 else None for part in layers.split(",")]
+    elif isinstance(layers, Iterable) and not isinstance(layers, (bytes, Mapping)):
+        indices = list(layers)
+    valid = all(isinstance(index, Integral) and not isinstance(index, bool) and index >= 0 for index in indices)
+    if not indices or not valid or len(set(indices)) < len(indices):
         raise ValueError(
-            f"layers={shorten_value(layers)} must be indices, a fraction such as 2/3, or None for all."
-        ) from error
-    if any(isinstance(index, bool) or not isinstance(index, Integral) for index in layers):
-        raise ValueError(f"layers={shorten_value(layers)} must hold integers.")
-    negative = [index for index in layers if index < 0]
-    if negative:
-        raise ValueError(f"layers names {shorten_list(negative)}, but layers are counted from 0.")
-    repeated = [index for index, count in Counter(layers).items() if count > 1]
-    if repeated:
-        raise ValueError(f"layers names {shorten_list(repeated)} twice.")
-    if not layers:
-        raise ValueError("layers is empty: no layer would become MHLA.")
-    return tuple(sorted(int(index) for index in layers))
-
-
-def _number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> float:
-    valid = isinstance(value, Real) and not isinstance(value, bool)
-    # Integers beyond the largest float count as infinite.
-    if not valid or not (value > minimum if exclusive else value >= minimum) or value > sys.float_info.max:
-        raise ValueError(
-            f"{name}={shorten_value(value)} must be a finite number "
-            f"{'above' if exclusive else 'of at least'} {minimum:g}."
+            f"layers={shorten_value(layers)} must be all, different layer indices counted from 0 such as 1,2,4, or a "
+            "fraction above 0 and at most 1 such as 2/3."
         )
-    return float(value)
+    return tuple(sorted(int(index) for index in indices))
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    item.name: item.metadata["choices"] for item in dataclasses.fields(MHLAConfig) if "choices" in item.metadata
+}
+"""Allowed values of the options that are names. `window` may also be `None`."""

@@ -17,7 +17,7 @@ from ..recovery.probes import pipeline_batches
 from ..training.matching.layers import Batch
 from ..utils.locations import download_repository
 from ..utils.machine import choose_device, machine_facts
-from ..utils.messages import counted, shorten_list, shorten_text
+from ..utils.messages import pluralize, shorten_list, shorten_text
 from .findings import ModelInspection
 from .grids import check_block
 from .inspection import DEFAULT_TOKENS, inspect_model
@@ -272,5 +272,5 @@ def _samples(
             for part in parts
         }
         return latents, f"latents of noise ({shorten_text(str(error), 200)})"
-    subjects = counted(len(prompts), "prompt") if prompts else "its default prompts or classes"
+    subjects = pluralize(len(prompts), "prompt") if prompts else "its default prompts or classes"
     return batches, f"denoising steps of samples from {subjects}"

@@ -15,7 +15,7 @@ from ..models.registry import family_for
 from ..models.source import Component
 from ..training.data.images import read_image
 from ..training.matching.layers import Batch
-from ..utils.messages import counted, shorten_text
+from ..utils.messages import pluralize, shorten_text
 
 
 DEFAULT_SAMPLES = 4
@@ -83,7 +83,7 @@ def transformers_batches(
         return [
             {"pixel_values": processor(images=read_image(path), return_tensors="pt")["pixel_values"]}
             for path in images
-        ], counted(len(images), "image")
+        ], pluralize(len(images), "image")
     return _random_inputs(model, samples, seed, tokens), "images of noise"
 
 
@@ -124,7 +124,7 @@ def _texts(
                 f"the tokenizer of {folder} makes token {int(ids.max())}, but the model has {vocabulary}."
             )
         inputs.append({"input_ids": ids, **_noise(model, seed)})
-    return inputs, counted(len(texts), "prompt") if prompts else "source code of Python's standard library"
+    return inputs, pluralize(len(texts), "prompt") if prompts else "source code of Python's standard library"
 
 
 def _noise(model: Any, seed: int) -> Batch:

@@ -12,7 +12,7 @@ from ..layouts.windows import default_window_size
 from ..ops.feature_maps import FEATURE_MAPS
 from ..ops.normalizers import NORMALIZERS
 from ..training.loading import PipelineSource
-from ..utils.messages import counted
+from ..utils.messages import pluralize
 from .markdown import code, count, plain, ranges, sizes, table
 from .records import ModelPart, Records, Tower, entry
 
@@ -94,8 +94,8 @@ def _blocks(options: MHLAConfig) -> str | None:
         return None
     if options.is_sequence:
         assert size is not None
-        length = f"; mixing weights for {counted(grid[0], 'token')}" if grid is not None else ""
-        return f"{counted(size[0], 'token')} each{length}, continued by distance for longer sequences"
+        length = f"; mixing weights for {pluralize(grid[0], 'token')}" if grid is not None else ""
+        return f"{pluralize(size[0], 'token')} each{length}, continued by distance for longer sequences"
     if blocks is None and size is not None and grid is not None:
         blocks = tuple(-(-length // step) for length, step in zip(grid, size))
     if blocks is None:
@@ -151,7 +151,7 @@ def _size_limit(records: Records, part: ModelPart, tower: Tower) -> str | None:
     if options.grid is None:
         return None
     if options.is_sequence:
-        length = counted(options.grid[0], "token")
+        length = pluralize(options.grid[0], "token")
         return (
             f"The mixing weights are for {length}. Longer texts run too, with weights that go by distance; quality "
             "there has not been measured."

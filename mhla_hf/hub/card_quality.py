@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult
 
 from ..recovery.report import TITLES
 from ..utils.locations import is_hub_id
-from ..utils.messages import counted, one_line
+from ..utils.messages import one_line, pluralize
 from .markdown import LONGEST, count, number, plain, show, sizes, table
 from .records import Records, entry
 
@@ -151,9 +151,9 @@ def _quality_sentence(report: dict[str, Any], states: dict[str, dict[str, Any]])
         what = f"mean cosine similarity of {_COSINES[report['family']]} to the original's; 1 is best"
     held_out, draws, seed = (count(data.get(name)) for name in ("held_out", "draws", "seed"))
     seed = count(report.get("seed"))
-    where = f", on {counted(held_out, 'held-out sample')}" if held_out else ", on held-out samples"
+    where = f", on {pluralize(held_out, 'held-out sample')}" if held_out else ", on held-out samples"
     if draws and held_out:
-        where += f" with {counted(draws, 'noise draw')} each, the same for all models"
+        where += f" with {pluralize(draws, 'noise draw')} each, the same for all models"
     parts = [f"{what[0].upper()}{what[1:]}" if what else "Quality"]
     first, separator, rest = parts[0].partition(";")
     text = f"{first}{where}{separator}{rest}."

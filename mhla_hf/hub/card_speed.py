@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..utils.messages import counted
+from ..utils.messages import pluralize
 from .card_training import machine_sentence
 from .markdown import code, count, duration, number, plain, show, size, table
 from .records import ModelPart, entry, public_location
@@ -83,7 +83,7 @@ def _decoding(report: dict[str, Any], _: ModelPart) -> tuple[str, str, str]:
         what = f"Measured with {code(public_location(named))}."
     else:
         layers, width = count(options.get("layers")), count(options.get("hidden_size"))
-        extent = f" of {counted(layers, 'layer')} and width {width}" if layers and width else ""
+        extent = f" of {pluralize(layers, 'layer')} and width {width}" if layers and width else ""
         what = f"Measured with a Llama{extent} with random weights, not with this model."
     cache = entry(options, "cache", kind=str)
     what += f" The KV cache is {code(cache)}." if cache else ""

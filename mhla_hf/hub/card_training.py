@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..utils.messages import counted
+from ..utils.messages import pluralize
 from .markdown import code, count, duration, plain, rate, show, sizes, table
 from .records import Records, entry
 
@@ -70,11 +70,11 @@ def _data(report: dict[str, Any]) -> str | None:
     shape, length = sizes(data.get("shape")), count(data.get("length"))
     details = [] if kind is None else [f"{kind} of {shape}" if shape and kind == "latents" else kind]
     if length:
-        tokens = counted(length, "token")
+        tokens = pluralize(length, "token")
         details.append(f"of {tokens}" if data.get("kind") == "text in packed rows" else f"of at most {tokens}")
     origin = entry(data, "origin", kind=str)
     where = {"generated": " that the original generated", "digits": " of scikit-learn's handwritten digits"}
-    text = counted(samples, "sample") + (where.get(origin) or (f" of {code(origin)}" if origin else ""))
+    text = pluralize(samples, "sample") + (where.get(origin) or (f" of {code(origin)}" if origin else ""))
     return f"{text} ({' '.join(details)})" if details else text
 
 
@@ -108,7 +108,7 @@ def _training(record: dict[str, Any]) -> dict[str, Any] | None:
     trained = entry(config, "train", kind=str)
     distilled = count(config.get("transfer_steps")) or count(config.get("distill_steps"))
     facts = [
-        f"{counted(batch, 'sample')} a step" if batch else None,
+        f"{pluralize(batch, 'sample')} a step" if batch else None,
         f"learning rate {added} for MHLA's parameters" if added and added != base_rate else None,
         "teacher: the model before its conversion" if distilled and config.get("teacher") is None else None,
         f"{_TRAINED[trained]} trained" if trained in _TRAINED else None,
@@ -119,7 +119,7 @@ def _training(record: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "stages": table(rows, ("steps", "learning rate", "training loss of the last step")),
         "facts": "; ".join(filter(None, facts)),
-        "data": counted(samples, "sample") if samples else None,
+        "data": pluralize(samples, "sample") if samples else None,
     }
 
 
@@ -128,5 +128,10 @@ def machine_sentence(machine: dict[str, Any]) -> str | None:
     threads, cuda = count(machine.get("threads")), entry(machine, "cuda", kind=str)
     device = plain(entry(machine, "device", kind=str))
     torch, date = (plain(entry(machine, name, kind=str)) for name in ("torch", "date"))
-    parts = [device, counted(threads, "CPU thread") if threads and not cuda else "", torch and f"torch {torch}", date]
+    parts = [
+        device,
+        pluralize(threads, "CPU thread") if threads and not cuda else "",
+        torch and f"torch {torch}",
+        date,
+    ]
     return ", ".join(filter(None, parts)) or None

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..config import MHLAConfig, laid_over
+from ..config import MHLAConfig, with_overrides
 from ..utils.messages import shorten_value
 
 
@@ -95,7 +95,7 @@ def with_given(mhla: MHLAConfig | Mapping[str, Any] | None, given: Mapping[str, 
 
 def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Lays `given` options over `stored` ones; giving `blocks` drops a stored `block_size` and the other way round."""
-    merged = laid_over(stored, given)
+    merged = with_overrides(stored, given)
     for name, other in (("blocks", "block_size"), ("block_size", "blocks")):
         if given.get(name) is not None and given.get(other) is None:
             merged[other] = None

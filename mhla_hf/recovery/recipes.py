@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import MHLAConfig
-from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, _option, _Options
+from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES
 from ..utils.messages import shorten_list, shorten_value
+from ..utils.options import Options, option
 from .recipe_files import find_recipe, read_yaml
 
 
@@ -36,50 +37,45 @@ _LAYERS = re.compile(r"all|(auto:)?\s*\d{1,9}\s*/\s*\d{1,9}|\d{1,9}(\s*,\s*\d{1,
 _KEEP = re.compile(r"\d{1,3}(\.\d{1,3})?\s*%")
 
 
-class _Section(_Options):
-    def __post_init__(self) -> None:
-        self._check_fields()
-
-
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(_Section):
+class DataOptions(Options):
     """Amount and size of the data."""
 
-    samples: int = _option(
+    samples: int = option(
         2048, "Samples to train on, if there are so many: rows or passages of text, images, videos.", minimum=1,
         maximum=MOST_SAMPLES,
     )  # fmt: skip
-    held_out: int = _option(
+    held_out: int = option(
         96, "Samples that quality is measured on; a fifth of all at most.", minimum=1, maximum=MOST_SAMPLES
     )
-    max_length: int | None = _option(
+    max_length: int | None = option(
         None, "Tokens of a row, or most tokens of a passage. Default: 512 for language models, 128 for encoders.",
         minimum=2, maximum=LONGEST_TEXT, families=TEXT,
     )  # fmt: skip
-    text_field: str = _option("text", "Field with the text, in JSONL files and data sets.", families=TEXT)
-    height: int | None = _option(
+    text_field: str = option("text", "Field with the text, in JSONL files and data sets.", families=TEXT)
+    height: int | None = option(
         None, "Height in pixels. Default: the model's own, 480 for videos.", minimum=8, maximum=LONGEST_SIDE,
         families=VIDEO + IMAGES,
     )  # fmt: skip
-    width: int | None = _option(
+    width: int | None = option(
         None, "Width in pixels. Default: the model's own, 832 for videos.", minimum=8, maximum=LONGEST_SIDE,
         families=VIDEO + IMAGES,
     )  # fmt: skip
-    num_frames: int | None = _option(
+    num_frames: int | None = option(
         None, "Frames of a video. Default: 81.", minimum=1, maximum=MOST_FRAMES, families=VIDEO
     )
 
 
 def _count(default: int, help: str, minimum: int = 1, maximum: int = MOST_STEPS) -> int:
-    return _option(default, help, minimum=minimum, maximum=maximum)
+    return option(default, help, minimum=minimum, maximum=maximum)
 
 
 def _rate(default: float, help: str = "Peak rate.") -> float:
-    return _option(default, help, above=0)
+    return option(default, help, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(_Section):
+class CalibrateOptions(Options):
     """Closed-form calibration, without training."""
 
     batches: int = _count(24, "Batches that are run.", minimum=2)
@@ -87,7 +83,7 @@ class CalibrateOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatchOptions(_Section):
+class MatchOptions(Options):
     """Training of each layer by itself on the output of the one it replaced, from kept activations."""
 
     steps: int = _count(600, "Optimizer steps of each layer.")
@@ -95,26 +91,26 @@ class MatchOptions(_Section):
     batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
     learning_rate: float = _rate(3e-3, "Peak rate of the layer's projections.")
     mhla_learning_rate: float = _rate(5e-3, "Peak rate of the parameters that MHLA adds.")
-    cache: str = _option(
+    cache: str = option(
         "auto", "Where activations are kept; auto takes memory where they fit, else the disk.", choices=CACHES
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillOptions(_Section):
+class DistillOptions(Options):
     """Training of the whole model on the original's prediction."""
 
     steps: int = _count(90, "Optimizer steps.")
     batch_size: int = _count(4, "Samples of a step.", maximum=MOST_IN_BATCH)
     learning_rate: float = _rate(2e-4)
-    mhla_learning_rate: float | None = _option(None, _MHLA_RATE, above=0)
-    ratio: float = _option(
+    mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
+    ratio: float = option(
         1.0, "Share of the distance to the original in the loss; the rest is the loss on the data.", above=0, maximum=1
     )
-    temperature: float | None = _option(
+    temperature: float | None = option(
         None, "Temperature of the distributions compared. Default: 1.", above=0, families=TRANSFORMERS
     )
-    target: str | None = _option(
+    target: str | None = option(
         None,
         "Output of the original that is learned. Default: logits of language models and classifiers, else "
         "last_hidden_state.",
@@ -124,28 +120,28 @@ class DistillOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(_Section):
+class FinetuneOptions(Options):
     """Training of the whole model on the data by its own objective; for diffusion models and language models."""
 
     steps: int = _count(2000, "Optimizer steps.")
     batch_size: int = _count(8, "Samples of a step.", maximum=MOST_IN_BATCH)
     learning_rate: float = _rate(2e-5)
-    mhla_learning_rate: float | None = _option(None, _MHLA_RATE, above=0)
+    mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected(_Section):
+class Expected(Options):
     """Memory and steps of a run, in gigabytes (10^9 bytes); computed by `conversion/recipe_memory.py`."""
 
-    weights_gb: float = _option(0.0, "The model in fp32.", minimum=0)
-    training_gb: float = _option(
+    weights_gb: float = option(0.0, "The model in fp32.", minimum=0)
+    training_gb: float = option(
         0.0, "Gradients, moments and the original's changed weights, in the stage with the most of them.", minimum=0
     )
-    cache_gb: float = _option(0.0, "Kept activations, in memory or on disk.", minimum=0)
-    steps: int = _option(0, "Optimizer steps of all stages.", minimum=0)
+    cache_gb: float = option(0.0, "Kept activations, in memory or on disk.", minimum=0)
+    steps: int = option(0, "Optimizer steps of all stages.", minimum=0)
 
 
-STAGES: dict[str, type[_Options]] = {
+STAGES: dict[str, type[Options]] = {
     "calibrate": CalibrateOptions,
     "match": MatchOptions,
     "distill": DistillOptions,
@@ -153,7 +149,7 @@ STAGES: dict[str, type[_Options]] = {
 }
 """The stages in their order. Those that a recipe does not name are left out."""
 
-_SECTIONS: dict[str, type[_Options]] = {"data": DataOptions, **STAGES, "expected": Expected}
+_SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **STAGES, "expected": Expected}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +327,7 @@ def _mapping(content: Any, where: str, known: list[str]) -> dict[str, Any]:
     return dict(content)
 
 
-def _section(content: Any, options: type[_Options], family: str, where: str) -> Any:
+def _section(content: Any, options: type[Options], family: str, where: str) -> Any:
     fields = {item.name: item for item in dataclasses.fields(options)}  # type: ignore[arg-type]
     values = _mapping(content, where, list(fields))
     try:

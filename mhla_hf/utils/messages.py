@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 
 VALUE_LENGTH = 100
 LIST_LENGTH = 300
-# How many names a list has before the rest is only counted.
+# Names that a list shows before it counts the rest.
 _NAMES = 6
 
 
 def shorten_text(text: str, length: int = VALUE_LENGTH) -> str:
-    """One line of text, its middle left out where it is longer than `length`."""
+    """Return a text as one line, without its middle if it is longer than `length`."""
     text = " ".join(text[: 2 * length].split() + text[2 * length :][-length:].split())
     if len(text) <= length:
         return text
@@ -23,31 +24,31 @@ def shorten_text(text: str, length: int = VALUE_LENGTH) -> str:
 
 
 def one_line(text: object, length: int = VALUE_LENGTH) -> str:
-    """Text of others as [`shorten_text`] shows it, with spaces for what cannot be printed."""
+    """Shorten untrusted text as [`shorten_text`] does and replace control characters by spaces."""
     return shorten_text("".join(letter if letter.isprintable() else " " for letter in str(text)), length)
 
 
 def how_to_install(extra: str) -> str:
-    """How to install this package with one of its extras: from a clone, as it is on no package index yet."""
+    """Return the command that installs an extra of this package, from a clone: it is on no package index yet."""
     return f"pip install -e '.[{extra}]' in a clone of mhla_hf"
 
 
-def counted(count: int, noun: str) -> str:
-    """A number with its noun, in the plural but for 1."""
+def pluralize(count: int, noun: str) -> str:
+    """Format a count with its noun: `1 file`, `2 files`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def shorten_value(value: Any, length: int = VALUE_LENGTH) -> str:
-    """The `repr` of a value, its middle left out where it is long."""
+    """Return the `repr` of a value, without its middle if it is long."""
     try:
         return shorten_text(repr(value), length)
     except ValueError:
-        # Python writes out no integers of thousands of digits.
+        # Python refuses to print integers of thousands of digits.
         return f"{type(value).__name__} with thousands of digits"
 
 
 def shorten_list(names: Iterable[object], length: int = LIST_LENGTH) -> str:
-    """Joins sorted names: the first few of many, and those of them that fit."""
+    """Join sorted names; of many, only the first few that fit."""
     every = sorted(names)  # type: ignore[type-var]
     shown: list[str] = []
     for name in every[:_NAMES]:
@@ -59,8 +60,17 @@ def shorten_list(names: Iterable[object], length: int = LIST_LENGTH) -> str:
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
+def did_you_mean(value: Any, allowed: Iterable[str]) -> str:
+    """Suggest the allowed string that a value resembles: ` Did you mean 'relu'?`, empty if it resembles none."""
+    allowed = list(allowed)
+    text = value[:VALUE_LENGTH] if isinstance(value, str) else ""
+    close = difflib.get_close_matches(text.lower(), allowed, n=1)
+    close = close or [name for name in allowed if len(text) > 2 and text.lower() in name]
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 def check_choice(name: str, value: Any, allowed: Iterable[str], why: str = "") -> None:
-    """Raises `ValueError` unless a value is one of the allowed strings.
+    """Raise `ValueError` unless a value is one of the allowed strings.
 
     Args:
         name: Name of the argument.
@@ -69,17 +79,36 @@ def check_choice(name: str, value: Any, allowed: Iterable[str], why: str = "") -
         why: Reason why there are no others, appended to the list.
     """
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={shorten_value(value)} is not one of {', '.join(map(repr, allowed))}{why}.")
+        shown = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name}={shorten_value(value)} is not one of {shown}{why}.{did_you_mean(value, allowed)}")
+
+
+def check_names(kind: str, options: Any, known: Collection[str]) -> None:
+    """Raise `ValueError` unless options are a mapping whose keys are all known.
+
+    Args:
+        kind: What the options belong to.
+        options: The options.
+        known: The names of the options that there are.
+    """
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{kind} options must be a dict or an object of options, got {shorten_value(options)}.")
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        hint = did_you_mean(unknown, known)
+        raise ValueError(
+            f"Unknown {kind} option {shorten_text(str(unknown))}. Known options: {', '.join(known)}.{hint}"
+        )
 
 
 def check_count(name: str, value: Any, minimum: int = 1, maximum: int | None = None) -> None:
-    """Raises `ValueError` unless a value is a whole number in a range.
+    """Raise `ValueError` unless a value is a whole number in a range.
 
     Args:
         name: Name of the argument.
         value: Its value.
-        minimum: The least number allowed.
-        maximum: The largest one; `None` for no limit.
+        minimum: Smallest allowed number.
+        maximum: Largest allowed number; `None` for no limit.
     """
     limit = "" if maximum is None else f" and at most {maximum:,}"
     is_whole = isinstance(value, int) and not isinstance(value, bool)

@@ -112,7 +112,7 @@ def test_a_folder_of_videos(wan, tmp_path):
         (["wan", "--output", "x"], "model must be given"),
         (["wan", "--model", "x"], "output must be given"),
         (["wan", "--blocks", "1,2,2"], "model must be given"),
-        (["wan", "--train", "some"], "train must be one of mhla, lora, full"),
+        (["wan", "--train", "some"], "train='some' is not one of 'mhla', 'lora', 'full'"),
         (["wan", "--mhla", "{}", "--gate"], "mhla cannot be combined with gate"),
         (["cache", "--data", "digits"], "cache must be given"),
         (["cache", "--cache", "x"], "data must be given"),

@@ -208,7 +208,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "unknown-option": (
         "bare",
         lambda root: _edit_options(root, speed="fast"),
-        "config.json: Unknown mhla option(s) speed. Known options: feature_map, ",
+        "config.json: Unknown mhla option speed. Known options: feature_map, ",
     ),
     "unknown-value": (
         "bare",
@@ -218,7 +218,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "unknown-option-of-transformers": (
         "llama-mhla",
         lambda root: _edit_options(root, speed="fast"),
-        "config.json: Unknown mhla option(s) speed. Known options: feature_map, ",
+        "config.json: Unknown mhla option speed. Known options: feature_map, ",
     ),
     "no-options": (
         "bare",

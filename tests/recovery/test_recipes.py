@@ -146,7 +146,7 @@ def test_the_fast_preset_changes_the_attention_alone(family):
         ({"match": {"steps": 0}}, "match.steps must be at least 1, got 0"),
         ({"match": {"steps": True}}, "match.steps must be a whole number"),
         ({"match": {"learning_rate": float("nan")}}, "match.learning_rate must be a finite number"),
-        ({"match": {"cache": "ram"}}, "match.cache must be one of auto, memory, disk, none, got 'ram'"),
+        ({"match": {"cache": "ram"}}, "match.cache='ram' is not one of 'auto', 'memory', 'disk', 'none'"),
         ({"match": 600}, r"match must hold keys and values \(steps, "),
         ({"family": "flux"}, "family must be one of wan, sana-video, .*, got 'flux'"),
         ({"family": None}, "family must be one of"),

@@ -204,27 +204,27 @@ def test_learning_rate_schedules():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train": "some"}, "train must be one of mhla, lora, full"),
-        ({"lr_schedule": "steps"}, "lr_schedule must be one of constant, linear, cosine"),
+        ({"train": "some"}, "train='some' is not one of 'mhla', 'lora', 'full'"),
+        ({"lr_schedule": "steps"}, "lr_schedule='steps' is not one of 'constant', 'linear', 'cosine'"),
         ({"learning_rate": 0.0}, "learning_rate must be greater than 0"),
         ({"learning_rate": math.nan}, "learning_rate must be a finite number"),
         ({"adam_beta2": 1.0}, "adam_beta2 must be less than 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"batch_size": 1.5}, "batch_size must be a whole number"),
-        ({"batch_size": None}, "batch_size must be given"),
+        ({"batch_size": None}, "batch_size must be a whole number"),
         ({"condition_dropout": 1.5}, "condition_dropout must be at most 1"),
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false"),
         ({"max_steps": 0}, "nothing to train"),
         ({"mhla": "none", "train": "mhla"}, "mhla='none' converts nothing"),
         ({"mhla": "none", "transfer_steps": 3}, "transfer_steps needs MHLA layers"),
         ({"transfer_cache": "disk", "transfer_steps": 3}, "transfer_cache='disk' needs output"),
-        ({"transfer_cache": "ram"}, "transfer_cache must be one of auto, memory, disk, none"),
+        ({"transfer_cache": "ram"}, "transfer_cache='ram' is not one of 'auto', 'memory', 'disk', 'none'"),
         ({"mhla": "{"}, "mhla is not valid JSON"),
         ({"mhla": "there-is-no-such-file"}, "mhla must be a JSON object"),
         ({"mhla": 3}, "mhla must be JSON"),
         ({"resume": "latest"}, "resume needs output"),
         ({"validation_prompts": (3,)}, "validation_prompts must be texts"),
-        ({"report_to": "paper"}, "report_to must be one of none, tensorboard, wandb"),
+        ({"report_to": "paper"}, "report_to='paper' is not one of 'none', 'tensorboard', 'wandb'"),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else next(iter(value)),
 )
@@ -241,12 +241,12 @@ def test_options_survive_json(tmp_path):
     stored = json.loads(json.dumps(config.to_dict()))
     assert TrainingConfig.from_dict(stored) == config
     assert config.replace(seed=4).seed == 4
-    with pytest.raises(ValueError, match="unknown option stepz"):
+    with pytest.raises(ValueError, match="Unknown TrainingConfig option stepz"):
         TrainingConfig.from_dict({"stepz": 1})
 
 
 def test_bad_cache_options_are_named():
-    with pytest.raises(ValueError, match="cache_dtype must be one of"):
+    with pytest.raises(ValueError, match="cache_dtype='.*' is not one of"):
         CacheConfig(cache_dtype="int8")
     with pytest.raises(ValueError, match="must be the same for data='digits', got 32, 64"):
         CacheConfig(data="digits", height=32, width=64)

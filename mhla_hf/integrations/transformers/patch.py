@@ -13,7 +13,7 @@ from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
-from ...config import MHLAConfig, laid_over
+from ...config import MHLAConfig, with_overrides
 from ...utils.compat import unwrap, wrap
 from ...utils.compat.transformers import attention_of, hook_models, hook_uploads, initialize_once
 from .options import STORED, is_complete, warn_of_changes
@@ -35,7 +35,7 @@ class _MHLAOptions:
         if is_complete(stored) and isinstance(value, Mapping) and not is_complete(value):
             # Single options given over a checkpoint's own, as `from_pretrained(..., mhla={...})` does.
             warn_of_changes(stored, value)
-            value = laid_over(stored, value)
+            value = with_overrides(stored, value)
         config.__dict__["mhla"] = value
 
 

@@ -386,7 +386,10 @@ class TestTrainer:
             TransformersTrainer(options(), source, student).run()
         for changes, message in (
             ({"distill_temperature": 0.0}, "distill_temperature must be greater than 0"),
-            ({"distill_target": "attention"}, "distill_target must be one of logits, last_hidden_state"),
+            (
+                {"distill_target": "attention"},
+                "distill_target='attention' is not one of 'logits', 'last_hidden_state'",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 options(**changes)

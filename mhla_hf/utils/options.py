@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options as fields of dataclasses: each declares its help, choices and limits once, and one check enforces them.
+
+The command line is generated from the same fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from .messages import check_choice, check_names, shorten_value
+
+
+Self = TypeVar("Self", bound="Options")
+
+_LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "minimum": ("at least", operator.ge),
+    "maximum": ("at most", operator.le),
+    "above": ("greater than", operator.gt),
+    "below": ("less than", operator.lt),
+}
+_NOUNS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a finite number",
+    "str": "a text",
+    "dict": "a mapping",
+    "tuple[int, ...]": "whole numbers",
+    "tuple[str, ...]": "texts",
+}
+_MISFIT = object()
+
+
+def option(default: Any, help: str, *, advanced: bool = False, **rules: Any) -> Any:
+    """Declare an option: a dataclass field whose metadata holds its help and its rules.
+
+    Args:
+        default: Default value.
+        help: One or two sentences, shown by `--help`.
+        advanced: Whether few users need it; help lists such options last.
+        **rules: Allowed values, each rule optional: `choices` (strings), `minimum`, `maximum` (inclusive), `above`,
+            `below` (exclusive), and `families`, the kinds of models that have the option.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "advanced": advanced, **rules})
+
+
+class Options:
+    """Base of keyword-only, frozen dataclasses whose fields are made by [`option`].
+
+    Values are checked when the dataclass is built and stored in the type of their field: lists become tuples,
+    integers become floats, paths become strings.
+    """
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            object.__setattr__(self, item.name, check_option(item, getattr(self, item.name)))
+
+    def changed(self) -> list[str]:
+        """Return the names of the options that differ from their defaults."""
+        return [item.name for item in dataclasses.fields(self) if getattr(self, item.name) != item.default]  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every option as plain JSON types (tuples become lists)."""
+        return json.loads(json.dumps({item.name: getattr(self, item.name) for item in dataclasses.fields(self)}))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls: type[Self], options: Mapping[str, Any]) -> Self:
+        """Build the options from plain JSON types; those not given take their defaults.
+
+        Raises:
+            ValueError: If a key is unknown (the message lists the known ones) or a value is not allowed.
+        """
+        check_names(cls.__name__, options, [item.name for item in dataclasses.fields(cls)])  # type: ignore[arg-type]
+        return cls(**options)
+
+    def replace(self: Self, **changes: Any) -> Self:
+        """Return a copy with some options changed; the copy is checked like new options."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+def check_option(item: dataclasses.Field, value: Any) -> Any:
+    """Check the value of one option and return it in the type of its field.
+
+    Args:
+        item: A field made by [`option`].
+        value: Its value.
+
+    Raises:
+        ValueError: If the value has another type or breaks a rule; the message names the option and what it may be.
+    """
+    name, rules, kinds = item.name, item.metadata, str(item.type).split(" | ")
+    if value is None and "None" in kinds:
+        return None
+    if "choices" in rules:
+        check_choice(name, value, rules["choices"])
+        return value
+    limits = {words: (rules[rule], holds) for rule, (words, holds) in _LIMITS.items() if rule in rules}
+    found = next((fit for kind in kinds if (fit := _fit(kind, value)) is not _MISFIT), _MISFIT)
+    if found is _MISFIT:
+        nouns = " or ".join(_NOUNS[kind] for kind in kinds if kind != "None")
+        allowed = " and ".join(f"{words} {limit}" for words, (limit, _) in limits.items())
+        raise ValueError(f"{name} must be {nouns}{f' ({allowed})' if allowed else ''}, got {shorten_value(value)}.")
+    for words, (limit, holds) in limits.items():
+        if not all(holds(entry, limit) for entry in (found if isinstance(found, tuple) else (found,))):
+            raise ValueError(f"{name} must be {words} {limit}, got {shorten_value(value)}.")
+    return found
+
+
+def _fit(kind: str, value: Any) -> Any:
+    """Convert a value to the type of an option where nothing is lost; return `_MISFIT` otherwise."""
+    if kind == "bool":
+        return value if isinstance(value, bool) else _MISFIT
+    if kind == "str":
+        return os.fspath(value) if isinstance(value, (str, os.PathLike)) else _MISFIT
+    if kind == "dict":
+        return dict(value) if isinstance(value, Mapping) else _MISFIT
+    if kind.startswith("tuple"):
+        single = isinstance(value, Real if kind == "tuple[int, ...]" else str)
+        if not single and (not isinstance(value, Sequence) or isinstance(value, (str, bytes))):
+            return _MISFIT
+        entries = tuple(_fit(kind[6:9], entry) for entry in ([value] if single else value))
+        return _MISFIT if _MISFIT in entries else entries
+    if isinstance(value, bool):
+        return _MISFIT
+    if kind == "int":
+        return int(value) if isinstance(value, Integral) else _MISFIT
+    # Comparisons refuse NaN, infinities, and integers that no float can hold.
+    finite = kind == "float" and isinstance(value, Real) and abs(value) <= sys.float_info.max
+    return float(value) if finite else _MISFIT
