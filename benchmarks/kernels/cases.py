@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked, timed and swept: the cases of the predictions, with random inputs."""
+"""The cases to check, time and sweep, with random inputs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any
 import torch
 
 from mhla_hf.benchmarks.attention import Inputs, hedgehog_path, make_inputs, mhla, mhla_path
-from mhla_hf.benchmarks.shapes import OperatorShape, check_names
-
-from ..predictions.stages import fused_forward, hedgehog_forward
-from ..predictions.tables import CASES, Case
+from mhla_hf.benchmarks.shapes import SHAPES, OperatorShape, check_names
 
 
 ON_GPU = torch.cuda.is_available()
@@ -30,19 +27,20 @@ class KernelCase:
     """One case with its inputs.
 
     Attributes:
-        name: A key of the predictions' `CASES`.
-        case: What is predicted for it.
-        shape: The sizes, small ones where kernels are interpreted.
+        name: Name for `--cases`.
+        shape: Sizes; small ones where kernels are interpreted.
+        normalizer: `"none"` or `"query"`.
+        trains: Whether it includes the backward pass.
+        target: Milliseconds to aim for.
+        kind: `"operator"`, or what is computed from the projections on: `"fused"` or `"hedgehog"`.
     """
 
     name: str
-    case: Case
     shape: OperatorShape
-
-    @property
-    def trains(self) -> bool:
-        """Whether the backward pass belongs to it."""
-        return self.case.backward is not None
+    normalizer: str
+    trains: bool
+    target: float | None = None
+    kind: str = "operator"
 
     @property
     def inputs(self) -> Inputs:
@@ -63,11 +61,11 @@ class KernelCase:
         inputs = self.inputs if inputs is None else inputs
         trains = self.trains if trains is None else trains
         attend: Callable[..., torch.Tensor] = {
-            fused_forward: partial(mhla_path, fused=backend == "triton"), hedgehog_forward: hedgehog_path
-        }.get(self.case.forward, mhla)  # fmt: skip
+            "operator": mhla, "fused": partial(mhla_path, fused=backend == "triton"), "hedgehog": hedgehog_path
+        }[self.kind]  # fmt: skip
         inputs = inputs.differentiable() if trains else inputs
         with torch.set_grad_enabled(trains):
-            output = attend(inputs, self.shape, self.case.problem.normalizer, "", backend=backend)
+            output = attend(inputs, self.shape, self.normalizer, "", backend=backend)
         if not trains:
             return (output,)
         wanted = (*inputs.tokens, inputs.mixing)
@@ -90,6 +88,36 @@ def small(shape: OperatorShape) -> OperatorShape:
     return replace(shape, **sizes, grid=grid, blocks=(1, 2, 2) if len(grid) == 3 else (2, 2))
 
 
+def _case(shape: str, label: str, target: float | None = None) -> KernelCase:
+    """A case by its label: a normaliser, or a kind with the `query` normaliser; `train` adds the backward pass."""
+    kind = label.split()[0]
+    normalizer, kind = (kind, "operator") if kind in ("none", "query") else ("query", kind)
+    return KernelCase(f"{shape} {label}", SHAPES[shape], normalizer, label.endswith("train"), target, kind)
+
+
+CASES: dict[str, KernelCase] = {
+    case.name: case
+    for case in (
+        _case("wan", "none", 0.16),
+        _case("wan", "query", 0.20),
+        _case("wan", "none train", 0.9),
+        _case("wan", "query train", 0.9),
+        _case("wan", "fused", 0.28),
+        _case("wan", "fused train"),
+        _case("wan", "hedgehog"),
+        _case("wan", "hedgehog train"),
+        _case("wan-720p-h24", "none", 0.7),
+        _case("wan-720p-h24", "none train"),
+        _case("dit-512", "query", 0.09),
+        _case("dit-512", "query train", 0.40),
+        _case("causal-2k", "query", 0.15),
+        _case("causal-32k", "query", 0.35),
+        _case("causal-128k", "query"),
+    )
+}
+"""All cases by name."""
+
+
 def kernel_cases(names: Sequence[str] | None = None, *, quick: bool = False) -> Iterator[KernelCase]:
     """The cases with some names, all by default.
 
@@ -104,4 +132,4 @@ def kernel_cases(names: Sequence[str] | None = None, *, quick: bool = False) -> 
     check_names("cases", unknown, CASES)
     for name, case in CASES.items():
         if names is None or any(name.startswith(wanted) for wanted in names):
-            yield KernelCase(name, case, small(case.problem.shape) if quick or not ON_GPU else case.problem.shape)
+            yield replace(case, shape=small(case.shape)) if quick or not ON_GPU else case

@@ -13,7 +13,6 @@ import torch
 
 from mhla_hf.benchmarks.measuring import copy_bandwidth, failure_reason, peak_memory
 
-from ..predictions.stages import MEMORY_RATE
 from .cases import DEVICE, ON_GPU, KernelCase
 from .report import Report
 
@@ -21,6 +20,8 @@ from .report import Report
 # Twice the L2 cache of any GPU so far.
 _COPIED_BYTES = 256 << 20
 _MOST_COPIES = 64
+# Bytes per second of copies on an H200, an upper bound; it decides only how many of them fill the queue.
+_COPY_RATE = 4e12
 # Two of them fit into the cache of an H100, and take longer to copy than to launch.
 _CACHED_BYTES, _CACHED_COPIES = 16 << 20, 200
 
@@ -53,7 +54,7 @@ def device_milliseconds(call: Callable[[], Any], rounds: int = 25) -> float:
     if not ON_GPU:
         return host
     # Copies keep the GPU busy until all kernels of the call are in its queue.
-    copy = 2e3 * _COPIED_BYTES / MEMORY_RATE
+    copy = 2e3 * _COPIED_BYTES / _COPY_RATE
     copies = min(_MOST_COPIES, 3 + int(2 * host / copy))
     pairs = []
     for _ in range(rounds):
@@ -135,8 +136,7 @@ def time_cases(cases: Iterable[KernelCase], report: Report) -> None:
             continue
         row: dict[str, Any] = {
             "case": case.name,
-            "target_milliseconds": case.case.target,
-            "predicted_milliseconds": [1e3 * case.case.seconds(cached) for cached in (True, False)],
+            "target_milliseconds": case.target,
             "milliseconds": None,
         }
         try:
@@ -158,12 +158,11 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['case']}: {row['reason']}"
     if not ON_GPU:
         return f"{row['case']}: interpreted in {row['milliseconds']:.0f} ms"
-    least, most = row["predicted_milliseconds"]
     target = row["target_milliseconds"]
-    aim = "" if target is None else f", target {target:g}{'' if row['milliseconds'] <= target else ' MISSED'}"
+    aim = "" if target is None else f" (target {target:g}{'' if row['milliseconds'] <= target else ', MISSED'})"
     lines = [
-        f"{row['case']}: {row['milliseconds']:.3f} ms (predicted {least:.3f} to {most:.3f}{aim}), host "
-        f"{row['host_milliseconds']:.3f} ms, first call {row['first_call_seconds']:.1f} s"
+        f"{row['case']}: {row['milliseconds']:.3f} ms{aim}, host {row['host_milliseconds']:.3f} ms, "
+        f"first call {row['first_call_seconds']:.1f} s"
     ]
     for kernel in row["kernels"][:10]:
         lines.append(f"    {kernel['microseconds']:9.1f} µs  x{kernel['launches']:g}  {kernel['kernel']}")

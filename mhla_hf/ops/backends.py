@@ -46,9 +46,9 @@ class HostTime(NamedTuple):
     torch: float
 
 
-# By family of kernels. Predictions until they have been measured on a GPU: forward passes on one core of a CPU with
-# launches stubbed out, and for plain torch half as much again for launches that are not. Nothing here may depend on
-# whether gradients are recorded: checkpointing computes the same output with and without.
+# By family of kernels; not measured on a GPU. Estimated from forward passes on one core of a CPU with launches stubbed
+# out, and for plain torch half as much again for launches that are not. Nothing here may depend on whether gradients
+# are recorded: checkpointing computes the same output with and without.
 HOST_TIMES = {"block": HostTime(kernels=160, torch=200), "causal": HostTime(kernels=215, torch=550)}
 # Bytes that plain torch reads and writes for each channel of a query, and in a microsecond: those of an H100, whose
 # larger relatives gain from kernels later and smaller ones earlier.
