@@ -151,27 +151,23 @@ class MHLA(nn.Module):
             name: Name relative to this module, for example `"mixing"` or `"gate.weight"`.
 
         Raises:
-            ValueError: If the module has no parameter of that name.
+            AttributeError: If the module has no parameter of that name.
         """
-        shapes = {key: parameter.shape for key, parameter in self.named_parameters()}
-        if name not in shapes:
-            raise ValueError(f"MHLA has no parameter {shorten_value(name)}; it has {', '.join(shapes)}.")
+        shape = self.get_parameter(name).shape
         with torch.device("cpu"):
             if name == "mixing":
-                weights = initial_mixing(self.config, self.blocks, int(self.num_prefix_tokens > 0)).expand(
-                    shapes[name]
-                )
+                weights = initial_mixing(self.config, self.blocks, int(self.num_prefix_tokens > 0)).expand(shape)
                 return mixing_parameter_value(self.config, weights).clone()
             if name == "window_gain":
-                return torch.tensor([1.0, 0.0])[:, None, None].expand(shapes[name]).clone()
+                return torch.tensor([1.0, 0.0])[:, None, None].expand(shape).clone()
             if name == "output_norm.weight":
-                return torch.ones(shapes[name])
+                return torch.ones(shape)
             if name == "gate.bias":
-                return torch.full(shapes[name], GATE_IDENTITY_BIAS)
+                return torch.full(shape, GATE_IDENTITY_BIAS)
             if name.startswith("feature_map_"):
                 feature_map: Any = self.get_submodule(name.rpartition(".")[0])
                 return feature_map.initial_weight()
-            return torch.zeros(shapes[name])
+            return torch.zeros(shape)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

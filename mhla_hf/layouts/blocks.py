@@ -161,7 +161,6 @@ class BlockLayout:
         Raises:
             ValueError: If axis 1 does not have T entries.
         """
-        _check_tensor("tokens", tokens, 2)
         self.check_length(tokens.shape[1], "tokens")
         if self.is_uniform:
             grouped = self._split(tokens, 1)
@@ -185,7 +184,6 @@ class BlockLayout:
         Raises:
             ValueError: If axis 1 does not have T entries.
         """
-        _check_tensor("tokens", tokens, 4)
         self.check_length(tokens.shape[1], "tokens")
         by_head = tokens.transpose(1, 2)
         dtype = tokens.dtype if dtype is None else dtype
@@ -218,7 +216,6 @@ class BlockLayout:
         Raises:
             ValueError: If axes 1 and 2 do not have M and N entries.
         """
-        _check_tensor("grouped", grouped, 3)
         if grouped.shape[1] != self.num_blocks or grouped.shape[2] != self.max_block_tokens:
             raise ValueError(
                 f"grouped has shape {tuple(grouped.shape)}, but the layout has {self.num_blocks} blocks of "
@@ -274,12 +271,6 @@ def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
                 break
         else:
             return tuple(counts)
-
-
-def _check_tensor(name: str, tensor: Any, axes: int) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() < axes:
-        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ValueError(f"{name} must be a tensor of {axes} axes or more, got {found}.")
 
 
 def is_integer(value: Any) -> bool:

@@ -156,13 +156,13 @@ class SequenceLayout:
 
 
 def _check_documents(documents: torch.Tensor, valid: torch.Tensor) -> None:
-    if not isinstance(documents, torch.Tensor) or documents.dtype != torch.long:
-        found = documents.dtype if isinstance(documents, torch.Tensor) else type(documents).__name__
-        raise ValueError(f"documents must be a tensor of torch.int64, got {found}.")
-    if documents.shape != valid.shape:
-        raise ValueError(f"documents has shape {tuple(documents.shape)}, but valid has {tuple(valid.shape)}.")
-    if documents.device != valid.device:
-        raise ValueError(f"documents is on {documents.device}, but valid is on {valid.device}.")
+    if not isinstance(documents, torch.Tensor):
+        raise ValueError(f"documents must be a tensor, got {type(documents).__name__}.")
+    if (documents.dtype, documents.shape, documents.device) != (torch.long, valid.shape, valid.device):
+        raise ValueError(
+            f"documents must be {torch.long} {tuple(valid.shape)} on {valid.device}, as valid is, got "
+            f"{documents.dtype} {tuple(documents.shape)} on {documents.device}."
+        )
 
 
 def earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
@@ -198,8 +198,6 @@ def mixing_at(mixing: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -
         ValueError: If `mixing` has another shape, or the indices are not integers.
     """
     check_mixing_shape(mixing)
-    if rows.is_floating_point() or columns.is_floating_point():
-        raise ValueError(f"rows and columns must hold integers, got {rows.dtype} and {columns.dtype}.")
     row, column = _places_in_mixing(rows, columns, mixing.shape[-1] - 1)
     weights = mixing[..., row, column]
     if row.dim() == 2:
@@ -251,11 +249,10 @@ def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> tor
 
 
 def check_mixing_shape(mixing: torch.Tensor) -> None:
-    """Raises `ValueError` unless a value is a tensor `[M, M]` or `[H, M, M]`."""
-    if not isinstance(mixing, torch.Tensor):
-        raise ValueError(f"mixing must be a tensor, got {type(mixing).__name__}.")
-    if not mixing.is_floating_point():
-        raise ValueError(f"mixing must be floating point, got {mixing.dtype}.")
-    shape = mixing.shape
+    """Raises `ValueError` unless a value is a floating-point tensor `[M, M]` or `[H, M, M]`."""
+    shape = mixing.shape if isinstance(mixing, torch.Tensor) and mixing.is_floating_point() else ()
     if len(shape) not in (2, 3) or shape[-1] != shape[-2] or shape[-1] < 1:
-        raise ValueError(f"mixing must be [blocks, blocks] or [heads, blocks, blocks], got shape {tuple(shape)}.")
+        found = f"{mixing.dtype} {tuple(mixing.shape)}" if isinstance(mixing, torch.Tensor) else type(mixing).__name__
+        raise ValueError(
+            f"mixing must be a floating-point tensor [blocks, blocks] or [heads, blocks, blocks], got {found}."
+        )

@@ -40,17 +40,12 @@ class MHLAImageAttnProcessor:
         every token attend to itself alone, as a guider's hook on `attn` does.
 
         Raises:
-            ValueError: For cross-attention, an attention mask, a missing grid or other arguments: none of them can
-                be served.
+            ValueError: If `grid` is missing, or a context, an attention mask or another argument is given.
         """
-        if encoder_hidden_states is not None:
-            raise ValueError("MHLA is self-attention; encoder_hidden_states must be None.")
-        if attention_mask is not None:
-            raise ValueError("MHLA layers take no attention_mask.")
-        if grid is None:
-            raise ValueError("MHLA layers need grid, the number of tokens along each axis; their own model gives it.")
-        if kwargs:
-            raise ValueError(f"MHLA layers take no {', '.join(kwargs)}.")
+        others = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask, **kwargs}
+        if any(value is not None for value in others.values()):
+            given = ", ".join(name for name, value in others.items() if value is not None)
+            raise ValueError(f"MHLA is self-attention over the whole grid and takes no {given}.")
         return attend(attn, hidden_states, rotary_emb=rotary_emb, perturbed=perturbed, grid=grid)
 
 

@@ -51,12 +51,10 @@ class MHLAWanAttnProcessor:
         are of the tokens that `shard` says.
 
         Raises:
-            ValueError: For cross-attention, an attention mask, or a missing grid: none of them can be served.
+            ValueError: If a context or an attention mask is given, or the grid is missing.
         """
-        if encoder_hidden_states is not None:
-            raise ValueError("MHLA is self-attention; encoder_hidden_states must be None.")
-        if attention_mask is not None:
-            raise ValueError("MHLA layers of Wan take no attention_mask.")
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise ValueError("MHLA is self-attention and takes neither encoder_hidden_states nor attention_mask.")
         if grid is None or rotary_emb is None:
             raise ValueError("MHLA layers of Wan need the rotary embeddings of their own model, which carry the grid.")
         return attend(attn, hidden_states, rotary_emb=rotary_emb, grid=grid, shard=shard)

@@ -79,8 +79,6 @@ def check_tokens(query: Any, key: Any, value: Any, normalizer_query: Any = None,
     """Checks the tensors of tokens against each other."""
     sizes = _token_sizes("query", query)
     device, heads, width = query.device, sizes[2], sizes[3]
-    if heads < 1 or width < 1:
-        raise ValueError(f"query must be [batch, tokens, heads, width], got shape {tuple(query.shape)}.")
     check_floats("query", query, device)
     key_sizes = _token_sizes("key", key)
     key_heads = key_sizes[2]
@@ -103,14 +101,10 @@ def check_tokens(query: Any, key: Any, value: Any, normalizer_query: Any = None,
 
 def check_floats(name: str, tensor: Any, device: torch.device) -> None:
     """Raises `ValueError` unless a value is a dense floating-point tensor on a device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
-    if not tensor.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {tensor.dtype}.")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}.")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, but query is on {device}.")
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if not (is_tensor and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device == device):
+        found = f"{tensor.dtype}, {tensor.layout} on {tensor.device}" if is_tensor else type(tensor).__name__
+        raise ValueError(f"{name} must be a dense floating-point tensor on {device}, where query is, got {found}.")
 
 
 def check_mixing(mixing: Any, num_heads: int | None, device: torch.device) -> None:
@@ -165,10 +159,9 @@ def check_valid(valid: Any, tokens: torch.Tensor, name: str = "valid") -> None:
 
 
 def _token_sizes(name: str, tensor: Any) -> tuple[int, int, int, int]:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
-    if tensor.dim() != 4:
-        raise ValueError(f"{name} must be [batch, tokens, heads, width], got shape {tuple(tensor.shape)}.")
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or tensor.shape[2] < 1 or tensor.shape[3] < 1:
+        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(f"{name} must be a tensor [batch, tokens, heads, width], got {found}.")
     batch, length, heads, width = tensor.shape
     return batch, length, heads, width
 

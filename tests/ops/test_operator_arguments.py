@@ -182,7 +182,6 @@ def test_documents_of_a_sequence():
 def test_indices_of_blocks():
     index = torch.arange(2)
     refused(mixing_at, {"mixing": torch.rand(3), "rows": index, "columns": index}, "mixing")
-    refused(mixing_at, {"mixing": torch.rand(3, 3), "rows": index.float(), "columns": index}, "rows")
 
 
 @pytest.mark.parametrize("name", ["grid", "blocks", "block_size"])
