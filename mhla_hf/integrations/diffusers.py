@@ -52,7 +52,7 @@ _as_mhla: ContextVar[Mapping[str, Mapping[str, Any]]] = ContextVar("as_mhla", de
 
 
 def register_with_diffusers() -> None:
-    """Tells diffusers about the MHLA classes, now or as soon as it is imported; a second call does nothing.
+    """Register the MHLA classes with diffusers, now or when it is imported; a second call is a no-op.
 
     Unsupported versions of diffusers only learn the names, which raise an error with the supported range.
     """

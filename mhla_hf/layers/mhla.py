@@ -40,7 +40,7 @@ from .window import combine_parts, grid_window_attention, sequence_window_attent
 from .window_state import empty_window_state, extend_window
 
 
-# SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output as it is.
+# SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output unchanged.
 GATE_IDENTITY_BIAS = 1.2784645427610738
 
 
@@ -76,7 +76,7 @@ class MHLA(nn.Module):
         head_dim: Width K of a head's queries and keys.
         value_head_dim: Width V of a head's values; K if not given.
         num_key_value_heads: Number of key/value heads H_kv (grouped-query attention); H if not given.
-        num_prefix_tokens: Tokens before those of the grid, which get a block of their own.
+        num_prefix_tokens: Tokens before those of the grid, which form one block.
         default_grid: Token grid to derive `blocks` from when the config has neither `blocks` nor `grid`.
 
     Raises:

@@ -272,7 +272,9 @@ def original_values(model: nn.Module, purpose: str, selects: Selection | None = 
     weights, name = _Weights(model, selects), type(model).__name__
     record = weights.record
     if not weights.is_one_model:
-        raise ValueError(f"Cannot {purpose}: this {name} holds several converted models. Take each of them by itself.")
+        raise ValueError(
+            f"Cannot {purpose}: this {name} holds several converted models. Convert them back one at a time."
+        )
     if record is None or not record.pretrained:
         state = "trained" if record is None else record.state
         raise ValueError(f"Cannot {purpose}: {changed_before_saving(model, state)}")
@@ -342,7 +344,7 @@ def restore_softmax(model: nn.Module, purpose: str, selects: Selection | None = 
 
 @torch.no_grad()
 def restore_mhla(model: nn.Module, selects: Selection | None = None) -> None:
-    """Reverses [`restore_softmax`]. What was trained with softmax attention meanwhile is converted anew.
+    """Reverses [`restore_softmax`]. What was trained with softmax attention meanwhile is converted again.
 
     Args:
         model: The model.
@@ -424,7 +426,7 @@ def values_of_original(model: nn.Module, original: nn.Module) -> dict[str, torch
 
 @torch.no_grad()
 def take_original(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Gives a model the values of [`values_of_original`]; its record starts anew."""
+    """Gives a model the values of [`values_of_original`]; its record starts over."""
     tensors = _Weights(model).tensors
     for name, value in values.items():
         tensors[name].copy_(value)

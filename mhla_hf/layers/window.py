@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The softmax window beside MHLA: each token attends exactly to those of its own block and of blocks near it.
 
-The window has a layout of its own. The tokens are grouped by its blocks, and the queries of a block meet the keys of
+The window has its own layout. The tokens are grouped by its blocks, and the queries of a block meet the keys of
 the blocks that it sees in one call of PyTorch's fused attention: the cost is T · L for L tokens in a window, that is
 2 B T H L (K + V) operations.
 

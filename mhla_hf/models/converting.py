@@ -131,7 +131,7 @@ def check_convertible(model: Any, called: str = "model") -> None:
             "model as it was loaded, and compile it afterwards."
         )
     if is_mhla:
-        raise ValueError(f"This {called} ({name}) is MHLA already; load its softmax original to convert it anew.")
+        raise ValueError(f"This {called} ({name}) is MHLA already; load its softmax original to convert it again.")
     mhla_class_for(name)
     _check_bare(model, called)
 

@@ -53,7 +53,7 @@ skip_attention_in(MHLAImageAttnProcessor)
 
 
 class MHLAImageAttention(KeepsMHLAProcessor, Attention):
-    """Self-attention of every layer, MHLA or not: only MHLA layers are told the grid."""
+    """Self-attention of every layer, MHLA or not: only MHLA layers get the grid."""
 
     mhla_processor_class = MHLAImageAttnProcessor
 

@@ -33,7 +33,7 @@ TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 
 # diffusers names the file, and does not say what is wrong with it.
 _SAFETENSORS_NAMED = re.compile(r"'([^']+\.safetensors)'")
-# Parts of an MHLA layer that leave its output as it is when they are fresh.
+# Parts of an MHLA layer that leave its output unchanged when they are fresh.
 _STARTS_AS_IDENTITY = ("gate", "lepe", "window_gain")
 
 

@@ -199,7 +199,7 @@ def _is_too_old(device: torch.device) -> bool:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    # torch looks it up anew each time.
+    # torch looks it up on every call.
     return torch.cuda.get_device_capability(device)
 
 

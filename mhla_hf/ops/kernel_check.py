@@ -7,7 +7,7 @@ and Triton, and the kernels' sources. Where the kernels fail, plain torch serves
 what to report. `MHLA_HF_KERNEL_CHECK=0` turns the check off.
 
 In code that torch.compile traces, the check runs while it is traced. While a CUDA graph is captured there is none:
-what has no verdict by then is taken as it is. Every process checks for itself, in a thread of its own, so that modes
+what has no verdict by then is taken as it is. Every process checks for itself, in a separate thread, so that modes
 of the caller (autograd, autocast, devices, streams, fake tensors) do not matter; no random state is touched.
 """
 
@@ -159,7 +159,7 @@ def is_checked(device: torch.device) -> bool:
 def _check(
     family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, backward: bool
 ) -> tuple[str, bool]:
-    """Runs a family of kernels on a small input, in a thread of its own.
+    """Runs a family of kernels on a small input, in a separate thread.
 
     Returns:
         What is wrong, empty for nothing; and whether that holds for later processes.
@@ -287,7 +287,7 @@ class VerdictFile:
         if self.path is None:
             return
         content = {"environment": self._environment, "verdicts": {**self.read(), name: verdict}}
-        # Under a name of its own first: other processes may be doing the same.
+        # Under a unique temporary name first: other processes may be doing the same.
         temporary = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex[:8]}")
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +298,7 @@ class VerdictFile:
                 temporary.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes the file, so that everything is checked anew."""
+        """Removes the file, so that everything is checked again."""
         if self.path is not None:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)

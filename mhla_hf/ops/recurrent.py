@@ -276,7 +276,7 @@ def settled_state(
     position: torch.Tensor,
     mixing: torch.Tensor,
 ) -> MHLAState:
-    """The state at `position` with these summaries of all blocks; everything derived from them is computed anew."""
+    """The state at `position` with these summaries of all blocks; everything derived from them is recomputed."""
     size, index = state.block_size, indices(summaries.shape[2], position.device)
     block = current_block(position, size)
     finished = index < block[:, None]
@@ -287,7 +287,7 @@ def settled_state(
     weights = mixing_at(mixing, rows[:, :, None], index[None, None, :])
     seen = torch.stack([finished, finished & (index % size < offset)], dim=1)
     weights = torch.where(seen[:, None], weights, 0)
-    # Strides do not tell how a state was made: compiled decoding would be compiled anew for others.
+    # Strides do not tell how a state was made: compiled decoding would be recompiled for others.
     prefix, upcoming = (
         part.contiguous() for part in mix_summaries(weights, summaries, state.prefix.shape[1]).unbind(2)
     )

@@ -139,7 +139,7 @@ def _upcoming_share(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor,
         return torch.zeros_like(state.upcoming)
     strides = -(-state.num_blocks // state.block_size)
     if torch.compiler.is_compiling():
-        # One more than needed: a single one would be compiled in, and others compiled anew.
+        # One more than needed: a single one would be compiled in, and others recompiled.
         strides = strides + 1
     index = offset[:, None] + state.block_size * indices(strides, block.device)
     weights = mixing_at(mixing, (block + 1)[:, None, None], index[:, None, :])

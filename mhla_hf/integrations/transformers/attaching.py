@@ -365,7 +365,9 @@ def convert_transformers_model(
         ValueError: If the model cannot be served or is MHLA already.
     """
     if has_mhla(model):
-        raise ValueError(f"This {type(model).__name__} is MHLA already; load its softmax original to convert it anew.")
+        raise ValueError(
+            f"This {type(model).__name__} is MHLA already; load its softmax original to convert it again."
+        )
     if not without_weights and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("Parts of this model are offloaded; load it without offloading, or convert its directory.")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):

@@ -153,7 +153,7 @@ def mhla_mask(
             mask_function=mask_function, attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
     if attention_mask is not None and attention_mask.shape[-1] < kv_length:
-        # As long as a static cache from the start, so that compiled decoding is not compiled anew for every token.
+        # As long as a static cache from the start, so that compiled decoding is not recompiled for every token.
         return F.pad(attention_mask, (0, kv_length - attention_mask.shape[-1]))
     return attention_mask
 

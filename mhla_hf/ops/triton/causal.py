@@ -86,7 +86,7 @@ def triton_causal_mhla_attention(
 ) -> Tensor:
     """Causal MHLA by Triton kernels; arguments as in [`mhla_hf.ops.causal.causal_mhla_attention`].
 
-    Summaries are bfloat16 for bfloat16 tokens, otherwise float32; the backward pass computes them anew, in float32.
+    Summaries are bfloat16 for bfloat16 tokens, otherwise float32; the backward pass recomputes them in float32.
     Sums always run in float32. Normalisers without a kernel run in plain torch, which is logged once.
 
     Returns:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-# Arguments that change with the tokens given. Kernels are not compiled anew where one happens to be 1 or a multiple of
+# Arguments that change with the tokens given. Kernels are not recompiled where one happens to be 1 or a multiple of
 # 16; strides of rows stay out of this, since wide loads need to know of them.
 COUNTS = (
     "num_tokens", "num_blocks", "blocks", "slots", "splits", "split_slots", "split_stride", "first_line", "lines",

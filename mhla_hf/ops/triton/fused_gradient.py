@@ -246,7 +246,7 @@ def output_gradient_kernel(
 ):  # fmt: skip
     """Gradients through norm(x) · silu(gate) of x, which are written to `result`, and of gate and norm's weight.
 
-    x is factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps), computed anew as in [`fused_attend_kernel`]. Norm, gate or
+    x is factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps), recomputed as in [`fused_attend_kernel`]. Norm, gate or
     divisor are left out where their tensors are None. `gradients` are those of the output; the weight's are
     `[B · HEADS · REPEATS, M, VALUE]`, one row a program.
     """

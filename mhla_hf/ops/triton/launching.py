@@ -45,7 +45,7 @@ class Rows(NamedTuple):
         stride_head: Stride of a head.
         aligned: 1 where every row of every head starts at a multiple of 16 bytes, so that loads may be that wide.
             Triton finds this out only for strides that are multiples of 16 elements. Then each stride has half of 16
-            bytes added, which kernels round off: the compiler sees a multiple of 16 bytes, and compiles nothing anew
+            bytes added, which kernels round off: the compiler sees a multiple of 16 bytes, and recompiles nothing
             for a stride that is a multiple of more.
     """
 
@@ -94,7 +94,7 @@ class Setup:
 
 # Setups that functions keep, each.
 MAX_SETUPS = 512
-# Plans kept, over all kernels. Beyond that, all are made anew: sizes have been many, and most will not come back.
+# Plans kept, over all kernels. Beyond that, all are rebuilt: sizes have been many, and most will not come back.
 MAX_PLANS = 4096
 _plans: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 _setups: dict[tuple[Any, ...], Setup] = {}
@@ -283,7 +283,7 @@ def cache_and_multiprocessors(device: torch.device) -> tuple[int, int]:
 
 @cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU, which torch looks up anew each time."""
+    """Compute capability of a GPU, which torch looks up on every call."""
     return torch.cuda.get_device_capability(device)
 
 

@@ -239,7 +239,7 @@ def prepare_outer(
         products = left.new_empty(lines, blocks, width, value, dtype=dtype)
     if sums is None:
         sums = left.new_empty((lines, blocks, plain_width) if total else (0,), dtype=torch.float32)
-    # Of the same type, so that nothing is compiled anew: bfloat16 shares together err less than a sum that is rounded.
+    # Of the same type, so that nothing is recompiled: bfloat16 shares together err less than a sum that is rounded.
     split_products = products if splits == 1 else products.new_empty(splits, *products.shape)
     split_sums = sums if splits == 1 else sums.new_empty(splits, *sums.shape)
     first_bad = left.new_empty((parts, lines, blocks) if finite else (0,), dtype=torch.int32)

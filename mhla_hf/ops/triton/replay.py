@@ -19,7 +19,7 @@ from torch import Tensor
 from .launching import Launched, listen
 
 
-# Records kept; beyond that, all are made anew.
+# Records kept; beyond that, all are rebuilt.
 MAX_RECORDS = 1024
 _records: dict[Any, Record | None] = {}
 
