@@ -187,8 +187,8 @@ def demo_model() -> Iterator[tuple[Path, Path]]:
         return
     from ..conversion import convert_pretrained
     from ..demo.runner import token_grid
-    from ..recovery.defaults import default_recipe
     from ..recovery.directories import calibrate_directory
+    from ..recovery.recipes import default_recipe
 
     with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
         directory = Path(folder) / "digits-mhla"

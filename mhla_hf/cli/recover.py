@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import CHOICES
-from ..recovery.recipe_files import recipe_names
-from ..recovery.recipes import STAGES, DataOptions
+from ..recovery.recipes import STAGES, DataOptions, recipe_names
 from ..utils.model_cards import CARD
 from .card import write_first_card
 from .convert import Dtype

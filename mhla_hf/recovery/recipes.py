@@ -8,6 +8,7 @@ classes here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ..config import MHLAConfig
-from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES
-from ..utils.messages import shorten_list, shorten_value
+from ..training.config import DISTILL_TARGETS, LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
+from ..utils.messages import check_choice, check_names, shorten_text, shorten_value
 from ..utils.options import Options, option
-from .recipe_files import find_recipe, read_yaml
 
 
 VIDEO, IMAGES, TEXT = ("wan", "sana-video"), ("dit", "pixart", "sana"), ("causal", "encoder")
@@ -28,13 +30,15 @@ FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 `vision` transformers."""
 
 TRANSFORMERS = (*TEXT, "vision")
-CACHES = ("auto", "memory", "disk", "none")
-TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak rate of the parameters that MHLA adds. Default: the same."
 _LAYERS = re.compile(r"all|(auto:)?\s*\d{1,9}\s*/\s*\d{1,9}|\d{1,9}(\s*,\s*\d{1,9})*")
-_KEEP = re.compile(r"\d{1,3}(\.\d{1,3})?\s*%")
+_KEEP = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*")
+_FOLDER = Path(__file__).parents[1] / "recipes"
+_MOST_BYTES = 1 << 16
+FAST = "fast"
+"""The preset that starts from the default recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,7 @@ class MatchOptions(Options):
     learning_rate: float = _rate(3e-3, "Peak rate of the layer's projections.")
     mhla_learning_rate: float = _rate(5e-3, "Peak rate of the parameters that MHLA adds.")
     cache: str = option(
-        "auto", "Where activations are kept; auto takes memory where they fit, else the disk.", choices=CACHES
+        "auto", "Where activations are kept; auto takes memory where they fit, else the disk.", choices=TRANSFER_CACHES
     )
 
 
@@ -114,7 +118,7 @@ class DistillOptions(Options):
         None,
         "Output of the original that is learned. Default: logits of language models and classifiers, else "
         "last_hidden_state.",
-        choices=TARGETS,
+        choices=DISTILL_TARGETS,
         families=TRANSFORMERS,
     )
 
@@ -232,11 +236,8 @@ class Recipe:
         Raises:
             ValueError: If there is no such stage.
         """
-        unknown = sorted(set(stages) - set(STAGES))
-        if unknown or not stages:
-            raise ValueError(
-                f"stages: {shorten_list(map(repr, unknown)) or 'none'} given; there are {', '.join(STAGES)}"
-            )
+        for name in stages or ("",):
+            check_choice("stages", name, STAGES)
         return self.changed(
             {**{name: None for name in STAGES if name not in stages},
              **{name: {} for name in stages if getattr(self, name) is None}}
@@ -262,22 +263,107 @@ class Recipe:
         return self.changed(changes)
 
 
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with the package."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
 def load_recipe(location: str | Path) -> Recipe:
-    """Reads a recipe.
+    """Read a recipe.
 
     Args:
         location: A file, or the name of a recipe that comes with the package.
 
     Raises:
-        ValueError: If there is none, the file is no YAML, or something in it is wrong. The message names the file,
+        ValueError: If there is none, the file is not YAML, or something in it is wrong. The message names the file,
             the path of the key (`match.steps`) and what is allowed.
     """
-    path = find_recipe(location)
-    return parse_recipe(read_yaml(path), f"recipe {path}")
+    path, names = Path(location).expanduser(), recipe_names()
+    if str(location) in names:
+        path = _FOLDER / f"{location}.yaml"
+    elif path.suffix not in (".yaml", ".yml") or not path.is_file():
+        raise ValueError(f"recipe {shorten_text(str(location))} is neither a .yaml file nor one of {', '.join(names)}")
+    return parse_recipe(_read_yaml(path), f"recipe {path}")
+
+
+def _read_yaml(path: Path) -> Any:
+    """Read a small YAML file of plain values.
+
+    Raises:
+        ValueError: If it is too large, is not YAML, or has aliases: a few nested ones expand beyond any memory.
+    """
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"recipe {path} is larger than {_MOST_BYTES:,} bytes")
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, Loader=_Loader)):
+            raise ValueError("aliases are not allowed")
+        return yaml.load(content, Loader=_Loader)
+    # Wrong tags and dates raise anything.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"recipe {path} is not valid YAML: {shorten_text(str(error), 200)}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers may be `3e-3`, a string to YAML 1.1."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
+
+
+@functools.cache
+def default_settings() -> dict[str, Any]:
+    """Return the recipes by family under `defaults`, and under `presets` by preset and family."""
+    return _read_yaml(Path(__file__).with_name("defaults.yaml"))
+
+
+def default_recipe(family: str, preset: str | None = None, window: str | None = None) -> Recipe:
+    """Return the recipe of a family.
+
+    Args:
+        family: One of [`FAMILIES`].
+        preset: `paper` for the settings of arXiv 2601.07832, `fast` for ReLU, which is faster than the default
+            and recovers less; `None` for the settings that measured best here.
+        window: Softmax window beside MHLA; see [`MHLAConfig`].
+
+    Raises:
+        ValueError: If there is no such preset, or it has no settings for the family.
+    """
+    settings = default_settings()
+    presets = settings["presets"]
+    if preset is not None:
+        check_choice("preset", preset, presets)
+        if family not in presets[preset]:
+            raise ValueError(
+                f"preset {preset!r} has no setting for models of the family {family}, only for "
+                f"{', '.join(presets[preset])}"
+            )
+    content = {} if preset not in (None, FAST) else settings["defaults"][family]
+    if preset is not None:
+        content = _merged(content, presets[preset][family])
+    if window is not None:
+        if preset in (None, FAST) and family in settings["window"]["families"]:
+            # Only of stages that the recipe has.
+            changes = settings["window"]["changes"]
+            content = _merged(content, {name: changes[name] for name in changes if name in content})
+        content = _merged(content, {"mhla": {"window": window}})
+    name = "default recipe" if preset is None else f"preset {preset}"
+    return parse_recipe({"family": family, **content}, f"the {name} of {family}")
+
+
+def _merged(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Merge changes into the content of a recipe, key by key."""
+    merged = dict(content)
+    for name, value in changes.items():
+        merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+    return merged
 
 
 def parse_recipe(content: Any, where: str) -> Recipe:
-    """Checks the content of a recipe.
+    """Check the content of a recipe.
 
     Args:
         content: Contents of the YAML file.
@@ -286,79 +372,68 @@ def parse_recipe(content: Any, where: str) -> Recipe:
     Raises:
         ValueError: See [`load_recipe`].
     """
-    known = [item.name for item in dataclasses.fields(Recipe) if item.name != "name"]
-    values = _mapping(content, where, known)
-    for name in ("family", "description", "model", "layers"):
-        # Layers may be a list of numbers, or one number, to YAML.
-        if name == "layers" and isinstance(values.get(name), (list, int)) and not isinstance(values[name], bool):
-            listed = values[name] if isinstance(values[name], list) else [values[name]]
-            values[name] = ",".join(map(str, listed))
-        if values.get(name) is not None and not isinstance(values[name], str):
-            raise ValueError(f"{where}: {name} must be a text, got {shorten_value(values[name])}")
+    try:
+        return _parse(content, where)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _parse(content: Any, name: str) -> Recipe:
+    check_names("recipe", content, [item.name for item in dataclasses.fields(Recipe) if item.name != "name"])
+    values = {key: value for key, value in content.items() if value is not None}
     family = values.get("family")
-    if family not in FAMILIES:
-        raise ValueError(f"{where}: family must be one of {', '.join(FAMILIES)}, got {shorten_value(family)}")
-    layers = "all" if values.get("layers") is None else values["layers"]
-    if not _LAYERS.fullmatch(layers):
+    check_choice("family", family, FAMILIES)
+    for key in ("description", "model"):
+        if not isinstance(values.get(key, ""), str):
+            raise ValueError(f"{key} must be a text, got {shorten_value(values[key])}")
+    # To YAML, layers may also be a list of numbers or one number.
+    layers = values.get("layers", "all")
+    values["layers"] = (
+        layers if isinstance(layers, str) else ",".join(map(str, layers if isinstance(layers, list) else [layers]))
+    )
+    if not _LAYERS.fullmatch(values["layers"]):
         raise ValueError(
-            f"{where}: layers must be all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, got "
+            "layers must be all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, got "
             f"{shorten_value(layers)}"
         )
-    values["layers"] = layers
-    values["mhla"] = _mhla_options(values.get("mhla"), family, where)
-    for name, options in _SECTIONS.items():
-        if values.get(name) is not None:
-            values[name] = _section(values[name], options, family, f"{where}: {name}")
-        elif name == "data":
-            values[name] = DataOptions()
-    recipe = Recipe(name=where, **{name: value for name, value in values.items() if value is not None})
+    values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
+    sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
+    recipe = Recipe(name=name, **{**values, **sections})
     for problem in _contradictions(recipe):
-        raise ValueError(f"{where}: {problem}")
+        raise ValueError(problem)
     return recipe
 
 
-def _mapping(content: Any, where: str, known: list[str]) -> dict[str, Any]:
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{where} must hold keys and values ({', '.join(known)}), got {shorten_value(content)}")
-    unknown = [name for name in content if name not in known]
-    if unknown:
-        separator = "." if where.rpartition(": ")[2] in {*_SECTIONS, "mhla"} else ": "
-        raise ValueError(f"{where}{separator}{str(unknown[0])[:100]} is not known; allowed: {', '.join(known)}")
-    return dict(content)
-
-
-def _section(content: Any, options: type[Options], family: str, where: str) -> Any:
-    fields = {item.name: item for item in dataclasses.fields(options)}  # type: ignore[arg-type]
-    values = _mapping(content, where, list(fields))
+def _section(name: str, content: Any, family: str) -> Options:
+    fields = {item.name: item for item in dataclasses.fields(_SECTIONS[name])}  # type: ignore[arg-type]
+    check_names(name, content, fields)
     try:
-        made = options(**values)
+        made = _SECTIONS[name](**content)
     except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
-    for name in made.changed():
-        families = fields[name].metadata.get("families", (family,))
+        raise ValueError(f"{name}.{error}") from None
+    for changed in made.changed():
+        families = fields[changed].metadata.get("families", (family,))
         if family not in families:
-            raise ValueError(f"{where}.{name} is not an option of {family} models, only of {', '.join(families)}")
+            raise ValueError(f"{name}.{changed} is not an option of {family} models, only of {', '.join(families)}")
     return made
 
 
-def _mhla_options(content: Any, family: str, where: str) -> dict[str, Any]:
-    if content is None:
-        return {}
-    options = _mapping(content, f"{where}: mhla", list(MHLAConfig().to_dict()))
+def _mhla_options(options: Any, family: str) -> dict[str, Any]:
+    check_names("mhla", options, [item.name for item in dataclasses.fields(MHLAConfig)])
     if "layers" in options:
-        raise ValueError(f"{where}: mhla.layers: give layers at the top of the recipe instead")
+        raise ValueError("mhla.layers: give layers at the top of the recipe instead")
     if options.get("causal") not in (None, family == "causal"):
-        raise ValueError(f"{where}: mhla.causal: models of the family {family} decide that themselves; leave it out")
+        raise ValueError(f"mhla.causal: models of the family {family} decide that themselves; leave it out")
     own: dict[str, Any] = {}
     if family in TEXT:
         if options.get("blocks") is not None:
-            raise ValueError(f"{where}: mhla.blocks has no meaning for sequences of text: give mhla.block_size")
+            raise ValueError("mhla.blocks has no meaning for sequences of text: give mhla.block_size")
         own = {"resize": "extend", "block_size": [64], "causal": family == "causal"}
     try:
         MHLAConfig.from_dict({**own, **options})
     except ValueError as error:
-        raise ValueError(f"{where}: mhla.{error}") from None
-    return options
+        raise ValueError(f"mhla.{error}") from None
+    return dict(options)
 
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
@@ -379,12 +454,13 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 
 
 def parse_keep(keep: str) -> str:
-    """`auto:p/q` for layers from the share that stays softmax, such as `25%`.
+    """Return `auto:p/q` for layers from the share that stays softmax, such as `25%`.
 
     Raises:
-        ValueError: If it is no percentage between 0 and 100.
+        ValueError: If it is not a percentage between 0 and 100.
     """
-    if not _KEEP.fullmatch(keep.strip()) or not 0 < float(keep.strip().rstrip("% ")) < 100:
+    match = _KEEP.fullmatch(keep)
+    share = 1 - Fraction(match[1]) / 100 if match else Fraction(0)
+    if not 0 < share < 1:
         raise ValueError(f"keep must be a percentage between 0% and 100%, such as 25%, got {shorten_value(keep)}")
-    share = 1 - Fraction(keep.strip().rstrip("% ")) / 100
     return f"auto:{share.numerator}/{share.denominator}"

@@ -20,8 +20,7 @@ from ..training.processes import TrainingStopped
 from ..utils.locations import is_hub_id
 from ..utils.messages import check_count, shorten_list, shorten_text
 from .data import DATA_FREE, GENERATED, DigitVideos, RecoveryData
-from .defaults import default_recipe
-from .recipes import Recipe, load_recipe, parse_keep
+from .recipes import Recipe, default_recipe, load_recipe, parse_keep
 from .report import RecoveryReport
 from .run import MakeSource, RecoveryRun
 from .work_folder import CONVERTED, DATA, WorkFolder

@@ -17,7 +17,7 @@ from mhla_hf.cli import help as panels
 from mhla_hf.cli.main import app
 from mhla_hf.cli.options import completion
 from mhla_hf.cli.output import JsonFile, write_report
-from mhla_hf.recovery.recipe_files import recipe_names
+from mhla_hf.recovery.recipes import recipe_names
 from tests import ROOT, tiny
 
 
