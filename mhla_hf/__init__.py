@@ -42,30 +42,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PUBLIC_NAMES = {
-    "BlockLayout": "layouts.blocks",
-    "MHLA": "layers.mhla",
-    "MHLACache": "integrations.transformers.cache",
-    "MHLAConfig": "config",
-    "calibrate": "recovery.calibration",
-    "convert": "pipelines",
-    "convert_pretrained": "conversion",
-    "from_preset": "presets",
-    "import_official": "conversion",
-    "load_pipeline": "pipelines",
-    "mhla_attention": "ops",
-    "recover": "recovery.recover",
-    "resample_mixing": "layouts.resampling",
-    "supported_models": "models.registry",
-    "unconvert": "pipelines",
-    **{name: family.module.removeprefix("mhla_hf.") for name, family in MHLA_CLASSES.items()},
-}
 # Public names that need another library, told apart from mere import errors.
 _NEEDS = {"MHLACache": "transformers", **dict.fromkeys(MHLA_CLASSES, "diffusers")}
 
-__all__ = ["__version__", *sorted(_PUBLIC_NAMES)]
-
-_load, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
+_load, __dir__, __all__ = lazy_names(__name__, "__version__")
 
 
 def __getattr__(name: str) -> Any:

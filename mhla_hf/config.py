@@ -323,7 +323,7 @@ def _layers(layers: Any) -> tuple[int, ...] | str | None:
         indices = [int(part) if part.strip().isdecimal() and len(part) < 10 else None for part in layers.split(",")]
     elif isinstance(layers, Iterable) and not isinstance(layers, (bytes, Mapping)):
         indices = list(layers)
-    valid = all(isinstance(index, Integral) and not isinstance(index, bool) and index >= 0 for index in indices)
+    valid = all(isinstance(index, Integral) and not isinstance(index, bool) and int(index) >= 0 for index in indices)
     if not indices or not valid or len(set(indices)) < len(indices):
         raise ValueError(
             f"layers={shorten_value(layers)} must be all, different layer indices counted from 0 such as 1,2,4, or a "

@@ -12,11 +12,8 @@ from mhla_hf.utils.imports import lazy_names
 
 
 if TYPE_CHECKING:
-    from .pretraining import pretrain
-    from .transformer import PretrainingConfig
+    from .pretraining import pretrain as pretrain
+    from .transformer import PretrainingConfig as PretrainingConfig
 
-
-__all__ = ["PretrainingConfig", "pretrain"]
-
-# What uses the optimiser alone need not import diffusers.
-__getattr__, __dir__ = lazy_names(__name__, {"pretrain": "pretraining", "PretrainingConfig": "transformer"})
+# Users of the optimiser alone need not import diffusers.
+__getattr__, __dir__, __all__ = lazy_names(__name__)

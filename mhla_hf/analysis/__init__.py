@@ -11,118 +11,43 @@ from typing import TYPE_CHECKING
 from ..utils.imports import lazy_names
 
 
-_PUBLIC_NAMES = {
-    "AttentionSummary": "findings",
-    "AttentionTracker": "tracking",
-    "DistanceDecay": "mixing",
-    "FailureSignature": "signatures",
-    "InspectionReport": "directories",
-    "LayerInspection": "findings",
-    "LayerTokens": "tokens",
-    "MixingSummary": "mixing",
-    "ModelInspection": "findings",
-    "TrackingCallback": "callbacks",
-    "attention_matrices": "tracking",
-    "attention_modules": "recording",
-    "attention_statistics": "statistics",
-    "distance_decay": "mixing",
-    "effective_rank": "statistics",
-    "failure_signatures": "diagnosis",
-    "inspect_directory": "directories",
-    "inspect_model": "inspection",
-    "layer_tokens": "tokens",
-    "linear_matrix": "matrices",
-    "mean_distance": "mixing",
-    "mhla_matrix": "matrices",
-    "mixing_figure": "plots",
-    "mixing_summary": "mixing",
-    "numerical_rank": "statistics",
-    "plot_history": "history_plots",
-    "plot_mixing": "plots",
-    "rank_bound": "statistics",
-    "reference_layout": "mixing",
-    "relative_distance": "mixing",
-    "render_html": "html",
-    "row_entropy": "statistics",
-    "singular_values": "statistics",
-    "softmax_matrix": "matrices",
-    "top_share": "statistics",
-    "window_mask": "matrices",
-    "write_html": "html",
-}
-
-__all__ = [
-    "AttentionSummary",
-    "AttentionTracker",
-    "DistanceDecay",
-    "FailureSignature",
-    "InspectionReport",
-    "LayerInspection",
-    "LayerTokens",
-    "MixingSummary",
-    "ModelInspection",
-    "TrackingCallback",
-    "attention_matrices",
-    "attention_modules",
-    "attention_statistics",
-    "distance_decay",
-    "effective_rank",
-    "failure_signatures",
-    "inspect_directory",
-    "inspect_model",
-    "layer_tokens",
-    "linear_matrix",
-    "mean_distance",
-    "mhla_matrix",
-    "mixing_figure",
-    "mixing_summary",
-    "numerical_rank",
-    "plot_history",
-    "plot_mixing",
-    "rank_bound",
-    "reference_layout",
-    "relative_distance",
-    "render_html",
-    "row_entropy",
-    "singular_values",
-    "softmax_matrix",
-    "top_share",
-    "window_mask",
-    "write_html",
-]
-
 if TYPE_CHECKING:
-    from .callbacks import TrackingCallback
-    from .diagnosis import failure_signatures
-    from .directories import InspectionReport, inspect_directory
-    from .findings import AttentionSummary, LayerInspection, ModelInspection
-    from .history_plots import plot_history
-    from .html import render_html, write_html
-    from .inspection import inspect_model
-    from .matrices import linear_matrix, mhla_matrix, softmax_matrix, window_mask
-    from .mixing import (
-        DistanceDecay,
-        MixingSummary,
-        distance_decay,
-        mean_distance,
-        mixing_summary,
-        reference_layout,
-        relative_distance,
-    )
-    from .plots import mixing_figure, plot_mixing
-    from .recording import attention_modules
-    from .signatures import FailureSignature
-    from .statistics import (
-        attention_statistics,
-        effective_rank,
-        numerical_rank,
-        rank_bound,
-        row_entropy,
-        singular_values,
-        top_share,
-    )
-    from .tokens import LayerTokens, layer_tokens
-    from .tracking import AttentionTracker, attention_matrices
+    from .callbacks import TrackingCallback as TrackingCallback
+    from .diagnosis import failure_signatures as failure_signatures
+    from .directories import InspectionReport as InspectionReport
+    from .directories import inspect_directory as inspect_directory
+    from .findings import AttentionSummary as AttentionSummary
+    from .findings import LayerInspection as LayerInspection
+    from .findings import ModelInspection as ModelInspection
+    from .history_plots import plot_history as plot_history
+    from .html import render_html as render_html
+    from .html import write_html as write_html
+    from .inspection import inspect_model as inspect_model
+    from .matrices import linear_matrix as linear_matrix
+    from .matrices import mhla_matrix as mhla_matrix
+    from .matrices import softmax_matrix as softmax_matrix
+    from .matrices import window_mask as window_mask
+    from .mixing import DistanceDecay as DistanceDecay
+    from .mixing import MixingSummary as MixingSummary
+    from .mixing import distance_decay as distance_decay
+    from .mixing import mean_distance as mean_distance
+    from .mixing import mixing_summary as mixing_summary
+    from .mixing import reference_layout as reference_layout
+    from .mixing import relative_distance as relative_distance
+    from .plots import mixing_figure as mixing_figure
+    from .plots import plot_mixing as plot_mixing
+    from .recording import attention_modules as attention_modules
+    from .signatures import FailureSignature as FailureSignature
+    from .statistics import attention_statistics as attention_statistics
+    from .statistics import effective_rank as effective_rank
+    from .statistics import numerical_rank as numerical_rank
+    from .statistics import rank_bound as rank_bound
+    from .statistics import row_entropy as row_entropy
+    from .statistics import singular_values as singular_values
+    from .statistics import top_share as top_share
+    from .tokens import LayerTokens as LayerTokens
+    from .tokens import layer_tokens as layer_tokens
+    from .tracking import AttentionTracker as AttentionTracker
+    from .tracking import attention_matrices as attention_matrices
 
-
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING
 from ..utils.imports import lazy_names
 
 
-_PUBLIC_NAMES = {"Limits": "limits", "create_app": "serving", "export_space": "space", "serve": "serving"}
-
-__all__ = ["Limits", "create_app", "export_space", "serve"]
-
 if TYPE_CHECKING:
-    from .limits import Limits
-    from .serving import create_app, serve
-    from .space import export_space
+    from .limits import Limits as Limits
+    from .serving import create_app as create_app
+    from .serving import serve as serve
+    from .space import export_space as export_space
 
-
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -11,31 +11,13 @@ from typing import TYPE_CHECKING
 from ..utils.imports import lazy_names
 
 
-_PUBLIC_NAMES = {
-    "DemoConfig": "config",
-    "MovingDigits": ".training.data.digits",
-    "MovingDigitsConfig": ".training.data.digits",
-    "PretrainingConfig": "pretraining",
-    "base_pipeline_directory": "config",
-    "pretrain": "pretraining",
-    "run_demo": "runner",
-}
-
-__all__ = [
-    "DemoConfig",
-    "MovingDigits",
-    "MovingDigitsConfig",
-    "PretrainingConfig",
-    "base_pipeline_directory",
-    "pretrain",
-    "run_demo",
-]
-
 if TYPE_CHECKING:
-    from ..training.data.digits import MovingDigits, MovingDigitsConfig
-    from .config import DemoConfig, base_pipeline_directory
-    from .pretraining import PretrainingConfig, pretrain
-    from .runner import run_demo
+    from ..training.data.digits import MovingDigits as MovingDigits
+    from ..training.data.digits import MovingDigitsConfig as MovingDigitsConfig
+    from .config import DemoConfig as DemoConfig
+    from .config import base_pipeline_directory as base_pipeline_directory
+    from .pretraining import PretrainingConfig as PretrainingConfig
+    from .pretraining import pretrain as pretrain
+    from .runner import run_demo as run_demo
 
-
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -15,16 +15,4 @@ if TYPE_CHECKING:
     from .problems import Problem as Problem
     from .push import push_directory as push_directory
 
-_PUBLIC_NAMES = {
-    "CardText": "card",
-    "Problem": "problems",
-    "card_data": "metadata",
-    "check_directory": "checks",
-    "model_card": "card",
-    "push_directory": "push",
-    "write_card": "card",
-}
-
-__all__ = sorted(_PUBLIC_NAMES)
-
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 
 from ..models.registry import family_for
 from ..models.source import Component, Source, find_original, open_source, softmax_version
-from ..training.matching.layers import mhla_layers, replaced
+from ..training.matching.layers import mhla_layers, swapped_parameters
 from ..utils.locations import download_repository
 from ..utils.messages import shorten_list
 from .lora import KINDS, LoraFile, ModelTargets, Target, read_lora
@@ -205,7 +205,7 @@ def _run(model: nn.Module, changes: Mapping[str, torch.Tensor], probes: Any) -> 
     """Outputs without and with a LoRA."""
     plain = outputs(model, probes)
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in changes}
-    with replaced({old: old.detach() + changes[name].to(old.dtype) for name, old in parameters.items()}):
+    with swapped_parameters({old: old.detach() + changes[name].to(old.dtype) for name, old in parameters.items()}):
         return plain, outputs(model, probes)
 
 

@@ -11,18 +11,10 @@ from typing import TYPE_CHECKING
 from ..utils.imports import lazy_names
 
 
-_PUBLIC_NAMES = {
-    "MatchingReport": ".training.matching.matching",
-    "attention_matching_loss": ".training.matching.stage",
-    "match_layers": ".training.matching.matching",
-    "matching_losses": ".training.matching.matching",
-}
-
-__all__ = ["MatchingReport", "attention_matching_loss", "match_layers", "matching_losses"]
-
 if TYPE_CHECKING:
-    from ..training.matching.matching import MatchingReport, match_layers, matching_losses
-    from ..training.matching.stage import attention_matching_loss
+    from ..training.matching.matching import MatchingReport as MatchingReport
+    from ..training.matching.matching import match_layers as match_layers
+    from ..training.matching.matching import matching_losses as matching_losses
+    from ..training.matching.stage import attention_matching_loss as attention_matching_loss
 
-
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

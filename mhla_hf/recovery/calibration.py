@@ -27,8 +27,8 @@ from ..training.matching.layers import (
     mhla_layers,
     on_device,
     original_heads,
-    replaced,
     run,
+    swapped_parameters,
 )
 from .fits import HeadsFit, LayerCall, ProjectionFit, TemperatureFit
 
@@ -220,7 +220,7 @@ def calibrate_model(
         parameters[name]: value.to(parameters[name])
         for name, value in original_values(model, "calibrate the model").items()
     }
-    with evaluating(model), replaced(originals):
+    with evaluating(model), swapped_parameters(originals):
         layers = find_projections(model, layers, on_device(batches[0], model))
         _check_weights(layers)
         groups = _groups(layers, limit)

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..layers.mhla import MHLA
 from ..ops.mixing import repeat_heads
-from ..training.matching.layers import AttentionLayer, Changes, replaced
+from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters
 from .statistics import Moments, solve_ridge
 
 
@@ -93,7 +93,7 @@ class TemperatureFit:
         """Adds the errors of one call at each temperature."""
         weights = self._weights()
         for index, temperature in enumerate(TEMPERATURES):
-            with replaced({weight: weight * temperature for weight in weights}):
+            with swapped_parameters({weight: weight * temperature for weight in weights}):
                 attended = self.mhla.attention_parts(*call.args, **call.kwargs).attended
             error = (attended - call.heads).float().square().sum(-1)
             for part in (0, 1):
@@ -172,7 +172,7 @@ class HeadsFit:
 
     def observe(self, call: LayerCall) -> None:
         """Adds the rows of one call."""
-        with replaced(self.own):
+        with swapped_parameters(self.own):
             parts = self.mhla.attention_parts(*call.args, **call.kwargs)
         # The convolution leaves tokens before the grid alone.
         start = self.mhla.num_prefix_tokens if self.mhla.lepe is not None else 0
@@ -316,7 +316,7 @@ class ProjectionFit:
         """Adds the rows of one call."""
         output = call.output
         if self.own:
-            with replaced(self.own):
+            with swapped_parameters(self.own):
                 output = self.layer.mhla.forward(*call.args, **call.kwargs)
         for held_out, moments in zip((False, True), self._moments):
             pair = [call.rows(tokens.flatten(2), held_out) for tokens in (output, call.heads)]

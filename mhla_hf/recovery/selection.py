@@ -23,8 +23,8 @@ from ..training.matching.layers import (
     mhla_layers,
     on_device,
     original_heads,
-    replaced,
     run,
+    swapped_parameters,
 )
 from ..utils.machine import synchronize
 from .calibration import CalibrationReport, calibrate_model
@@ -165,7 +165,7 @@ def select_layers(
             softmax = [layers[place] for place in kept]
             with ExitStack() as stack:
                 for place in kept:
-                    stack.enter_context(replaced(originals[place]))
+                    stack.enter_context(swapped_parameters(originals[place]))
                 outputs = [_output(model, batch, softmax) for batch in compared]
             return _relative_error(outputs, reference)
 

@@ -11,54 +11,23 @@ from typing import TYPE_CHECKING
 from ..utils.imports import lazy_names
 
 
-_PUBLIC_NAMES = {
-    "CacheConfig": "config",
-    "DiTObjective": "families",
-    "DiffusionTrainer": "trainer",
-    "EvaluationResult": "evaluation",
-    "LatentDataset": "data.cache",
-    "SanaObjective": "families",
-    "TrainingConfig": "config",
-    "TrainingResult": "trainer",
-    "TransformersTrainer": "trainer",
-    "WanObjective": "families",
-    "add_noise": "stages.flow_matching",
-    "evaluate": "evaluation",
-    "evaluate_batches": "evaluation",
-    "evaluation_batches": "evaluation",
-    "flow_matching_loss": "stages.flow_matching",
-    "objective_for": "loading",
-    "sample_sigmas": "stages.flow_matching",
-}
-
-__all__ = [
-    "CacheConfig",
-    "DiTObjective",
-    "DiffusionTrainer",
-    "EvaluationResult",
-    "LatentDataset",
-    "SanaObjective",
-    "TrainingConfig",
-    "TrainingResult",
-    "TransformersTrainer",
-    "WanObjective",
-    "add_noise",
-    "evaluate",
-    "evaluate_batches",
-    "evaluation_batches",
-    "flow_matching_loss",
-    "objective_for",
-    "sample_sigmas",
-]
-
 if TYPE_CHECKING:
-    from .config import CacheConfig, TrainingConfig
-    from .data.cache import LatentDataset
-    from .evaluation import EvaluationResult, evaluate, evaluate_batches, evaluation_batches
-    from .families import DiTObjective, SanaObjective, WanObjective
-    from .loading import objective_for
-    from .stages.flow_matching import add_noise, flow_matching_loss, sample_sigmas
-    from .trainer import DiffusionTrainer, TrainingResult, TransformersTrainer
+    from .config import CacheConfig as CacheConfig
+    from .config import TrainingConfig as TrainingConfig
+    from .data.cache import LatentDataset as LatentDataset
+    from .evaluation import EvaluationResult as EvaluationResult
+    from .evaluation import evaluate as evaluate
+    from .evaluation import evaluate_batches as evaluate_batches
+    from .evaluation import evaluation_batches as evaluation_batches
+    from .families import DiTObjective as DiTObjective
+    from .families import SanaObjective as SanaObjective
+    from .families import WanObjective as WanObjective
+    from .loading import objective_for as objective_for
+    from .stages.flow_matching import add_noise as add_noise
+    from .stages.flow_matching import flow_matching_loss as flow_matching_loss
+    from .stages.flow_matching import sample_sigmas as sample_sigmas
+    from .trainer import DiffusionTrainer as DiffusionTrainer
+    from .trainer import TrainingResult as TrainingResult
+    from .trainer import TransformersTrainer as TransformersTrainer
 
-
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC_NAMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -77,10 +77,10 @@ class StageLoop:
         with self.stage.context(), self._progress() as bar:
             try:
                 while not self.finished:
-                    told_to_stop = self.take_step()
+                    stop_requested = self.take_step()
                     bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
                     bar.update()
-                    if told_to_stop:
+                    if stop_requested:
                         self.save()
                         raise self.shared.stopped(self.stage, self.step)
                     self._validate_if_due()
@@ -134,7 +134,7 @@ class StageLoop:
             True if one of the processes has been told to stop.
         """
         began = time.perf_counter()
-        loss, logs, told_to_stop = self._optimizer_step()
+        loss, logs, stop_requested = self._optimizer_step()
         seconds = time.perf_counter() - began
         self.seconds += seconds
         self.step += 1
@@ -143,7 +143,7 @@ class StageLoop:
         every = self.config.checkpointing_steps
         if every and (self.step % every == 0 or self.finished):
             self.save()
-        return told_to_stop
+        return stop_requested
 
     def save(self) -> None:
         """Saves a checkpoint, unless there is one of this step or nowhere to save it. Every process must call it."""
@@ -212,9 +212,9 @@ class StageLoop:
         # DeepSpeed gives a plain number.
         gradient_norm = float(full_tensor(norm) if torch.is_tensor(norm) else norm)
         total = torch.stack(losses).sum()
-        told_to_stop = torch.tensor(float(self.shared.signals.received is not None), device=total.device)
+        stop_requested = torch.tensor(float(self.shared.signals.received is not None), device=total.device)
         # Both in one message: all processes stop after the same step.
-        loss_value, told = accelerator.reduce(torch.stack([total, told_to_stop]), reduction="mean").tolist()
+        loss_value, told = accelerator.reduce(torch.stack([total, stop_requested]), reduction="mean").tolist()
         # Scaled gradients of fp16 may overflow: their step is left out.
         diverged = accelerator.scaler is None and not math.isfinite(gradient_norm)
         if diverged or not math.isfinite(loss_value):

@@ -239,7 +239,7 @@ class Run:
         """
         from accelerate.utils import gather_object
 
-        numbers = suspects(gather_object(list(batches)))
+        numbers = samples_behind_bad_loss(gather_object(list(batches)))
         # A data set may say what a sample is.
         name = getattr(self.dataset, "sample_name", str)
         samples = ", ".join(name(index) for index in numbers[:_SHOWN])
@@ -258,7 +258,7 @@ class Run:
         )
 
 
-def suspects(batches: Sequence[tuple[float, tuple[int, ...]]]) -> list[int]:
+def samples_behind_bad_loss(batches: Sequence[tuple[float, tuple[int, ...]]]) -> list[int]:
     """Samples of the micro-batches whose loss is not finite; of all where only the gradient is not."""
     bad = [indices for loss, indices in batches if not math.isfinite(loss)] or [indices for _, indices in batches]
     return list(dict.fromkeys(index for indices in bad for index in indices))

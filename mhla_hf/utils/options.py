@@ -132,5 +132,5 @@ def _fit(kind: str, value: Any) -> Any:
     if kind == "int":
         return int(value) if isinstance(value, Integral) else _MISFIT
     # Comparisons refuse NaN, infinities, and integers that no float can hold.
-    finite = kind == "float" and isinstance(value, Real) and abs(value) <= sys.float_info.max
-    return float(value) if finite else _MISFIT
+    largest = sys.float_info.max
+    return float(value) if kind == "float" and isinstance(value, Real) and -largest <= value <= largest else _MISFIT

@@ -22,7 +22,7 @@ import torch._dynamo  # noqa: F401
 import tqdm.auto  # noqa: F401
 
 from mhla_hf.training.checkpoints import find_checkpoint, list_checkpoints, read_state
-from mhla_hf.training.data.fingerprints import spread
+from mhla_hf.training.data.fingerprints import evenly_spaced
 from mhla_hf.training.metrics import read_metrics
 
 from .training_process import make_trainer
@@ -116,7 +116,7 @@ def main(folder: Path, how: str, count: int) -> None:
     seconds = time.monotonic() - began
     expected, killed = result(folder / "whole"), 0
     if how == "renames":
-        for number in spread(moments_of_renames(folder), count):
+        for number in evenly_spaced(moments_of_renames(folder), count):
 
             def kill(event_number: int, event: str, wanted: int = number) -> None:
                 if event_number == wanted:

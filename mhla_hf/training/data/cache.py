@@ -25,7 +25,7 @@ from ...utils.json_files import check_fields, read_json
 from ...utils.messages import shorten_value
 from ..config import LONGEST_TEXT, CacheConfig
 from ..families import Family
-from .fingerprints import file_fingerprint, spread
+from .fingerprints import evenly_spaced, file_fingerprint
 
 
 FORMAT_VERSION = 3
@@ -139,7 +139,7 @@ class LatentDataset:
         settings = {name: value for name, value in self.settings.items() if name not in _ENCODERS}
         digest = hashlib.sha256(json.dumps([settings, self.manifest.get("samples_digest")], sort_keys=True).encode())
         digest.update(" ".join(path.name for path in self.files).encode())
-        for path in spread(self.files, 64):
+        for path in evenly_spaced(self.files, 64):
             digest.update((saved_key(path) or file_fingerprint(path)).encode())
         return digest.hexdigest()[:16]
 

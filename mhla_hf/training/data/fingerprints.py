@@ -81,7 +81,7 @@ def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
         samples: Number of samples to read.
     """
     digest = hashlib.sha256(f"{len(dataset)};".encode())
-    for index in spread(range(len(dataset)), samples):
+    for index in evenly_spaced(range(len(dataset)), samples):
         again = dataset[index]
         for name, tensor in sorted(dataset[index].items()):
             digest.update(f"{name}:{tuple(tensor.shape)};".encode())
@@ -90,8 +90,8 @@ def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
     return digest.hexdigest()[:16]
 
 
-def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` items from all over a sequence, the first and the last among them."""
+def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+    """Pick up to `count` evenly spaced items, including both ends."""
     if len(items) <= count:
         return list(items)
     return [items[round(number * (len(items) - 1) / (count - 1))] for number in range(count)]

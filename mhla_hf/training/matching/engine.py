@@ -21,7 +21,7 @@ from ...utils.files import write_json
 from ...utils.json_files import read_json
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
-from ..data.fingerprints import add_tensor, model_fingerprint, spread
+from ..data.fingerprints import add_tensor, evenly_spaced, model_fingerprint
 from ..loop import StageLoop
 from ..processes import StopSignals, TrainingStopped
 from .activations import CACHES, ActivationCache, DiskCache, MemoryCache, OnlineCache, choose_cache, pack, total_size
@@ -99,7 +99,7 @@ class Batches:
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self.count};".encode())
-        for index in spread(range(self.count), 16):
+        for index in evenly_spaced(range(self.count), 16):
             for name, value in sorted(self[index].items()):
                 if isinstance(value, torch.Tensor):
                     digest.update(f"{name}:{tuple(value.shape)};".encode())

@@ -350,8 +350,8 @@ def on_device(value: Any, model: nn.Module) -> Any:
 
 
 @contextmanager
-def replaced(changes: Changes) -> Iterator[None]:
-    """A context in which parameters have other values."""
+def swapped_parameters(changes: Changes) -> Iterator[None]:
+    """Give parameters other values within a context."""
     before = {parameter: parameter.data for parameter in changes}
     try:
         for parameter, value in changes.items():

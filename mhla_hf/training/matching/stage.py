@@ -22,7 +22,7 @@ from ..checkpoints import Position
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
 from ..metrics import Metrics
-from ..run import Run, suspects
+from ..run import Run, samples_behind_bad_loss
 from ..stages.prediction import Stage
 from .activations import ActivationCache, moved
 from .distributed import OneProcess
@@ -258,7 +258,7 @@ class LayerRun(Run):
             good = checkpoints.last_good_checkpoint(self.output, position)
         return FloatingPointError(
             f"matching {self.layer.name}: the {problem} at step {position.step} "
-            f"(batch {', '.join(map(str, suspects(batches)[:6]))}); lower the learning rate; "
+            f"(batch {', '.join(map(str, samples_behind_bad_loss(batches)[:6]))}); lower the learning rate; "
             + ("there is no checkpoint" if good is None else f"the last good checkpoint is {good}")
         )
 
