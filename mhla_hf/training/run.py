@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -89,7 +89,7 @@ def _batch_of_all(state: dict[str, Any]) -> Any:
 
 def find_start(
     config: TrainingConfig, accelerator: Accelerator, current: dict[str, Any], dataset: Any = None
-) -> tuple[Path | None, Position | None, list[IO[str]]]:
+) -> tuple[Path | None, Position | None, list[Any]]:
     """Locks the output, and the cache for reading, and finds where to go on.
 
     The main process decides, so that all agree even while files appear; an error it meets is raised in all.
@@ -109,7 +109,7 @@ def find_start(
     from accelerate.utils import broadcast_object_list
 
     output = Path(str(config.output))
-    locks: list[IO[str] | None] = []
+    locks: list[Any] = []
     found: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -181,7 +181,7 @@ class Trainer(ABC):
         result = TrainingResult(self.model)
         stages = self._stages()
         position: Position | None = None
-        locks: list[IO[str]] = []
+        locks: list[Any] = []
         if self.output is not None:
             if self.accelerator.is_main_process:
                 self.inputs = self._run_inputs()

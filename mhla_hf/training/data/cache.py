@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from ...utils.destinations import take_lock
+from ...utils.destinations import share_lock
 from ...utils.files import atomic_file, path_inside
 from ...utils.json_files import check_fields, read_json
 from ...utils.messages import shorten_value
@@ -118,11 +118,9 @@ class LatentDataset:
         Raises:
             ValueError: If the cache is being changed, or has changed since it was opened.
         """
-        try:
-            taken = f"cache {self.directory} is being changed by another run; wait for it"
-            lock = take_lock(self.directory / LOCK, taken, shared=True)
-        except OSError:
-            lock = None
+        lock = share_lock(
+            self.directory / LOCK, f"cache {self.directory} is being changed by another run; wait for it"
+        )
         if read_manifest(self.directory) != self.manifest:
             if lock is not None:
                 lock.close()

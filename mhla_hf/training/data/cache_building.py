@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -292,7 +292,7 @@ def make_cache(
 
 def _start(
     directory: Path, settings: dict[str, Any], samples: Sequence[DataSample], accelerator: Accelerator
-) -> tuple[bool, IO[str] | None]:
+) -> tuple[bool, Any]:
     """Decides on the main process whether samples have to be encoded, and takes the lock; all raise its error."""
     found: list[Any] = [False, None]
     lock, failure = None, None
