@@ -142,7 +142,6 @@ def recover_command(
     with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
     """
     from ..recovery.recover import recover
-    from .train import _digit_videos
 
     changes = {name.replace("__", "."): value for name, value in given(options, _OVERRIDES).items()}
     report = recover(
@@ -165,7 +164,6 @@ def recover_command(
         device=device,
         save_every=save_every,
         progress=not quiet,
-        digit_videos=_digit_videos,
         **mhla_fields(given(options, _BLOCKS)),
         **given(options, HUB),
     )

@@ -19,7 +19,6 @@ from .output import JsonFile, write_report
 
 
 if TYPE_CHECKING:
-    from ..training.data.folders import DataSample
     from ..training.loading import PipelineSource
 
 app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
@@ -157,7 +156,7 @@ def _train(
     json_file: Path | None,
     track_every: int | None,
 ) -> None:
-    from ..training.data.cache_building import make_cache
+    from ..training.data.cache import make_cache
     from ..training.loading import PipelineSource
     from ..training.processes import make_accelerator
 
@@ -169,7 +168,7 @@ def _train(
             if not cache_only:
                 source.check_run(config)
     if cache_config.data is not None:
-        make_cache(config, cache_config, accelerator, _digit_videos, source)
+        make_cache(config, cache_config, accelerator, source)
     if cache_only:
         return
 
@@ -219,10 +218,10 @@ def cache_command(**options: Any) -> None:
     if cache_config.data is None:
         raise ValueError("data must be given: a folder of videos or images, or 'digits'")
 
-    from ..training.data.cache_building import make_cache
+    from ..training.data.cache import make_cache
     from ..training.processes import make_accelerator
 
-    make_cache(config, cache_config, make_accelerator(config), _digit_videos)
+    make_cache(config, cache_config, make_accelerator(config))
 
 
 for _family, _command in COMMANDS.items():
@@ -278,20 +277,3 @@ def _mhla_options(
         values["layers"] = parse_layers(shortcuts["layers"], source.model.config["num_layers"])
     # Models have defaults of their own for what was not given.
     return source, MHLAConfig.from_dict(values).given_options()
-
-
-def _digit_videos(config: CacheConfig) -> "list[DataSample]":
-    """The videos of the demo, in the size that the options ask for."""
-    from ..training.data.digits import MovingDigits, MovingDigitsConfig
-    from ..training.data.folders import DataSample
-
-    assert config.num_frames is not None and config.height is not None and config.num_samples is not None
-    appearance = MovingDigitsConfig(
-        num_frames=config.num_frames, size=config.height, digit_size=max(8, round(config.height * 28 / 64))
-    )
-    videos = MovingDigits("train", config.num_samples, config=appearance)
-
-    def sample(index: int) -> DataSample:
-        return DataSample(f"digits:{index}", videos[index].caption, lambda: videos[index].tensor())
-
-    return [sample(index) for index in range(len(videos))]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,24 @@ from torch import nn
 from ..models.registry import is_mhla_class
 from ..models.source import Component
 from ..training.config import CacheConfig, TrainingConfig
-from ..training.data.batch_sources import BatchSource, Latents, PackedText, RecordedCalls
-from ..training.data.folders import DataSample
+from ..training.data.batch_sources import (
+    ROW_LENGTH,
+    BatchSource,
+    Latents,
+    PackedText,
+    RecordedCalls,
+    image_batches,
+    open_images,
+    open_texts,
+    text_batches,
+)
 from ..training.data.generated import generate_text, read_prompts
-from ..training.data.opening import ROW_LENGTH, image_batches, open_images, open_texts, text_batches
 from ..training.loading import PipelineSource, objective_for
 from ..training.matching.layers import Batch, mhla_layers
 from ..utils.locations import PIPELINE_INDEX
 from .probes import pipeline_batches
 from .recipes import TEXT, TRANSFORMERS, Recipe
 
-
-DigitVideos = Callable[[CacheConfig], Sequence[DataSample]]
 
 GENERATED = "generated"
 DATA_FREE = ("pixart",)
@@ -47,7 +52,6 @@ class RecoveryData:
         seed: Seed of their order.
         progress: Show progress.
         prompts: Text file with one prompt a line, for samples of the original.
-        digit_videos: Makes moving digits, for `digits` with Wan.
     """
 
     root: Path
@@ -59,7 +63,6 @@ class RecoveryData:
     seed: int
     progress: bool
     prompts: str | None
-    digit_videos: DigitVideos | None
 
     def check(self) -> None:
         """Checks what shows before anything is converted, encoded or drawn.
@@ -90,11 +93,11 @@ class RecoveryData:
         elif family == "vision":
             open_images(self.component.load_config(), self.root, data)
         else:
-            from ..training.data.cache_building import open_samples
+            from ..training.data.cache import open_samples
 
             _, cache_config = self._cache_options("cpu")
             source = PipelineSource(self.root, self.component.name)
-            open_samples(source, cache_config, self.seed, torch.device("cpu"), self.digit_videos)
+            open_samples(source, cache_config, self.seed, torch.device("cpu"))
 
     def open(self, model: nn.Module) -> BatchSource:
         """Prepares them once, as tokens, or as latents and embeddings, and opens them for the converted model.
@@ -119,12 +122,12 @@ class RecoveryData:
 
     def _make_cache(self, model: nn.Module) -> None:
         """Keeps latents and embeddings of images or videos."""
-        from ..training.data.cache_building import make_cache
+        from ..training.data.cache import make_cache
         from ..training.processes import make_accelerator
 
         device = "cpu" if next(model.parameters()).device.type == "cpu" else "auto"
         config, cache_config = self._cache_options(device)
-        make_cache(config, cache_config, make_accelerator(config), self.digit_videos)
+        make_cache(config, cache_config, make_accelerator(config))
 
     def _cache_options(self, device: str) -> tuple[TrainingConfig, CacheConfig]:
         options = self.recipe.data

@@ -19,7 +19,7 @@ from ..training.config import DEVICES, DIGITS, TrainingConfig
 from ..training.processes import TrainingStopped
 from ..utils.locations import is_hub_id
 from ..utils.messages import check_count, shorten_list, shorten_text
-from .data import DATA_FREE, GENERATED, DigitVideos, RecoveryData
+from .data import DATA_FREE, GENERATED, RecoveryData
 from .recipes import Recipe, default_recipe, load_recipe, parse_keep
 from .report import RecoveryReport
 from .run import MakeSource, RecoveryRun
@@ -52,7 +52,6 @@ def recover(
     device: str = "auto",
     save_every: int = _SAVE_EVERY,
     progress: bool = True,
-    digit_videos: DigitVideos | None = None,
     on_stage: Callable[[str], None] | None = None,
     **hub: Any,
 ) -> RecoveryReport:
@@ -94,7 +93,6 @@ def recover(
         device: `auto` takes the GPU if there is one, or `cpu`.
         save_every: Steps between checkpoints.
         progress: Show progress.
-        digit_videos: Makes moving digits, for `data="digits"` with Wan.
         on_stage: Called with the name of each stage when it begins.
         **hub: `revision`, `token`, `cache_dir` and `local_files_only` for sources on the Hub.
 
@@ -174,7 +172,6 @@ def recover(
             cache=work.path / DATA,
             seed=seed,
             progress=progress,
-            digit_videos=digit_videos,
         )
         if not is_converted:
             given_data.check()

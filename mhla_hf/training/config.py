@@ -15,7 +15,7 @@ from typing import Any
 from ..utils.json_files import check_fields, parse_json, read_json
 from ..utils.messages import shorten_value
 from ..utils.options import Options, option
-from .data.buckets import parse_buckets
+from .data.folders import parse_buckets
 
 
 TRAIN_MODES = ("mhla", "lora", "full")

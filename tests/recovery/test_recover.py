@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import app
-from mhla_hf.cli.train import _digit_videos
 from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.recovery import run as module
 from mhla_hf.utils.tensor_files import read_header
@@ -73,7 +72,7 @@ def sources(tmp_path_factory):
 def recover(kind: str, sources, output: Path, changes=None, **options):
     source, data = sources[kind]
     data = options.pop("data", data)
-    options = {"progress": False, "device": "cpu", "digit_videos": _digit_videos, **options}
+    options = {"progress": False, "device": "cpu", **options}
     return mhla_hf.recover(
         source, output, data, changes={**SMALL, **EXTRA.get(kind, {}), **(changes or {})}, **options
     )
@@ -258,7 +257,7 @@ def test_damaged_result_of_a_stage(sources, tmp_path, monkeypatch):
         ({"dtype": "int8"}, "dtype='int8' must be one of float32"),
         ({"blocks": [2]}, "mhla.blocks has no meaning for sequences of text: give mhla.block_size"),
         ({"block_size": [0]}, "mhla.block_size"),
-        ({"data": "nothing"}, "data: nothing is neither a folder, a .jsonl file, nor the id of a data set"),
+        ({"data": "nothing"}, "data: nothing is neither a folder of"),
         ({"data": ""}, "data is empty: give a folder of .txt"),
         ({"prompts": "prompts.txt"}, "prompts have no effect on models of the family encoder; leave them out"),
         ({"prompts": "prompts.txt", "data": lambda model: None}, "prompts have no effect beside data from a function"),
@@ -367,7 +366,7 @@ def test_weights_keep_their_types(tmp_path):
     data = {"data.height": 64, "data.width": 64, "data.num_frames": 17}
     mhla_hf.recover(
         base, tmp_path / "out", "digits", layers="1", stages=("calibrate",), changes={**stages, **mhla, **data},
-        device="cpu", progress=False, digit_videos=_digit_videos,
+        device="cpu", progress=False,
     )  # fmt: skip
     before, _ = read_header(base / "transformer" / "diffusion_pytorch_model.safetensors")
     after, _ = read_header(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")

@@ -109,8 +109,7 @@ def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
     pipeline.transformer = student
     pipeline.save_pretrained(source)
     from mhla_hf.training import CacheConfig
-    from mhla_hf.training.data.cache_building import make_cache
-    from mhla_hf.training.data.folders import DataSample
+    from mhla_hf.training.data.cache import make_cache
     from mhla_hf.training.processes import make_accelerator
 
     config = TrainingConfig(
@@ -121,11 +120,8 @@ def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
     cache = CacheConfig(data="digits", height=16, width=16, num_frames=5, max_sequence_length=8, num_samples=2)
     video = torch.zeros(3, 5, 16, 16)
 
-    def digits(config):
-        return [DataSample(f"{number}", "a", lambda: video) for number in range(2)]
-
     accelerator = make_accelerator(config)
-    make_cache(config, cache, accelerator, digits)
+    make_cache(config, cache, accelerator)
     seen = {}
 
     def write(self, transformer, folder, step):

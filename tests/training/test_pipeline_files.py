@@ -17,7 +17,7 @@ from mhla_hf.demo.config import DemoConfig, base_pipeline_directory
 from mhla_hf.demo.data import encode_digits
 from mhla_hf.demo.runner import Demo, token_grid
 from mhla_hf.training import TrainingConfig
-from mhla_hf.training.data.class_labels import pipeline_labels
+from mhla_hf.training.data.images import pipeline_labels
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.metrics import MetricsFile, read_metrics
 

@@ -83,8 +83,7 @@ def pipeline_directory(tmp_path_factory):
 def cache_directory(tmp_path_factory, pipeline_directory):
     """A cache with random latents: the encoders have tests of their own."""
     from mhla_hf.training.config import CacheConfig
-    from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
-    from mhla_hf.training.data.cache_building import cache_settings
+    from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, cache_settings, write_tensors
     from mhla_hf.training.families import FAMILIES
     from mhla_hf.utils.files import write_json
 

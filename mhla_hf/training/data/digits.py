@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from ...utils.messages import how_to_install
+from ...utils.messages import check_choice, how_to_install
 from .folders import DataSample
 
 
@@ -50,8 +50,7 @@ def load_scans(split: str, digit_size: int = 28) -> tuple[np.ndarray, np.ndarray
     Raises:
         ValueError: If the split does not exist, or scikit-learn is missing.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}.")
+    check_choice("split", split, SPLITS)
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -65,13 +64,13 @@ def load_scans(split: str, digit_size: int = 28) -> tuple[np.ndarray, np.ndarray
 
 
 def enlarge(scans: torch.Tensor, size: int) -> torch.Tensor:
-    """Enlarges scans `[N, 8, 8]` in 0..1 to `[N, size, size]` (bicubic)."""
+    """Enlarge scans `[N, 8, 8]` in 0..1 to `[N, size, size]` (bicubic)."""
     enlarged = F.interpolate(scans[:, None], size=(size, size), mode="bicubic", align_corners=False)
     return enlarged[:, 0].clamp(0.0, 1.0)
 
 
 def digit_images(count: int, size: int, *, captions: bool, split: str = "train") -> list[DataSample]:
-    """Images of one digit each, white on black.
+    """List images of one digit each, white on black.
 
     Args:
         count: Number of images; at most 1,498 in `train` and 299 in `held_out`.
@@ -101,7 +100,7 @@ def digit_images(count: int, size: int, *, captions: bool, split: str = "train")
 
 
 def caption_for(digits: Sequence[int], directions: Sequence[str]) -> str:
-    """Writes the caption of a video, such as `"a three moves left and a seven moves up"`.
+    """Write the caption of a video, such as `"a three moves left and a seven moves up"`.
 
     Args:
         digits: One to four digits, 0 to 9.
@@ -109,18 +108,7 @@ def caption_for(digits: Sequence[int], directions: Sequence[str]) -> str:
 
     Returns:
         The caption, in lower case.
-
-    Raises:
-        ValueError: If the two differ in length, or hold anything but digits and directions.
     """
-    if len(digits) != len(directions) or not digits:
-        raise ValueError(f"digits and directions must be as many, and at least one; got {digits} and {directions}.")
-    for direction in directions:
-        if direction not in DIRECTIONS:
-            raise ValueError(f"directions must be among {', '.join(DIRECTIONS)}; got {direction!r}.")
-    for digit in digits:
-        if not 0 <= digit <= 9:
-            raise ValueError(f"digits must be 0 to 9; got {digit}.")
     return " and ".join(
         f"a {DIGIT_WORDS[digit]} moves {direction}" for digit, direction in zip(digits, directions, strict=True)
     )
@@ -147,10 +135,6 @@ class MovingDigitsConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.digit_size <= self.size:
             raise ValueError(f"digit_size must be between 1 and size ({self.size}); got {self.digit_size}.")
-        if self.num_frames < 1:
-            raise ValueError(f"num_frames must be at least 1; got {self.num_frames}.")
-        if not 1 <= len(self.count_weights) <= 4 or sum(self.count_weights) <= 0:
-            raise ValueError(f"count_weights must hold one to four weights; got {self.count_weights}.")
 
 
 @dataclass(frozen=True)
@@ -175,7 +159,7 @@ class DigitVideo:
 
 
 def frames_to_tensor(frames: np.ndarray) -> torch.Tensor:
-    """Converts grey uint8 frames `[..., F, H, W]` into `[..., 3, F, H, W]` float32 in -1..1."""
+    """Convert grey uint8 frames `[..., F, H, W]` into `[..., 3, F, H, W]` float32 in -1..1."""
     video = torch.from_numpy(np.ascontiguousarray(frames)).float() / 127.5 - 1.0
     return video.unsqueeze(-4).expand(*video.shape[:-3], 3, *video.shape[-3:]).contiguous()
 
@@ -255,10 +239,27 @@ class MovingDigits(Dataset):
 
 
 def stack_videos(dataset: MovingDigits, start: int, stop: int) -> tuple[torch.Tensor, list[str]]:
-    """Collects videos `start` to `stop` (exclusive).
+    """Collect videos `start` to `stop` (exclusive).
 
     Returns:
         `[stop - start, 3, F, H, W]` float32 in -1..1, and the captions.
     """
     examples = [dataset[index] for index in range(start, stop)]
     return frames_to_tensor(np.stack([example.frames for example in examples])), [e.caption for e in examples]
+
+
+def digit_videos(count: int, size: int, num_frames: int) -> list[DataSample]:
+    """List videos of moving digits, for training.
+
+    Args:
+        count: Number of videos.
+        size: Height and width in pixels; the digits scale with it.
+        num_frames: Frames of a video.
+    """
+    appearance = MovingDigitsConfig(num_frames=num_frames, size=size, digit_size=max(8, round(size * 28 / 64)))
+    videos = MovingDigits("train", count, config=appearance)
+
+    def sample(index: int) -> DataSample:
+        return DataSample(f"digits:{index}", videos[index].caption, lambda: videos[index].tensor())
+
+    return [sample(index) for index in range(count)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short hashes that identify weights and data without reading all of them.
 
-Files of a few megabytes are read whole. Of larger safetensors files the header (names, types, shapes) is read and a
+Small files are read completely. Of larger safetensors files the header (names, types, shapes) is read and a
 few kilobytes at the beginning, middle and end of every tensor: training changes every part of a tensor, so a
 few megabytes identify a text encoder of eleven gigabytes. Other large files are sampled evenly.
 """
@@ -25,7 +25,7 @@ _LARGEST_HEADER = 100 * 2**20
 
 
 def file_fingerprint(path: Path) -> str:
-    """A hash of a file's size and of its content, which is sampled if the file is large."""
+    """Hash a file's size and its content, which is sampled if the file is large."""
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size};".encode())
     with path.open("rb") as file:
@@ -45,7 +45,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A hash over the names and contents of a component's files; hidden ones do not count."""
+    """Hash the names and contents of a component's files; hidden ones do not count."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder)
@@ -55,7 +55,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
-    """A hash over the names, shapes and some values of a model's parameters.
+    """Hash the names, shapes and some values of a model's parameters.
 
     Args:
         model: Object with `named_parameters`.
@@ -72,7 +72,7 @@ def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
 
 
 def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
-    """A hash over the size of a data set and over some of its samples.
+    """Hash the size of a data set and some of its samples.
 
     Of tensors that differ each time they are read, as augmented ones do, the shapes alone count.
 

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of training data: safe listing of their files, captions, and samples that are read one at a time."""
+"""Folders of training data: listing of files, captions, sizes in buckets, and samples that are read one at a time.
+
+Imported without torch: the options of the command line are checked here.
+"""
 
 from __future__ import annotations
 
 import csv
+import math
 import os
-import stat
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...utils.files import path_inside
 from ...utils.json_files import check_fields, parse_json
+from ...utils.messages import shorten_text, shorten_value
 
+
+if TYPE_CHECKING:
+    import torch
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 _FILE_KEYS = ("file_name", "image", "video", "path")
@@ -24,7 +29,8 @@ _CAPTION_KEYS = ("caption", "text", "prompt")
 _TEXT_FIELDS = dict.fromkeys((*_FILE_KEYS, *_CAPTION_KEYS), (str, type(None)))
 # Captions have hundreds of bytes; a file of zeros would be read as one line.
 _LONGEST_LINE = 1 << 20
-_LONGEST_NAME = 1000
+# Buckets whose aspect ratios differ by less than this, relatively, crop about as much of an image.
+_SAME_RATIO = 0.05
 
 
 class UnusableSampleError(ValueError):
@@ -36,7 +42,7 @@ class DataSample:
     """One video or image.
 
     Attributes:
-        key: Identity of the source; a change of it makes the cache encode the sample again.
+        key: Identity of the source; if it changes, the cache encodes the sample again.
         condition: Its caption, or the number of its class.
         load: Reads it, fp32 in [-1, 1]: `[3, F, H, W]` for a video, `[3, H, W]` for an image. Raises
             `UnusableSampleError` if it has to be left out.
@@ -65,7 +71,7 @@ def unusable_sample(problem: str, condition: str | int = "", class_name: str | N
 
 
 def printable(text: str) -> str:
-    """Text with the bytes that UTF-8 cannot represent escaped: file names may hold any bytes."""
+    """Escape what UTF-8 cannot represent: file names may hold any bytes, captions half a character."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -81,25 +87,18 @@ class DataFolder:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ValueError(f"data must be an existing folder or 'digits', got {str(path)!r:.300}")
+            raise ValueError(f"data must be an existing folder or 'digits', got {shorten_text(str(path), 300)!r}")
         self.path = path
         self._root = _storage_root(path.resolve())
-        # Few folders hold many files.
-        self._real_folder = lru_cache(maxsize=1024)(Path.resolve)
 
     def problem(self, path: Path) -> str | None:
-        """Reason why a path cannot be read as a file, with its name; `None` for readable files."""
+        """Return why a path cannot be read as a file of this folder, or `None`."""
         try:
-            status = path.stat()
-            if stat.S_ISDIR(status.st_mode):
-                return f"{path} is a folder, not a file"
-            if not stat.S_ISREG(status.st_mode):
-                return f"{path} is not a regular file (a pipe, socket or device)"
             if not self._holds(path):
                 return f"{path} is a link out of {self.path}; put the file itself there, by a copy or a hard link"
+            if not path.is_file():
+                return f"{path} does not exist or is not a regular file"
             path.open("rb").close()
-        except FileNotFoundError:
-            return f"{path} {'is a link that leads nowhere' if path.is_symlink() else 'does not exist'}"
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13.
             return f"{path} cannot be read ({getattr(error, 'strerror', None) or 'links in a circle'})"
         return None
@@ -111,83 +110,64 @@ class DataFolder:
             ValueError: If the name belongs to something other than a readable file.
         """
         path = self.path / name
-        if not os.path.lexists(path):
-            return None
-        problem = self.problem(path)
+        problem = self.problem(path) if os.path.lexists(path) else None
         if problem is not None:
             raise ValueError(f"data: {problem}")
-        return path
+        return path if os.path.lexists(path) else None
 
     def subfolders(self) -> list[Path]:
-        """The folders directly inside, sorted by name, without hidden ones.
+        """List the folders directly inside, sorted by name, without hidden ones.
 
         Raises:
-            ValueError: If a link leads nowhere, or to a folder elsewhere.
+            ValueError: If a link leads nowhere, or to a folder elsewhere: the numbers of classes would change.
         """
         found = []
         for path in sorted(self.path.iterdir()):
-            if path.name.startswith("."):
-                continue
-            if path.is_dir():
-                if not self._holds(path):
-                    raise ValueError(f"data: {path} is a link out of {self.path}; put the folder itself there")
+            if path.is_dir() and not path.name.startswith("."):
                 found.append(path)
-            elif path.is_symlink() and not path.exists():
-                raise ValueError(f"data: {path} is a link that leads nowhere; remove it")
+            if path.is_symlink() and (not self._holds(path) if path.is_dir() else not path.exists()):
+                raise ValueError(f"data: {path} is a link out of {self.path} or to nothing; put the folder there")
         return found
 
     def files(self, suffixes: tuple[str, ...], below: Path | None = None) -> list[tuple[Path, str | None]]:
-        """Files with the given suffixes in the folder and its subfolders, sorted by path, with their problems.
+        """List files with the given suffixes in the folder and its subfolders, sorted by path, with their problems.
 
         Folders that cannot be listed and links to folders are included with the reason why they are skipped.
 
         Args:
             suffixes: File name suffixes in lower case.
-            below: Subfolder to list instead of the whole folder.
+            below: Subfolder to list instead of the folder.
         """
-        return sorted(self._walk(suffixes, self.path if below is None else below))
+        found: list[tuple[Path, str | None]] = []
+
+        def unlisted(error: OSError) -> None:
+            found.append((Path(error.filename), f"{error.filename} cannot be listed ({error.strerror})"))
+
+        for folder, subfolders, names in os.walk(below or self.path, onerror=unlisted):
+            links = [Path(folder, name) for name in subfolders if os.path.islink(os.path.join(folder, name))]
+            found += [(path, f"{path} is a link to a folder, which is not followed") for path in links]
+            files = (Path(folder, name) for name in names)
+            found += [(path, self.problem(path)) for path in files if path.suffix.lower() in suffixes]
+        return sorted(found)
 
     def key(self, path: Path) -> str:
         """Identity of a file: name, size and modification time."""
         status = path.stat()
         return printable(f"{path.relative_to(self.path).as_posix()}:{status.st_size}:{status.st_mtime_ns}")
 
-    def _walk(self, suffixes: tuple[str, ...], top: Path) -> Iterator[tuple[Path, str | None]]:
-        # No recursion: folders may lie in each other deeper than Python's limit.
-        folders = [top]
-        while folders:
-            folder = folders.pop()
-            try:
-                with os.scandir(folder) as listing:
-                    entries = list(listing)
-            except OSError as error:
-                yield folder, f"{folder} cannot be listed ({error.strerror})"
-                continue
-            for entry in entries:
-                path = folder / entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(path)
-                elif entry.is_symlink() and path.is_dir():
-                    yield path, f"{path} is a link to a folder, which is not followed; put the folder itself there"
-                    continue
-                if path.suffix.lower() in suffixes:
-                    yield path, self.problem(path)
-
     def _holds(self, path: Path) -> bool:
-        parent = path.parent if not path.is_symlink() else path.resolve().parent
-        return self._real_folder(parent).is_relative_to(self._root)
+        return path.resolve().is_relative_to(self._root)
 
 
 def _storage_root(folder: Path) -> Path:
-    """The folder, or what the Hub's cache keeps a whole repository in: its snapshots consist of links to `blobs`."""
+    """The folder, or the repository's folder in the Hub's cache, whose snapshots consist of links to `blobs`."""
     for parent in folder.parents:
         if parent.name == "snapshots" and (parent.parent / "blobs").is_dir():
             return parent.parent
     return folder
 
 
-@dataclass(frozen=True)
-class CaptionedFile:
+class CaptionedFile(NamedTuple):
     """File with its caption, or the reason why it is left out."""
 
     path: Path
@@ -196,7 +176,7 @@ class CaptionedFile:
 
 
 def captioned_files(folder: DataFolder, suffixes: tuple[str, ...], kind: str) -> list[CaptionedFile]:
-    """The files of a folder with their captions, in the order of their names or of the metadata file.
+    """List the files of a folder with their captions, in the order of their names or of the metadata file.
 
     Captions come from `metadata.jsonl` or `metadata.csv` (keys `file_name` or `image` or `video` or `path`; `caption`
     or `text` or `prompt`), or else from a `.txt` file beside each file. All are UTF-8.
@@ -211,102 +191,132 @@ def captioned_files(folder: DataFolder, suffixes: tuple[str, ...], kind: str) ->
     """
     metadata = next(filter(None, map(folder.own_file, METADATA_FILES)), None)
     if metadata is not None:
-        found = [_listed(folder, row, f"entry {number} of {metadata}") for number, row in _rows(metadata)]
+        rows = enumerate(_rows(metadata), start=1)
+        found = [_listed(folder, row, f"entry {number} of {metadata}") for number, row in rows]
     else:
         found = [_with_text_file(folder, path, problem) for path, problem in folder.files(suffixes)]
-    if not found:
-        raise ValueError(f"data: {folder.path} has no {kind} ({', '.join(suffixes)})")
     if all(file.problem is not None for file in found):
-        raise ValueError(f"data: none of the {len(found)} {kind} of {folder.path} can be used: {found[0].problem}")
+        why = f"none of the {len(found)} can be used: {found[0].problem}" if found else ", ".join(suffixes)
+        raise ValueError(f"data: {folder.path} has no {kind} ({why})")
     return found
 
 
 def _listed(folder: DataFolder, row: dict[Any, Any], where: str) -> CaptionedFile:
     """One entry of a metadata file."""
-    nowhere = folder.path
-    if None in row:
-        return CaptionedFile(
-            nowhere, problem=f"{where} has more fields than the header; put texts with commas in quotes"
-        )
+    problem = None
     try:
         check_fields(row, where, optional=_TEXT_FIELDS)
-        name = next((row[key] for key in _FILE_KEYS if row.get(key)), None)
+        name = next((row[key] for key in _FILE_KEYS if row.get(key)), "")
         caption = next((row[key] for key in _CAPTION_KEYS if row.get(key) is not None), None)
-        if name is None or caption is None:
-            raise ValueError(f"{where} needs one of {', '.join(_FILE_KEYS)} and one of {', '.join(_CAPTION_KEYS)}")
-        if len(name) > _LONGEST_NAME:
-            raise ValueError(f"{where} names a file by {len(name):,} characters")
         path = path_inside(folder.path, name, where)
-        caption.encode("utf-8")
-    except UnicodeEncodeError:
-        return CaptionedFile(nowhere, problem=f"{where} has a caption with half a character (a lone surrogate)")
     except ValueError as error:
-        return CaptionedFile(nowhere, problem=str(error))
-    found = folder.problem(path)
-    return CaptionedFile(path, caption, found and f"{found} ({where})")
+        return CaptionedFile(folder.path, problem=str(error))
+    if None in row:
+        problem = f"{where} has more fields than the header; put texts with commas in quotes"
+    elif caption is None:
+        problem = f"{where} needs one of {', '.join(_CAPTION_KEYS)}"
+    elif (found := folder.problem(path)) is not None:
+        problem = shorten_text(f"{where}: {found}", 500)
+    return CaptionedFile(path, printable(caption or ""), problem)
 
 
 def _with_text_file(folder: DataFolder, path: Path, problem: str | None) -> CaptionedFile:
     """One file without metadata file."""
-    text = path.with_suffix(".txt")
+    text, caption = path.with_suffix(".txt"), ""
     if problem is None:
         problem = folder.problem(text)
         if problem is not None:
             problem = f"{path} has no caption: neither {METADATA_FILES[0]} nor {text.name} ({problem})"
-    if problem is not None:
-        return CaptionedFile(path, problem=problem)
-    size = text.stat().st_size
-    if size > _LONGEST_LINE:
-        return CaptionedFile(path, problem=f"caption {text} has {size:,} bytes; it may have {_LONGEST_LINE:,}")
+        else:
+            try:
+                with text.open(encoding="utf-8-sig") as file:
+                    caption = file.read(_LONGEST_LINE).strip()
+            except UnicodeDecodeError as error:
+                problem = f"caption {text} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+    return CaptionedFile(path, caption, problem)
+
+
+def _rows(path: Path) -> Iterator[dict[Any, Any]]:
+    """The entries of a metadata file."""
+    number = 0
     try:
-        return CaptionedFile(path, text.read_text(encoding="utf-8-sig").strip())
-    except UnicodeDecodeError as error:
-        problem = f"caption {text} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        return CaptionedFile(path, problem=problem)
+        with path.open(encoding="utf-8-sig", newline="" if path.suffix == ".csv" else None) as file:
+            lines = iter(lambda: file.readline(_LONGEST_LINE), "")
+            if path.suffix == ".csv":
+                # Strict: an unclosed quote would make the rest of the file one caption.
+                reader = csv.DictReader(lines, strict=True)
+                for row in reader:
+                    number = reader.line_num
+                    yield row
+            else:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        where = f"data: line {number} of {path}"
+                        yield check_fields(parse_json(line, where), where)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"data: {path} cannot be read after line {number} ({error}); save it as UTF-8") from error
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """The entries of a metadata file, with their numbers."""
-    lines = text_lines(path)
-    rows = _csv_rows(path, (line for _, line in lines)) if path.suffix == ".csv" else json_rows(path, lines)
-    return enumerate(rows, start=1)
+@dataclass(frozen=True)
+class Bucket:
+    """A size in pixels, and of videos the number of frames; 1 for images."""
+
+    height: int
+    width: int
+    num_frames: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.height},{self.width}" + (f",{self.num_frames}" if self.num_frames > 1 else "")
 
 
-def json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[dict[Any, Any]]:
-    """The objects of a JSONL file, from its numbered lines; empty lines do not count.
+def parse_buckets(text: str, num_frames: int = 1) -> tuple[Bucket, ...]:
+    """Parse buckets from `"height,width;height,width"`, the format of diffusers' training scripts.
+
+    Args:
+        text: The buckets, `"480,832,81;832,480,81"` for videos.
+        num_frames: Frames of those that do not say.
 
     Raises:
-        ValueError: If a line is not a JSON object; the message names it.
+        ValueError: If the text is of another form.
     """
-    for number, line in lines:
-        if line.strip():
-            where = f"data: line {number} of {path}"
-            yield check_fields(parse_json(line, where), where)
+    found = []
+    for part in text.strip().strip(";").split(";"):
+        match = re.fullmatch(r"([1-9]\d{0,5})\s*,\s*([1-9]\d{0,5})(?:\s*,\s*([1-9]\d{0,5}))?", part.strip())
+        if match is None:
+            raise ValueError(
+                "buckets must be like '480,832;832,480', height and width, or with frames '480,832,81;832,480,49', "
+                f"got {shorten_value(part)}"
+            )
+        found.append(Bucket(int(match[1]), int(match[2]), int(match[3] or num_frames)))
+    return tuple(found)
 
 
-def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[Any, Any]]:
-    # Strict: an unclosed quote would make the rest of the file one caption.
-    reader = csv.DictReader(lines, strict=True)
-    try:
-        yield from reader
-    except csv.Error as error:
-        where = f"data: line {reader.reader.line_num} of {path}"
-        raise ValueError(f"{where} is not valid CSV ({error}); check the quotes around captions") from error
+def nearest_bucket(buckets: Sequence[Bucket], height: int, width: int, num_frames: int = 1) -> Bucket | None:
+    """Choose the bucket of an image or video.
 
+    The aspect ratio comes first. Of buckets with about the nearest one, it is one of those with most frames among
+    those that have no more than the video; of these the largest that enlarges nothing, and else the smallest.
 
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file with their numbers; a byte-order mark is skipped."""
-    number = 0
-    with path.open("rb") as file:
-        while block := file.readline(_LONGEST_LINE + 1):
-            if len(block) > _LONGEST_LINE:
-                raise ValueError(f"data: line {number + 1} of {path} has more than {_LONGEST_LINE:,} bytes")
-            # Lines may end in a carriage return alone.
-            for line in block.splitlines(keepends=True):
-                number += 1
-                try:
-                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise ValueError(
-                        f"data: line {number} of {path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-                    ) from error
+    Args:
+        buckets: To choose from.
+        height: Height of the image or video.
+        width: Its width.
+        num_frames: Number of frames.
+
+    Returns:
+        None if the video is too short for the buckets of its aspect ratio.
+    """
+
+    def crop(bucket: Bucket) -> float:
+        return abs(math.log(bucket.height / bucket.width) - math.log(height / width))
+
+    nearest = min(map(crop, buckets))
+    shaped = [bucket for bucket in buckets if crop(bucket) <= nearest + math.log1p(_SAME_RATIO)]
+    long_enough = [bucket for bucket in shaped if bucket.num_frames <= num_frames]
+    if not long_enough:
+        return None
+    most = max(bucket.num_frames for bucket in long_enough)
+    candidates = [bucket for bucket in long_enough if bucket.num_frames == most]
+    fitting = [bucket for bucket in candidates if bucket.height <= height and bucket.width <= width]
+    by_area = {bucket.height * bucket.width: bucket for bucket in reversed(fitting or candidates)}
+    return by_area[max(by_area) if fitting else min(by_area)]

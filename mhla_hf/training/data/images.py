@@ -4,61 +4,73 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from .buckets import Bucket, nearest_bucket
-from .class_labels import folder_labels
-from .folders import DataFolder, DataSample, UnusableSampleError, captioned_files, unusable_sample
+from ...utils.json_files import read_json
+from ...utils.messages import shorten_list, shorten_text, shorten_value
+from .folders import (
+    Bucket,
+    DataFolder,
+    DataSample,
+    UnusableSampleError,
+    captioned_files,
+    nearest_bucket,
+    unusable_sample,
+)
 
+
+if TYPE_CHECKING:
+    from ..loading import PipelineSource
+
+logger = logging.getLogger(__name__)
 
 MAX_PIXELS = 2**30 // 12
 """Most pixels of an image or frame, 89 million: one in RGB and 32 bits fills a gibibyte. Pillow warns from here."""
 
 MAX_ASPECT_RATIO = 20
-"""Of the longer to the shorter side; next to nothing would be left of an image beyond it."""
+"""Of the longer to the shorter side; cropping would leave next to nothing of an image beyond it."""
+
+CLASSES_FILE = "classes.json"
+"""File of a data folder that gives its classes their numbers."""
 
 # Errors of the machine and not of a file: a sample must not be missing because of them.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
-_LONGEST_REASON = 200
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Pillow goes by the content: without this, a file of any name may reach Ghostscript and other rarely used readers.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
 
 def check_size(path: Path, width: int, height: int) -> None:
-    """Checks the size of an image or of the frames of a video, before they are decoded.
+    """Check the size of an image or of the frames of a video, before they are decoded.
 
     Raises:
-        UnusableSampleError: If there are too many pixels, or one side is far longer than the other.
+        UnusableSampleError: If there are too many pixels or none, or one side is far longer than the other.
     """
-    if width < 1 or height < 1:
-        raise UnusableSampleError(f"{path} has no pixels")
-    if width * height > MAX_PIXELS:
+    if not 0 < width * height <= MAX_PIXELS or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise UnusableSampleError(
-            f"{path} has {width} x {height} pixels; at most {MAX_PIXELS:,} are read, so scale it down"
-        )
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise UnusableSampleError(
-            f"{path} has {width} x {height} pixels; one side may be {MAX_ASPECT_RATIO} times the other, so crop it"
+            f"{path} has {width} x {height} pixels; at most {MAX_PIXELS:,} are read, and one side may be "
+            f"{MAX_ASPECT_RATIO} times the other: scale it down or crop it"
         )
 
 
 def open_image(path: Path, formats: tuple[str, ...]) -> Image.Image:
-    """Opens a file of one of some formats, as Pillow names them, without decoding it.
+    """Open a file of one of the given formats, as Pillow names them, without decoding it.
 
     Raises:
         UnusableSampleError: If its size is out of bounds.
         Exception: Pillow's errors for damaged files, of nearly any type.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # Such a size is refused right below.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `check_size` refuses such a size.
         image = Image.open(path, formats=formats)
     try:
         check_size(path, *image.size)
@@ -69,7 +81,7 @@ def open_image(path: Path, formats: tuple[str, ...]) -> Image.Image:
 
 
 def fit(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """Crops the centre of an image to the wanted shape and scales it (bicubic).
+    """Crop the centre of an image to the wanted shape and scale it (bicubic).
 
     Args:
         image: In RGB.
@@ -83,12 +95,12 @@ def fit(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 
 def to_tensor(frames: np.ndarray) -> torch.Tensor:
-    """Frames, uint8 `[F, H, W, 3]`, as fp32 `[3, F, H, W]` in [-1, 1]."""
+    """Convert frames, uint8 `[F, H, W, 3]`, to fp32 `[3, F, H, W]` in [-1, 1]."""
     return torch.from_numpy(np.ascontiguousarray(frames.transpose(3, 0, 1, 2))).float().div_(127.5).sub_(1)
 
 
 def unreadable(path: Path, kind: str, error: Exception) -> Exception:
-    """Exception to raise for a file that cannot be decoded.
+    """Choose the exception for a file that cannot be decoded.
 
     Args:
         path: The file.
@@ -100,13 +112,12 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
     """
     if isinstance(error, UnusableSampleError | MemoryError) or getattr(error, "errno", None) in _MACHINE_ERRORS:
         return error
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[-1] if lines else type(error).__name__
-    return UnusableSampleError(f"{path} cannot be read as {kind}: {reason[:_LONGEST_REASON]}")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return UnusableSampleError(f"{path} cannot be read as {kind}: {shorten_text(lines[-1], 200)}")
 
 
 def captioned_images(folder: Path, *, height: int, width: int, buckets: Sequence[Bucket] = ()) -> list[DataSample]:
-    """The captioned images of a folder; see `folders.captioned_files`. Those that cannot be used raise when read.
+    """List the captioned images of a folder; see `folders.captioned_files`. Unusable ones raise when read.
 
     Args:
         folder: The folder.
@@ -133,13 +144,13 @@ def class_images(
     num_classes: int,
     buckets: Sequence[Bucket] = (),
 ) -> list[DataSample]:
-    """The images of a folder with one subfolder per class.
+    """List the images of a folder with one subfolder per class.
 
     The first image of every class comes first, then the second of every class, and so on: the first part of the
     list has all classes in it.
 
     Args:
-        folder: The folder; `class_labels.folder_labels` says which numbers its classes get.
+        folder: The folder; see `folder_labels` for the numbers of its classes.
         height: Height to scale and crop to.
         width: Width to scale and crop to.
         known_labels: Names of classes that the pipeline knows.
@@ -167,7 +178,7 @@ def class_images(
 
 
 def read_image(path: Path) -> np.ndarray:
-    """Reads an image the way up that its EXIF data say, uint8 `[H, W, 3]`.
+    """Read an image, turned as its EXIF data say, uint8 `[H, W, 3]`.
 
     Raises:
         UnusableSampleError: If the file cannot be read as an image, or its size is out of bounds.
@@ -176,7 +187,7 @@ def read_image(path: Path) -> np.ndarray:
 
 
 def image_grid(images: np.ndarray) -> np.ndarray:
-    """Images side by side, in rows of about as many as there are rows; places left over are black.
+    """Arrange images in a grid that is about square; places left over are black.
 
     Args:
         images: uint8 `[P, H, W, 3]`.
@@ -204,10 +215,6 @@ def _read_rgb(path: Path) -> Image.Image:
         raise unreadable(path, "an image", error) from error
 
 
-def _fitted(image: Image.Image, height: int, width: int) -> torch.Tensor:
-    return to_tensor(fit(image, height, width)[None])[:, 0]
-
-
 def _sample(
     path: Path,
     problem: str | None,
@@ -223,6 +230,93 @@ def _sample(
         image = _read_rgb(path)
         size = nearest_bucket(sizes, image.height, image.width)
         assert size is not None
-        return _fitted(image, size.height, size.width)
+        return to_tensor(fit(image, size.height, size.width)[None])[:, 0]
 
     return DataSample(folder.key(path), condition, load, class_name)
+
+
+def pipeline_labels(source: PipelineSource) -> dict[str, int]:
+    """Class names of a pipeline with their numbers; empty if it has none."""
+    from diffusers import DiTPipeline
+
+    names = source.index.get("id2label")
+    # The pipeline splits lists of synonyms.
+    return DiTPipeline(transformer=None, vae=None, scheduler=None, id2label=names).labels
+
+
+def folder_labels(folder: Path, names: Iterable[str], known: Mapping[str, int], num_classes: int) -> dict[str, int]:
+    """Number the classes of a data folder.
+
+    The first rule that applies gives all numbers: `classes.json` in the folder; names that are numbers; numbers of
+    the pipeline, if it knows the names (with `_` for spaces, too); 0, 1, 2, ... in the order of the names. The last
+    one warns where the model has more classes, since a pretrained one knows others by these numbers.
+
+    Args:
+        folder: The folder of data.
+        names: The classes.
+        known: See `pipeline_labels`.
+        num_classes: Number of classes of the model.
+
+    Raises:
+        ValueError: If `classes.json` is not valid or lacks a class, the pipeline knows some of the names only, two
+            classes have one number, or the model has too few classes.
+    """
+    names = sorted(names)
+    numbers = _labels_by_rule(folder, names, known, num_classes)
+    if len(set(numbers.values())) < len(numbers) or not all(0 <= number < num_classes for number in numbers.values()):
+        pairs = shorten_list(f"{name!r} {number}" for name, number in numbers.items())
+        raise ValueError(
+            f"data: the classes of {folder} must have different numbers from 0 to {num_classes - 1}, as the model has "
+            f"{num_classes} classes; got {pairs}"
+        )
+    return numbers
+
+
+def find_label(name: str, known: Mapping[str, int], num_classes: int) -> int:
+    """Return the class number for a name or a number given by the user.
+
+    Raises:
+        ValueError: If there is no such class.
+    """
+    number = known.get(name, _number(name))
+    if number is None or (name not in known and number >= num_classes):
+        names = f" or by name ({shorten_list(known)})" if known else ""
+        raise ValueError(
+            f"validation_prompts must be classes, by number (0 to {num_classes - 1}){names}, got {shorten_value(name)}"
+        )
+    return number
+
+
+def _labels_by_rule(folder: Path, names: list[str], known: Mapping[str, int], num_classes: int) -> dict[str, int]:
+    path = DataFolder(folder).own_file(CLASSES_FILE)
+    if path is not None:
+        stored = read_json(path, "data:")
+        lacking = [name for name in names if type(stored.get(name)) is not int]
+        if lacking:
+            raise ValueError(f"data: {path} must give every class its number; it has none for {shorten_list(lacking)}")
+        return {name: stored[name] for name in names}
+    found = {name: _number(name) for name in names}
+    if None in found.values():
+        found = {name: known.get(name, known.get(name.replace("_", " "))) for name in names}
+    numbers = {name: number for name, number in found.items() if number is not None}
+    if not numbers:
+        if len(names) < num_classes:
+            logger.warning(
+                "data: the pipeline knows no class of %s by its name; they are numbered 0 to %d in the order of the "
+                "names. If the model was trained on other classes by these numbers, give the numbers in %s.",
+                folder, len(names) - 1, CLASSES_FILE,
+            )  # fmt: skip
+        return {name: number for number, name in enumerate(names)}
+    if len(numbers) < len(names):
+        raise ValueError(
+            f"data: the pipeline knows {len(numbers)} of the {len(names)} classes of {folder}, but not "
+            f"{shorten_list(set(names) - set(numbers))}; rename them, or give all classes their numbers in "
+            f"{CLASSES_FILE}"
+        )
+    return numbers
+
+
+def _number(name: str) -> int | None:
+    """Value of a decimal name; `None` for other names."""
+    # Python refuses to convert thousands of digits; names of folders are shorter.
+    return int(name) if name.isdecimal() and len(name) < 256 else None

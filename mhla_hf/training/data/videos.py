@@ -15,15 +15,22 @@ from PIL import Image, ImageSequence
 
 from ...utils.files import atomic_file
 from ...utils.messages import how_to_install
-from .buckets import Bucket, nearest_bucket
-from .folders import DataFolder, DataSample, UnusableSampleError, captioned_files, unusable_sample
+from .folders import (
+    Bucket,
+    DataFolder,
+    DataSample,
+    UnusableSampleError,
+    captioned_files,
+    nearest_bucket,
+    unusable_sample,
+)
 from .images import check_size, fit, open_image, to_tensor, unreadable
 
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
 # ffmpeg goes by the content: without this, a playlist of any name makes it read other files.
 _FFMPEG_INPUT = ["-protocol_whitelist", "file", "-format_whitelist", "mov,matroska,webm,avi"]
-# Without this, frames that cannot be decoded are made up from their neighbours.
+# Without this, ffmpeg fills in frames that it cannot decode from their neighbours.
 _FFMPEG_INPUT += ["-xerror", "-err_detect", "explode"]
 # Damaged files claim any rate, and all frames up to the last one that is wanted are decoded.
 _HIGHEST_FPS = 1000
@@ -32,7 +39,7 @@ _HIGHEST_FPS = 1000
 def captioned_videos(
     folder: Path, *, num_frames: int, height: int, width: int, fps: float | None = None, buckets: Sequence[Bucket] = ()
 ) -> list[DataSample]:
-    """The captioned videos of a folder; see `folders.captioned_files`. Those that cannot be used raise when read.
+    """List the captioned videos of a folder; see `folders.captioned_files`. Unusable ones raise when read.
 
     Args:
         folder: The folder.
@@ -50,10 +57,12 @@ def captioned_videos(
     def sample(path: Path, caption: str) -> DataSample:
         def load() -> torch.Tensor:
             size = sizes[0] if len(sizes) == 1 else _choose_bucket(path, sizes, fps)
-            frames = read_frames(path, size.num_frames, fps, (size.height, size.width))
-            if len(frames) < size.num_frames:
-                raise UnusableSampleError(f"{path} has fewer than {size.num_frames} frames that can be read")
-            return to_tensor(frames)
+            if size is not None:
+                frames = read_frames(path, size.num_frames, fps, (size.height, size.width))
+                if len(frames) == size.num_frames:
+                    return to_tensor(frames)
+            wanted = " or ".join(str(each.num_frames) for each in sizes)
+            raise UnusableSampleError(f"{path} has fewer frames that can be read than {wanted}")
 
         return DataSample(data.key(path), caption, load)
 
@@ -66,7 +75,7 @@ def captioned_videos(
 def read_frames(
     path: Path, num_frames: int, fps: float | None = None, size: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Reads up to `num_frames` frames, uint8 `[F, H, W, 3]`, one at a time.
+    """Read up to `num_frames` frames, uint8 `[F, H, W, 3]`, one at a time.
 
     Args:
         path: The video file.
@@ -100,17 +109,12 @@ def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Im
         raise unreadable(path, "a video", error) from error
 
 
-def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> Bucket:
-    """The bucket of a video, which is read once without being kept: containers do not know their frames well."""
+def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> Bucket | None:
+    """Choose the bucket of a video by reading it once: the frame counts of containers are unreliable."""
     count, height, width = 0, 0, 0
     for frame, repeats in _frames(path, max(bucket.num_frames for bucket in buckets), fps):
         count, height, width = count + repeats, frame.height, frame.width
-    if not count:
-        raise UnusableSampleError(f"{path} has no frames that can be read")
-    chosen = nearest_bucket(buckets, height, width, count)
-    if chosen is None:
-        raise UnusableSampleError(f"{path} has {count} frames that can be read, too few for buckets of its shape")
-    return chosen
+    return nearest_bucket(buckets, height, width, count) if count else None
 
 
 def _repeats(path: Path, num_frames: int, fps: float | None, source_fps: float) -> Iterator[int]:
@@ -163,7 +167,7 @@ def _ffmpeg():
 
 
 def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:
-    """Writes frames as mp4, or as GIF where imageio-ffmpeg is missing.
+    """Write frames as mp4, or as GIF where imageio-ffmpeg is missing.
 
     Args:
         path: File to write; its suffix follows the format.

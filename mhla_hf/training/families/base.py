@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...utils.json_files import read_json
 from ..config import DIGITS, LONGEST_SIDE, MOST_FRAMES, CacheConfig
-from ..data.buckets import Bucket, parse_buckets
+from ..data.folders import Bucket, parse_buckets
 from .objective import Objective
 
 

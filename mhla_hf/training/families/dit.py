@@ -181,7 +181,7 @@ class DiT(Family):
     def validation_inputs(
         self, pipeline: Any, source: PipelineSource, config: TrainingConfig, dataset: LatentDataset
     ) -> list[dict[str, Any]]:
-        from ..data.class_labels import find_label, pipeline_labels
+        from ..data.images import find_label, pipeline_labels
 
         sizes = source.sizes
         height, width = dataset.settings["height"], dataset.settings["width"]

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from mhla_hf.cli.main import app
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig, evaluate
 from mhla_hf.training.data.batches import DataOrder
-from mhla_hf.training.data.buckets import Bucket, nearest_bucket, parse_buckets
-from mhla_hf.training.data.folders import UnusableSampleError
+from mhla_hf.training.data.folders import Bucket, UnusableSampleError, nearest_bucket, parse_buckets
 from mhla_hf.training.data.videos import captioned_videos, write_video
 from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.families.base import PipelineSizes
@@ -34,18 +33,9 @@ class TestSizes:
         assert parse_buckets("480,832; 832,480 ;") == (Bucket(480, 832), Bucket(832, 480))
         assert parse_buckets("480,832,81;480,832", 49) == (Bucket(480, 832, 81), Bucket(480, 832, 49))
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("480x832", "buckets must be like '480,832;832,480'.* got '480x832'"),
-            ("480,832;;1", "got ''"),
-            ("0,8", "got '0,8'"),
-            ("8,8;8,8", "buckets has 8,8 twice"),
-            (";".join(f"{number},8" for number in range(1, 102)), "at most 100, got 101"),
-        ],
-    )
-    def test_mistakes_are_named(self, text, message):
-        with pytest.raises(ValueError, match=message):
+    @pytest.mark.parametrize("text", ["480x832", "480,832;;1", "0,8"])
+    def test_mistakes_are_named(self, text):
+        with pytest.raises(ValueError, match="buckets must be like '480,832;832,480'.* got '"):
             CacheConfig(data="x", buckets=text)
 
     @pytest.mark.parametrize(
@@ -78,14 +68,8 @@ class TestSizes:
     @pytest.mark.parametrize(
         ("sizes", "options", "message"),
         [
-            (
-                VIDEO_SIZES,
-                {"buckets": "480,832;832,488"},
-                "width must be a multiple of 16 .*got 488 in bucket 832,488,81",
-            ),
-            (VIDEO_SIZES, {"buckets": "480,832,82"}, "num_frames must be a multiple of 4 plus 1, got 82 in bucket"),
+            (VIDEO_SIZES, {"buckets": "480,832;832,488"}, "width must be a multiple of 16 .* in bucket 832,488,81"),
             (VIDEO_SIZES, {"buckets": "480,832", "height": 496}, "height cannot be given beside buckets"),
-            (VIDEO_SIZES, {"buckets": "999984,16"}, "height must be .* got 999984"),
             (IMAGE_SIZES, {"buckets": "512,512,5"}, "buckets of sana models have height and width only"),
         ],
     )
@@ -123,7 +107,7 @@ class TestOrder:
         turns = [BUCKETS[batch(order(), step)[0]] for step in range(110)]
         assert turns != sorted(turns) and turns[:55] != turns[55:]
 
-    @pytest.mark.parametrize("step", [0, 7, 1000, 10**9])
+    @pytest.mark.parametrize("step", [7, 10**9])
     def test_it_depends_on_nothing_but_seed_and_step(self, step):
         walked = order()
         for earlier in range(min(step, 20)):
@@ -141,14 +125,11 @@ class TestOrder:
                 ranks = [batch(order(2, world_size=2, rank=rank, **shared), step, micro_step) for rank in range(2)]
                 assert ranks[0] + ranks[1] == batch(order(4, **shared), step, micro_step)
 
-    @pytest.mark.parametrize("buckets", [None, [4] * 11])
-    def test_one_bucket_is_as_none(self, buckets):
+    def test_one_bucket_is_as_none(self):
         plain = DataOrder(dataset_size=11, batch_size=3, seed=0, stage="finetune")
-        assert [batch(order(buckets=buckets), step) for step in range(9)] == [batch(plain, step) for step in range(9)]
-
-    def test_batches_larger_than_a_bucket(self):
-        for step in range(20):
-            assert len({BUCKETS[index] for index in batch(order(5), step)}) == 1
+        for buckets in (None, [4] * 11):
+            ours = order(buckets=buckets)
+            assert [batch(ours, step) for step in range(9)] == [batch(plain, step) for step in range(9)]
 
 
 class Sizes(list):
@@ -168,7 +149,7 @@ def of_two_sizes(family):
 
 
 class TestTraining:
-    @pytest.mark.parametrize("family", ["wan", "sana", "dit"])
+    @pytest.mark.parametrize("family", ["wan", "dit"])
     def test_a_model_trains_on_several_grids(self, family):
         case, data = of_two_sizes(family)
         assert len({tuple(sample["latents"].shape) for sample in data}) == 2
@@ -253,35 +234,5 @@ class TestCaches:
             (3, 5, 32, 16),
             (3, 5, 16, 32),
         ]
-        with pytest.raises(UnusableSampleError, match=r"d\.mp4 has 3 frames that can be read, too few for buckets"):
+        with pytest.raises(UnusableSampleError, match=r"d\.mp4 has fewer frames that can be read than 9 or 5 or 5"):
             samples[3].load()
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"buckets": [0]}, "'buckets' must have an entry for each of the 2 samples"),
-            ({"buckets": [0, 2]}, "'buckets' must be integers from 0 to 1"),
-            ({"buckets": [0, True]}, "'buckets' must be integers from 0 to 1"),
-            ({"latent_shapes": [[1], ["x"]]}, "'latent_shapes' must be lists of positive integers"),
-            ({"latent_shapes": None}, "'latent_shapes' must be"),
-            ({"buckets": [1, 0]}, "has latents of shape"),
-        ],
-    )
-    def test_damaged_manifests(self, changes, message, tmp_path):
-        from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
-        from mhla_hf.utils.files import write_json
-
-        (tmp_path / "samples").mkdir()
-        shapes, names = [[4, 2, 2], [4, 2, 4]], ["000000.safetensors", "000001.safetensors"]
-        for name, shape in zip(names, shapes):
-            write_tensors(tmp_path / "samples" / name, {"latents": torch.ones(shape)}, torch.float32)
-        write_tensors(tmp_path / NULL_CONDITION, {"class_label": torch.tensor(1)}, torch.float32)
-        manifest = {
-            "format_version": FORMAT_VERSION, "settings": {}, "complete": True, "samples": names,
-            "latent_shape": shapes[0], "latent_shapes": shapes, "buckets": [0, 1],
-        }  # fmt: skip
-        write_json(tmp_path / MANIFEST, manifest)
-        assert LatentDataset(tmp_path)[1]["latents"].shape == (4, 2, 4)
-        write_json(tmp_path / MANIFEST, {**manifest, **changes})
-        with pytest.raises(ValueError, match=message):
-            LatentDataset(tmp_path)[1]

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches: locked while they change, hostile `cache.json`, damaged samples, truncated encoders."""
+"""Caches of latents: what is in them, resuming, locks, hostile `cache.json`, damaged samples and encoders."""
 
 import json
 import os
 import shutil
-import subprocess
-import sys
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
-from mhla_hf.training.data import cache_building
-from mhla_hf.training.data.cache_building import make_cache
+from mhla_hf.training.data import cache as caching
+from mhla_hf.training.data.cache import build_cache, cache_settings, finish_cache, make_cache, start_cache
+from mhla_hf.training.data.fingerprints import folder_fingerprint
+from mhla_hf.training.data.folders import DataSample, UnusableSampleError
+from mhla_hf.training.data.images import fit, to_tensor
+from mhla_hf.training.families import FAMILIES
+from mhla_hf.training.families.wan import encode_videos
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.utils.destinations import take_lock
 from mhla_hf.utils.files import write_json
-from tests import ROOT
 
 from ... import tiny
 from ..test_resuming import write_cache
@@ -29,22 +34,20 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def pipeline():
+    return tiny.wan_pipeline(num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def source(pipeline, tmp_path_factory):
     directory = tmp_path_factory.mktemp("source")
-    tiny.wan_pipeline(num_layers=1).save_pretrained(directory)
+    pipeline.save_pretrained(directory)
     return directory
-
-
-@pytest.fixture
-def pipeline(source, tmp_path):
-    return shutil.copytree(source, tmp_path / "pipeline")
 
 
 @pytest.fixture
 def videos(tmp_path):
     """A folder with one short GIF."""
-    from PIL import Image
-
     folder = tmp_path / "videos"
     folder.mkdir()
     frames = [Image.new("RGB", (16, 16), (40 * number, 0, 0)) for number in range(5)]
@@ -53,275 +56,253 @@ def videos(tmp_path):
     return folder
 
 
-def cache_options(videos):
-    return CacheConfig(data=str(videos), height=16, width=16, num_frames=5, max_sequence_length=8)
+def make(source, videos, cache):
+    config = TrainingConfig(model=str(source), cache=str(cache), device="cpu", progress=False)
+    options = CacheConfig(data=str(videos), height=16, width=16, num_frames=5, max_sequence_length=8)
+    return make_cache(config, options, Accelerator(cpu=True))
 
 
-def make(pipeline, videos, cache):
-    config = TrainingConfig(model=str(pipeline), cache=str(cache), device="cpu", progress=False)
-    return make_cache(config, cache_options(videos), Accelerator(cpu=True))
+def metadata(path):
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
 
 
-def trainer(pipeline, cache, output):
-    return DiffusionTrainer(
-        TrainingConfig(
-            model=str(pipeline),
-            cache=str(cache),
-            output=str(output),
-            mhla="none",
-            max_steps=1,
-            progress=False,
-            device="cpu",
-            checkpointing_steps=0,
-        )  # fmt: skip
-    )
+class TestContent:
+    config = CacheConfig(data="videos", height=16, width=16, num_frames=5, max_sequence_length=48)
+
+    def samples(self, count=3):
+        def load(number):
+            if number == 1:
+                raise UnusableSampleError("square 1 has fewer than 5 frames")
+            frame = np.zeros((16, 16, 3), np.uint8)
+            frame[4:12, number : number + 8] = 255
+            return to_tensor(np.stack([fit(Image.fromarray(frame), 16, 16)] * 5))
+
+        return [
+            DataSample(f"square {number}", f"a square {number}", lambda number=number: load(number))
+            for number in range(count)
+        ]
+
+    def build(self, directory, pipeline, source, samples, **options):
+        work = start_cache(directory, cache_settings(source, self.config, FAMILIES["wan"].folders))
+        if work:
+            sizes = PipelineSource(source).sizes
+            build_cache(directory, sizes, pipeline, self.config, samples, progress=False, **options)
+        return work
+
+    def test_samples_come_back_as_the_pipeline_makes_them(self, pipeline, source, tmp_path):
+        samples = self.samples()
+        assert self.build(tmp_path, pipeline, source, samples)
+        with pytest.raises(ValueError, match="unfinished"):
+            LatentDataset(tmp_path)
+        finish_cache(tmp_path, samples)
+        dataset = LatentDataset(tmp_path)
+        # The second video cannot be used: it is left out and named.
+        assert len(dataset) == 2 and dataset.manifest["skipped"] == ["square 1"]
+        assert dataset.latent_shape == (16, 2, 2, 2)
+        assert torch.equal(dataset[0]["latents"], encode_videos(pipeline.vae, samples[0].load()[None])[0])
+        expected, empty = pipeline.encode_prompt("a square 2", negative_prompt="", max_sequence_length=48)
+        assert torch.allclose(dataset[1]["prompt_embeds"], expected[0], atol=1e-6)
+        assert torch.allclose(dataset.null_condition["prompt_embeds"], empty[0], atol=1e-6)
+        assert not self.build(tmp_path, pipeline, source, samples)
+
+    def test_latents_decode_to_what_was_encoded(self, pipeline):
+        """Normalisation is the inverse of the pipeline's."""
+        video = torch.rand(3, 5, 16, 16) * 2 - 1
+        latents = encode_videos(pipeline.vae, video[None])[0]
+        mean = torch.tensor(pipeline.vae.config.latents_mean).view(-1, 1, 1, 1)
+        deviation = torch.tensor(pipeline.vae.config.latents_std).view(-1, 1, 1, 1)
+        expected = pipeline.vae.encode(video[None]).latent_dist.mode()[0]
+        assert torch.allclose(latents * deviation + mean, expected, atol=1e-5)
+
+    def test_an_interrupted_cache_goes_on(self, pipeline, source, tmp_path):
+        samples, loads = self.samples(), []
+        counted = [
+            DataSample(
+                sample.key, sample.condition, lambda sample=sample: (loads.append(sample.key), sample.load())[1]
+            )
+            for sample in samples
+        ]
+        self.build(tmp_path, pipeline, source, counted, rank=0, world_size=2)
+        assert loads == ["square 0", "square 2"]
+        # A truncated file, as a full disk may leave, is made again.
+        broken = tmp_path / "samples" / "000002.safetensors"
+        broken.write_bytes(broken.read_bytes()[:20])
+        (tmp_path / "samples" / "000009.safetensors").write_bytes(b"left from a larger run")
+        self.build(tmp_path, pipeline, source, counted)
+        assert loads[2:] == ["square 1", "square 2"]
+        finish_cache(tmp_path, counted)
+        assert len(LatentDataset(tmp_path)) == 2
+        assert sorted(os.listdir(tmp_path / "samples")) == ["000000.safetensors", "000002.safetensors"]
+
+    def test_a_cache_of_other_settings_is_refused(self, source, tmp_path):
+        settings = cache_settings(source, self.config, FAMILIES["wan"].folders)
+        start_cache(tmp_path, settings)
+        with pytest.raises(ValueError, match="height 16 not 64"):
+            start_cache(tmp_path, {**settings, "height": 64})
+        with pytest.raises(ValueError, match="none of the 3 samples"):
+            finish_cache(tmp_path, self.samples())
+        with pytest.raises(ValueError, match="does not exist"):
+            LatentDataset(tmp_path / "none")
+        (tmp_path / "cache.json").write_text('{"format_version": 99}')
+        with pytest.raises(ValueError, match="format 99"):
+            LatentDataset(tmp_path)
+
+    def test_sizes_have_defaults_and_must_fit_the_pipeline(self, source):
+        sizes = PipelineSource(source).sizes
+        for options, expected in (
+            ({}, (480, 832, 81, 512)),
+            ({"data": "digits", "width": 32, "max_sequence_length": 9}, (32, 32, 17, 9)),
+        ):
+            config = sizes.complete(CacheConfig(**options))
+            assert (config.height, config.width, config.num_frames, config.max_sequence_length) == expected
+        for changes, message in (
+            ({"height": 40}, "height must be a multiple of 16"),
+            ({"num_frames": 6}, "num_frames must be a multiple of 4 plus 1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                sizes.complete(self.config.replace(**changes))
+
+    def test_fingerprints_notice_changed_weights(self, tmp_path):
+        save_file({"weight": torch.zeros(2 * 10**6), "small": torch.zeros(3)}, tmp_path / "model.safetensors")
+        before = folder_fingerprint(tmp_path)
+        assert folder_fingerprint(tmp_path) == before
+        save_file({"weight": torch.zeros(2 * 10**6), "small": torch.ones(3)}, tmp_path / "model.safetensors")
+        assert folder_fingerprint(tmp_path) != before
 
 
 class TestLock:
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch):
-        monkeypatch.setattr(cache_building, "PATIENCE_SECONDS", 0.3)
+        monkeypatch.setattr(caching, "PATIENCE_SECONDS", 0.3)
 
-    def test_a_cache_in_the_making_is_refused(self, pipeline, videos, tmp_path):
+    def test_a_cache_in_the_making_is_refused(self, source, videos, tmp_path):
         (tmp_path / "cache").mkdir()
         held = take_lock(tmp_path / "cache" / ".lock", "")
         with pytest.raises(ValueError, match="cache .* is in use by another run; wait for it or choose another cache"):
-            make(pipeline, videos, tmp_path / "cache")
+            make(source, videos, tmp_path / "cache")
         assert os.listdir(tmp_path / "cache") == [".lock"]
         held.close()
-        make(pipeline, videos, tmp_path / "cache")
+        make(source, videos, tmp_path / "cache")
 
-    def test_a_cache_that_is_read_does_not_change(self, pipeline, videos, tmp_path):
-        cache = make(pipeline, videos, tmp_path / "cache")
-        before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
-        readers = [LatentDataset(cache).lock() for _ in range(2)]
-        # Another one that finds everything as it is may read along.
-        assert make(pipeline, videos, cache) == cache
-        (videos / "red.txt").write_text("something else")
-        with pytest.raises(ValueError, match="in use by another run"):
-            make(pipeline, videos, cache)
-        assert {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == before
-        for reader in readers:
-            reader.close()
-        make(pipeline, videos, cache)
-        assert "something else" in str(load_metadata(cache / "samples" / "000000.safetensors"))
-
-    def test_training_locks_its_cache(self, pipeline, videos, tmp_path):
-        cache = make(pipeline, videos, tmp_path / "cache")
-        run = trainer(pipeline, cache, tmp_path / "run")
+    def test_training_keeps_its_cache_from_changing(self, source, videos, tmp_path):
+        cache = make(source, videos, tmp_path / "cache")
+        opened = LatentDataset(cache)
+        config = TrainingConfig(
+            model=str(source), cache=str(cache), output=str(tmp_path / "run"), mhla="none", max_steps=1,
+            progress=False, device="cpu", checkpointing_steps=0,
+        )  # fmt: skip
         seen = []
 
         def callback(*step):
+            # Another run may read along, but none may change it.
+            opened.lock().close()
+            assert make(source, videos, cache) == cache
             (videos / "red.txt").write_text("changed while it is trained on")
             with pytest.raises(ValueError, match="in use by another run"):
-                make(pipeline, videos, cache)
+                make(source, videos, cache)
             seen.append(step)
 
+        run = DiffusionTrainer(config)
         run.callback = callback
         run.run()
         assert len(seen) == 1
-        make(pipeline, videos, cache)
-
-    def test_a_cache_that_changed_before_the_run_began(self, pipeline, videos, tmp_path):
-        cache = make(pipeline, videos, tmp_path / "cache")
-        run = trainer(pipeline, cache, tmp_path / "run")
-        (videos / "red.txt").write_text("something else")
-        make(pipeline, videos, cache)
+        make(source, videos, cache)
+        assert "changed while" in metadata(cache / "samples" / "000000.safetensors")["condition"]
         with pytest.raises(ValueError, match="has changed since it was opened; start again"):
-            run.run()
+            opened.lock()
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-    def test_a_cache_without_the_right_to_write_can_be_read(self, pipeline, videos, tmp_path):
-        cache = make(pipeline, videos, tmp_path / "cache")
-        (cache / ".lock").unlink()
-        cache.chmod(0o555)
-        assert LatentDataset(cache).lock() is None
-
-    def test_two_processes_with_different_data_do_not_mix(self, pipeline, videos, tmp_path, monkeypatch):
+    def test_two_processes_with_different_data_do_not_mix(self, source, videos, tmp_path, monkeypatch):
         """Both find no cache; one makes its own, the other one is refused."""
         other = shutil.copytree(videos, tmp_path / "others")
-        (other / "red.txt").write_text("another caption")
-        begin = cache_building.start_cache
+        begin = caching.start_cache
 
         def begin_late(directory, *arguments, main_process=True):
             found = begin(directory, *arguments, main_process=main_process)
             if not main_process:
                 # Meanwhile the first one makes it.
-                monkeypatch.setattr(cache_building, "start_cache", begin)
-                make(pipeline, videos, directory)
+                monkeypatch.setattr(caching, "start_cache", begin)
+                make(source, videos, directory)
             return found
 
-        monkeypatch.setattr(cache_building, "start_cache", begin_late)
+        monkeypatch.setattr(caching, "start_cache", begin_late)
         with pytest.raises(ValueError, match="was made with data .*videos' not .*others'"):
-            make(pipeline, other, tmp_path / "cache")
-        assert "it turns red" in str(load_metadata(tmp_path / "cache" / "samples" / "000000.safetensors"))
+            make(source, other, tmp_path / "cache")
+        assert metadata(tmp_path / "cache" / "samples" / "000000.safetensors")["condition"] == "it turns red"
 
 
-def load_metadata(path):
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return file.metadata()
-
-
-class TestManifest:
+class TestHostileFiles:
     @pytest.fixture
     def cache(self, tmp_path):
         write_cache(tmp_path / "cache")
         return tmp_path / "cache"
 
-    def change(self, cache, **changes):
-        manifest = json.loads((cache / "cache.json").read_text())
-        settings = changes.pop("settings", None)
-        if isinstance(settings, dict):
-            settings = {**manifest["settings"], **settings}
-        changes |= {} if settings is None else {"settings": settings}
-        write_json(cache / "cache.json", {**manifest, **changes})
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"settings": {"max_sequence_length": 10**9}}, "'max_sequence_length' must be from 1 to"),
             ({"settings": {"max_sequence_length": 10**400}}, "'max_sequence_length' must be from 1 to"),
-            ({"settings": {"max_sequence_length": -1}}, "'max_sequence_length' must be from 1 to"),
-            ({"settings": {"max_sequence_length": "8"}}, "'max_sequence_length' must be an integer or null"),
             ({"settings": {"max_sequence_length": 3}}, "does not fit max_sequence_length 3"),
-            ({"settings": {"max_sequence_length": None}}, "does not fit max_sequence_length None"),
             ({"settings": []}, "'settings' must be an object"),
-            ({"samples": "000000.safetensors"}, "'samples' must be a list"),
             ({"samples": ["../../secret.safetensors"]}, "which is no path inside"),
-            ({"samples": ["/etc/passwd"]}, "which is no path inside"),
-            ({"samples": [{"a": 1}]}, "which is no path inside"),
-            ({"samples": []}, "has no samples"),
             ({"samples": ["x" * 100_000]}, "lacks 1 samples"),
-            ({"latent_shape": [16, -2, 4, 4]}, "'latent_shape' must be a list of positive integers"),
-            ({"latent_shape": [16, 2, 4, 5]}, r"has latents of shape \(16, 2, 4, 4\), cache.json says"),
-            ({"complete": "yes"}, "'complete' must be true or false"),
-            ({"samples_digest": 7}, "'samples_digest' must be a string"),
-            ({"format_version": None}, "'format_version' must be an integer"),
+            ({"latent_shape": [16, -2, "x"]}, r"has latents of shape \[16, 2, 4, 4\], cache.json says"),
+            ({"buckets": [0, [1]]}, "'buckets' must give each sample an entry"),
         ],
     )
-    def test_hostile_values_are_one_line(self, changes, message, cache):
-        self.change(cache, **changes)
+    def test_a_manifest_is_checked(self, changes, message, cache):
+        manifest = json.loads((cache / "cache.json").read_text())
+        if isinstance(changes.get("settings"), dict):
+            changes = {"settings": {**manifest["settings"], **changes["settings"]}}
+        write_json(cache / "cache.json", {**manifest, **changes})
         with pytest.raises(ValueError, match=message) as error:
             LatentDataset(cache)[0]
         text = str(error.value)
         assert str(cache) in text and "\n" not in text and len(text) < 700
 
-    @pytest.mark.slow
-    def test_nothing_is_allocated_for_them(self, cache):
-        """A billion tokens of text would take 128 GB."""
-        self.change(cache, settings={"max_sequence_length": 10**9})
-        script = (
-            "import resource, sys\n"
-            "import torch\n"
-            "from mhla_hf.training import LatentDataset\n"
-            "resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)\n"
-            "try:\n    LatentDataset(sys.argv[1])\nexcept ValueError as error:\n    print(error)\n"
-        )
-        command = [sys.executable, "-c", script, str(cache)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert "'max_sequence_length' must be from 1 to" in done.stdout
-
-    @pytest.mark.parametrize("content", ["", "[]", '{"format_version": 3', "[" * 100_000, "\0"])
-    def test_no_json_object(self, content, cache):
-        (cache / "cache.json").write_text(content)
-        with pytest.raises(ValueError, match=r"cache\.json is not (valid JSON|a JSON object)"):
-            LatentDataset(cache)
-
-    @pytest.mark.parametrize("file", ["samples/000000", "samples/000001", "null_condition"])
-    def test_integers_in_place_of_latents_and_text_are_refused(self, file, cache):
-        """Their noise levels would be rounded to whole numbers."""
-        path = cache / f"{file}.safetensors"
-        name = "prompt_embeds" if file == "null_condition" else "latents"
-        tensors = load_file(path)
-        save_file({**tensors, name: (8 * tensors[name]).to(torch.int32)}, path)
-        with pytest.raises(ValueError, match=f"{path.name} has {name} of type int32, which must be floating-point"):
-            dataset = LatentDataset(cache)
-            assert file == "samples/000001", "only the first sample is read when a cache is opened"
-            dataset[1]
+    def test_samples_of_several_shapes(self, tmp_path):
+        (tmp_path / "samples").mkdir()
+        shapes, names = [[4, 2, 2], [4, 2, 4]], ["000000.safetensors", "000001.safetensors"]
+        for name, shape in zip(names, shapes):
+            save_file({"latents": torch.ones(shape)}, tmp_path / "samples" / name)
+        save_file({"class_label": torch.tensor(1)}, tmp_path / caching.NULL_CONDITION)
+        manifest = {
+            "format_version": caching.FORMAT_VERSION, "settings": {}, "complete": True, "samples": names,
+            "latent_shape": shapes[0], "latent_shapes": shapes, "buckets": [0, 1],
+        }  # fmt: skip
+        write_json(tmp_path / "cache.json", manifest)
+        assert LatentDataset(tmp_path)[1]["latents"].shape == (4, 2, 4)
+        write_json(tmp_path / "cache.json", {**manifest, "buckets": [1, 0]})
+        with pytest.raises(ValueError, match="has latents of shape"):
+            LatentDataset(tmp_path)
 
     def test_damaged_samples_are_named(self, cache):
         path = cache / "samples" / "000001.safetensors"
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1])
-        with pytest.raises(ValueError, match=r"000001\.safetensors cannot be read: .*; remove it"):
+        tensors, content = load_file(path), path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(ValueError, match=r"000001\.safetensors cannot be read .*; remove it"):
             LatentDataset(cache)[1]
-        save_file({"prompt_embeds": torch.zeros(2, 3)}, path)
-        with pytest.raises(ValueError, match="has latents of shape None"):
-            LatentDataset(cache)[1]
-        save_file({"latents": torch.zeros(16, 2, 4, 4), "prompt_embeds": torch.tensor(1.0)}, path)
-        with pytest.raises(ValueError, match=r"has prompt_embeds of shape \(\)"):
-            LatentDataset(cache)[1]
-
-
-class TestTruncatedWeights:
-    def truncate(self, folder, keep=0.5):
-        path = next(folder.glob("*.safetensors"))
-        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
-        return path
-
-    @pytest.mark.parametrize("keep", [0.5, 0], ids=["half", "nothing"])
-    @pytest.mark.parametrize("component", ["vae", "text_encoder"])
-    def test_encoders_are_named_when_caching(self, component, keep, pipeline, videos, tmp_path):
-        path = self.truncate(pipeline / component, keep)
-        with pytest.raises(ValueError, match=r"weights .* are damaged \(.*\): copy or download them again") as error:
-            make(pipeline, videos, tmp_path / "cache")
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
-        # Before a run has begun, too.
-        with pytest.raises(ValueError, match="are damaged"):
-            PipelineSource(pipeline).check_run(TrainingConfig(mhla="none"))
-
-    def test_the_model_and_its_teacher_are_named(self, pipeline):
-        path = self.truncate(pipeline / "transformer")
-        for load in (
-            lambda: PipelineSource(pipeline).load_model("none"),
-            lambda: PipelineSource(pipeline).teacher.load(),
+        for damaged, message in (
+            ({"prompt_embeds": torch.zeros(2, 3)}, "has latents of shape None"),
+            ({**tensors, "prompt_embeds": torch.tensor(1.0)}, r"has prompt_embeds of shape \(\)"),
+            # Their noise levels would be rounded to whole numbers.
+            ({**tensors, "latents": tensors["latents"].int()}, "has latents of type int32, not floating-point"),
         ):
-            with pytest.raises(ValueError, match="are damaged") as error:
-                load()
-            assert str(path) in str(error.value)
-
-    def test_pickled_weights_too(self, pipeline, videos, tmp_path):
-        """Those that are not safetensors can only be tried."""
-        path = next((pipeline / "vae").glob("*.safetensors"))
-        torch.save(load_file(path), path.with_suffix(".bin"))
-        path.unlink()
-        content = path.with_suffix(".bin").read_bytes()
-        path.with_suffix(".bin").write_bytes(content[: len(content) // 2])
-        with pytest.raises((ValueError, OSError)) as error:
-            make(pipeline, videos, tmp_path / "cache")
-        assert str(pipeline) in str(error.value)
+            save_file(damaged, path)
+            with pytest.raises(ValueError, match=message):
+                LatentDataset(cache)[1]
 
 
-class TestDamagedConfigurations:
-    @pytest.mark.parametrize(
-        ("name", "content", "message"),
-        [
-            ("text_encoder/config.json", "[]", "is not a JSON object but a list"),
-            ("tokenizer/tokenizer.json", '{"a": [', "is not valid JSON"),
-            ("tokenizer/tokenizer_config.json", "[1, 2]", "is not a JSON object but a list"),
-            ("scheduler/scheduler_config.json", "[" * 100_000, "nested too deeply"),
-        ],
-    )
-    def test_files_are_named(self, name, content, message, pipeline, videos, tmp_path):
-        (pipeline / name).write_text(content)
-        with pytest.raises(ValueError, match=message) as error:
-            make(pipeline, videos, tmp_path / "cache")
-        assert str(pipeline / name) in str(error.value) and "\n" not in str(error.value)
-
-    def test_layers_without_weights_are_refused(self, pipeline, videos, tmp_path):
-        path = pipeline / "text_encoder" / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 10**7}))
-        with pytest.raises(
-            ValueError, match=r"text_encoder/config\.json: 'num_layers' is above the \d+ tensors beside"
-        ):
-            make(pipeline, videos, tmp_path / "cache")
-
-    def test_fields_of_other_types_name_the_pipeline(self, pipeline, videos, tmp_path):
-        path = pipeline / "text_encoder" / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": "many"}))
-        with pytest.raises(ValueError) as error:
-            make(pipeline, videos, tmp_path / "cache")
-        assert str(pipeline) in str(error.value) and len(str(error.value)) < 600
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("text_encoder/config.json", b"[]", "is not a JSON object but a list"),
+        ("vae/diffusion_pytorch_model.safetensors", None, r"weights .* are damaged \(.*\): copy or download them"),
+    ],
+)
+def test_damaged_encoders_are_named(name, content, message, source, videos, tmp_path):
+    damaged = shutil.copytree(source, tmp_path / "pipeline")
+    path = damaged / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content is None else content)
+    with pytest.raises(ValueError, match=message) as error:
+        make(damaged, videos, tmp_path / "cache")
+    assert str(path) in str(error.value) and "\n" not in str(error.value)

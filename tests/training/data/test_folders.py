@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged, hostile and unusual files in folders of training data: each is left out and named, the others stay."""
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mhla_hf.training.data.folders import DataFolder, UnusableSampleError, captioned_files
+from mhla_hf.training.data.images import IMAGE_SUFFIXES, captioned_images, class_images, read_image
+from mhla_hf.training.data.videos import captioned_videos, read_frames, write_video
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def image(path: Path, size=(24, 16), **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (200, 100, 50)).save(path, **options)
+    return path
+
+
+def gif_header(width: int, height: int) -> bytes:
+    """A GIF of one pixel that claims another size, in its screen and in its frame."""
+    size = width.to_bytes(2, "little") + height.to_bytes(2, "little")
+    screen = b"GIF89a" + size + b"\x80\x00\x00" + bytes(6)
+    return screen + b"\x2c" + bytes(4) + size + b"\x00" + b"\x02\x02\x44\x01\x00\x3b"
+
+
+def problem_of(samples, name):
+    """What reading the sample says whose key or error names a file."""
+    for sample in samples:
+        try:
+            sample.load()
+        except UnusableSampleError as error:
+            if name in str(error):
+                return str(error)
+    raise AssertionError(f"{name} can be read")
+
+
+class TestImages:
+    def test_extreme_sizes_are_refused_before_decoding(self, tmp_path, monkeypatch):
+        image(tmp_path / "long.png", (30_000, 1))
+        with pytest.raises(UnusableSampleError, match=r"long\.png has 30000 x 1 pixels; .* 20 times the other"):
+            read_image(tmp_path / "long.png")
+        # The limit does not depend on Pillow's.
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+        (tmp_path / "bomb.gif").write_bytes(gif_header(60_000, 60_000))
+        with pytest.raises(UnusableSampleError, match="has 60000 x 60000 pixels; at most 89,478,485 are read"):
+            read_image(tmp_path / "bomb.gif")
+
+    def test_only_image_formats_are_read(self, tmp_path, monkeypatch):
+        from PIL import EpsImagePlugin
+
+        monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: pytest.fail("Ghostscript was run"))
+        (tmp_path / "eps.png").write_bytes(EPS)
+        with pytest.raises(UnusableSampleError, match=r"eps\.png cannot be read as an image: cannot identify"):
+            read_image(tmp_path / "eps.png")
+        for suffix in IMAGE_SUFFIXES:
+            assert read_image(image(tmp_path / f"a{suffix}")).shape == (16, 24, 3)
+
+    def test_the_machines_errors_are_not_the_files(self, tmp_path):
+        """With no file descriptors left, an image must not be left out of the cache."""
+        path = image(tmp_path / "a.png")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                read_image(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class TestFolders:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        folder = tmp_path / "data"
+        image(folder / "good.png")
+        (folder / "good.txt").write_text("good")
+        return folder
+
+    def samples(self, folder):
+        return captioned_images(folder, height=8, width=8)
+
+    def test_special_files_and_links_out_are_left_out(self, folder, tmp_path):
+        os.mkfifo(folder / "pipe.png")
+        secret = image(tmp_path / "secret" / "key.png")
+        (folder / "out.png").symlink_to(secret)
+        (folder / "inside.png").symlink_to("good.png")
+        (folder / "nowhere.png").symlink_to("absent.png")
+        (folder / "elsewhere").symlink_to(secret.parent)
+        (tmp_path / "private.txt").write_text("private")
+        image(folder / "private.png")
+        (folder / "private.txt").symlink_to(tmp_path / "private.txt")
+        for name in ("out", "inside", "nowhere", "pipe"):
+            (folder / f"{name}.txt").write_text(name)
+        samples = self.samples(folder)
+        assert [sample.condition for sample in samples if sample.condition] == ["good", "inside"]
+        for name, reason in (
+            ("out.png", "is a link out of"),
+            ("nowhere.png", "does not exist"),
+            ("pipe.png", "is not a regular file"),
+            ("elsewhere", "is a link to a folder"),
+            ("private.png", "private.txt is a link out of"),
+        ):
+            assert reason in problem_of(samples, name)
+
+    def test_snapshots_of_the_hub_are_read(self, folder, tmp_path):
+        snapshot = tmp_path / "datasets--a--b" / "snapshots" / "0123"
+        blobs = tmp_path / "datasets--a--b" / "blobs"
+        for path in (snapshot, blobs):
+            path.mkdir(parents=True)
+        for name in ("good.png", "good.txt"):
+            (folder / name).rename(blobs / name.replace(".", "-"))
+            (snapshot / name).symlink_to(Path("../../blobs") / name.replace(".", "-"))
+        assert self.samples(snapshot)[0].load().shape == (3, 8, 8)
+
+    def test_names_that_are_no_text(self, folder):
+        for name in ("good.png", "good.txt"):
+            (folder / name).rename(os.fsdecode(os.fsencode(folder) + b"/\xff" + name[4:].encode()))
+        sample = self.samples(folder)[0]
+        assert sample.load().shape == (3, 8, 8) and sample.key.startswith("\\udcff.png:")
+
+    def test_class_folders(self, tmp_path):
+        def samples():
+            return class_images(tmp_path / "data", height=8, width=8, known_labels={}, num_classes=3)
+
+        image(tmp_path / "data" / "cat" / "1.png")
+        assert [(sample.condition, sample.class_name) for sample in samples()] == [(0, "cat")]
+        image(tmp_path / "other" / "1.png")
+        for target in (tmp_path / "other", "nowhere"):
+            (tmp_path / "data" / "bird").symlink_to(target)
+            with pytest.raises(ValueError, match="bird is a link out of .* or to nothing"):
+                samples()
+            (tmp_path / "data" / "bird").unlink()
+        (tmp_path / "data" / "classes.json").symlink_to("/etc/passwd")
+        with pytest.raises(ValueError, match=r"classes\.json is a link out of"):
+            samples()
+
+
+class TestCaptions:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        for name in ("a.png", "b.png"):
+            image(tmp_path / name)
+        return tmp_path
+
+    def files(self, folder):
+        return captioned_files(DataFolder(folder), IMAGE_SUFFIXES, "images")
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("metadata.csv", b'\xef\xbb\xbf"file_name","text"\r\n"a.png","caf\xc3\xa9"\r\n'),
+            ("metadata.jsonl", b'\xef\xbb\xbf{"file_name": "a.png", "text": "caf\xc3\xa9"}\r\n\r\n'),
+            ("a.txt", b"\xef\xbb\xbfcaf\xc3\xa9\r\n"),
+        ],
+        ids=["csv", "jsonl", "text"],
+    )
+    def test_byte_order_marks_and_line_ends(self, folder, name, content):
+        (folder / name).write_bytes(content)
+        assert [(file.path.name, file.caption) for file in self.files(folder) if not file.problem] == [
+            ("a.png", "café")
+        ]
+
+    def test_quoted_captions_may_have_several_lines(self, folder):
+        (folder / "metadata.csv").write_text('file_name,text\na.png,"two\nlines, ""quoted"""\nb.png,one\n')
+        assert [file.caption for file in self.files(folder)] == ['two\nlines, "quoted"', "one"]
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            (
+                "metadata.csv",
+                "file_name,text\na.png,café\n".encode("latin-1"),
+                "can't decode byte .* save it as UTF-8",
+            ),
+            ("metadata.csv", b'file_name,text\na.png,"' + b"x\n" * 100_000, "field larger than field limit"),
+            ("metadata.csv", b'file_name,text\na.png,"open\nb.png,x\n', "unexpected end of data"),
+            ("metadata.jsonl", bytes(2_000_000), "line 1 of .* is not valid JSON"),
+            ("metadata.jsonl", b'[{"file_name": "a.png"}]', "line 1 of .* is not a JSON object but a list"),
+        ],
+        ids=lambda value: value[:20] if isinstance(value, str) else "",
+    )
+    def test_damaged_metadata_is_named(self, folder, name, content, message):
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message) as caught:
+            self.files(folder)
+        assert name in str(caught.value) and len(str(caught.value)) < 400 + len(str(folder))
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ({"file_name": "../a.png", "text": "x"}, "no path inside"),
+            ({"file_name": "a.png", "text": ["x"]}, "'text' must be a string or null, and is a list"),
+            ({"file_name": "a.png"}, "needs one of"),
+            ({"file_name": "x" * 100_000, "text": "x"}, "cannot be read"),
+            ({"file_name": "folder", "text": "x"}, "is not a regular file"),
+        ],
+        ids=lambda value: str(value)[:40],
+    )
+    def test_an_entry_is_left_out(self, folder, row, message):
+        (folder / "folder").mkdir()
+        rows = [row, {"file_name": "b.png", "text": "b"}]
+        (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        first, second = self.files(folder)
+        assert second.problem is None and second.caption == "b"
+        assert message in first.problem and "entry 1 of" in first.problem and len(first.problem) < 1000
+        samples = captioned_images(folder, height=8, width=8)
+        assert problem_of(samples, message) and samples[1].load().shape == (3, 8, 8)
+        (folder / "metadata.jsonl").write_text(json.dumps(row) + "\n")
+        with pytest.raises(ValueError, match="has no images .none of the 1 can be used: "):
+            self.files(folder)
+
+    def test_fields_that_the_header_lacks(self, folder):
+        (folder / "metadata.csv").write_text("file_name,text\na.png,a wall, brown\nb.png\n")
+        with pytest.raises(ValueError, match="entry 1 of .* has more fields than the header; put texts with commas"):
+            self.files(folder)
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory):
+    rows = np.random.default_rng(0).integers(0, 255, (24, 40, 3), np.uint8)
+    frames = np.stack([np.roll(rows, shift, 1) for shift in range(17)])
+    return write_video(tmp_path_factory.mktemp("video") / "a.mp4", frames)
+
+
+class TestVideos:
+    def test_captions_sizes_and_lengths(self, video, tmp_path):
+        (tmp_path / "a.mp4").write_bytes(video.read_bytes())
+        (tmp_path / "a.txt").write_text("noise\n")
+        (sample,) = captioned_videos(tmp_path, num_frames=5, height=16, width=16)
+        frames = read_frames(video, 100)
+        expected = Image.fromarray(frames[3]).resize((16, 16), Image.Resampling.BICUBIC, box=(8, 0, 32, 24))
+        assert frames.shape == (17, 24, 40, 3) and sample.condition == "noise"
+        assert np.array_equal(sample.load()[:, 3].add(1).mul(127.5).round().permute(1, 2, 0), np.asarray(expected))
+        (sample,) = captioned_videos(tmp_path, num_frames=18, height=16, width=16)
+        with pytest.raises(UnusableSampleError, match=r"a\.mp4 has fewer frames that can be read than 18"):
+            sample.load()
+
+    def test_frame_rates_and_later_frames(self, tmp_path):
+        """A GIF with more frames than wanted, damaged behind them."""
+        images = [Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)) for number in range(8)]
+        path = tmp_path / "steps.gif"
+        images[0].save(path, save_all=True, append_images=images[1:], duration=100)
+        assert read_frames(path, 4, fps=5)[:, 0, 0, 0].tolist() == [0, 20, 40, 60]
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) * 2 // 3])
+        assert read_frames(path, 4)[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
+        assert read_frames(path, 4, fps=20)[:, 0, 0, 0].tolist() == [0, 0, 10, 20]
+        with pytest.raises(UnusableSampleError, match="cannot be read as a video"):
+            read_frames(path, 8)
+
+    def test_damaged_videos_are_named(self, video, tmp_path):
+        content = bytearray(video.read_bytes())
+        (tmp_path / "cut.mp4").write_bytes(content[: len(content) // 2])
+        (tmp_path / "list.mp4").write_text(f"ffconcat version 1.0\nfile {video}\n")
+        for name in ("cut.mp4", "list.mp4"):
+            with pytest.raises(UnusableSampleError, match=rf"{name} cannot be read as a video: .{{5,200}}$"):
+                read_frames(tmp_path / name, 17)
+        (tmp_path / "bomb.gif").write_bytes(gif_header(12_000, 12_000))
+        with pytest.raises(UnusableSampleError, match="12000 x 12000 pixels; at most"):
+            read_frames(tmp_path / "bomb.gif", 3)
+        # Frames that cannot be decoded are not filled in from their neighbours.
+        places = np.random.default_rng(0).integers(content.index(b"mdat") + 1000, content.index(b"moov") - 4, 20)
+        for place in places:
+            content[place] ^= 0xFF
+        (tmp_path / "damaged.mp4").write_bytes(content)
+        with pytest.raises(UnusableSampleError, match=r"damaged\.mp4 cannot be read"):
+            read_frames(tmp_path / "damaged.mp4", 17)
+
+    def test_impossible_rates_are_refused(self, video, tmp_path):
+        content = video.read_bytes()
+        # The time scale and durations of the track: 8 frames per second become millions.
+        place = content.index(b"mdhd") + 16
+        (tmp_path / "fast.mp4").write_bytes(content[:place] + (2**31 - 1).to_bytes(4, "big") + content[place + 4 :])
+        with pytest.raises(UnusableSampleError, match=r"fast\.mp4 (claims .* frames per second|has no frames|cannot)"):
+            read_frames(tmp_path / "fast.mp4", 3, fps=8)

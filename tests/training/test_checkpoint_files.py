@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints and metrics of a run."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mhla_hf.training.checkpoints import (
+    Position,
+    collect_state,
+    find_checkpoint,
+    list_checkpoints,
+    load_optimizer,
+    load_weights,
+    read_state,
+    save_checkpoint,
+)
+from mhla_hf.training.metrics import MetricsFile, read_metrics
+
+
+class TestCheckpoints:
+    def trained(self, steps=2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.randn(5, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer, [name for name, _ in model.named_parameters()]
+
+    def save(self, directory, stage="finetune", step=2, **options):
+        model, optimizer, names = self.trained()
+        weights, moments = collect_state(model, optimizer, names)
+        return save_checkpoint(directory, Position.of(stage, step), weights, moments, {"note": "x"}, **options)
+
+    def test_weights_and_moments_come_back(self, tmp_path):
+        path = self.save(tmp_path)
+        model, optimizer, names = self.trained(steps=2)
+        fresh, fresh_optimizer, _ = self.trained(steps=0)
+        load_weights(path, fresh, names)
+        load_optimizer(path, fresh, fresh_optimizer, names)
+        assert read_state(path)["note"] == "x"
+        inputs = torch.randn(5, 3)
+        for candidate, its_optimizer in ((model, optimizer), (fresh, fresh_optimizer)):
+            candidate(inputs).square().mean().backward()
+            its_optimizer.step()
+        for mine, theirs in zip(model.parameters(), fresh.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+    def test_nothing_but_plain_files(self, tmp_path):
+        path = self.save(tmp_path)
+        assert sorted(os.listdir(path)) == ["model.safetensors", "optimizer.safetensors", "state.json"]
+        assert "0.weight::exp_avg" in load_file(path / "optimizer.safetensors")
+
+    def test_latest_is_the_furthest_and_complete(self, tmp_path):
+        assert find_checkpoint("latest", tmp_path) is None
+        assert find_checkpoint(None, tmp_path) is None
+        for stage, step in (("finetune", 5), ("transfer", 20), ("finetune", 10)):
+            self.save(tmp_path, stage, step)
+        (tmp_path / ".tmp-finetune-00000099-1").mkdir()
+        (tmp_path / "notes").mkdir()
+        assert find_checkpoint("latest", tmp_path).name == "finetune-00000010"
+        assert find_checkpoint("transfer-00000020", tmp_path).name == "transfer-00000020"
+        with pytest.raises(ValueError, match="already holds"):
+            find_checkpoint(None, tmp_path)
+        with pytest.raises(ValueError, match="one of: transfer-00000020, finetune-00000005"):
+            find_checkpoint("finetune-7", tmp_path)
+        with pytest.raises(ValueError, match="not a checkpoint"):
+            find_checkpoint("notes", tmp_path)
+
+    def test_the_oldest_go_first(self, tmp_path):
+        for stage, step in (("transfer", 1), ("transfer", 2), ("finetune", 1)):
+            self.save(tmp_path, stage, step, total_limit=2)
+        assert [path.name for path in list_checkpoints(tmp_path)] == ["transfer-00000002", "finetune-00000001"]
+
+    def test_sharded_parameters_are_saved_whole(self, tmp_path):
+        """Under FSDP2 parameters and moments are DTensors; a checkpoint has whole tensors, and goes back to shards."""
+        import torch.distributed as distributed
+        from torch.distributed.fsdp import fully_shard
+
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            path = self.save(tmp_path)
+            model, _, names = self.trained(steps=0)
+            fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            load_weights(path, model, names)
+            load_optimizer(path, model, optimizer, names)
+            weights, moments = collect_state(model, optimizer, names)
+        finally:
+            distributed.destroy_process_group()
+        for file, tensors in (("model", weights), ("optimizer", moments)):
+            saved = load_file(path / f"{file}.safetensors")
+            assert saved.keys() == tensors.keys()
+            assert all(torch.equal(saved[name], tensors[name]) for name in saved)
+
+    def test_foreign_or_damaged_checkpoints_are_refused(self, tmp_path):
+        path = self.save(tmp_path)
+        model, optimizer, names = self.trained()
+        with pytest.raises(ValueError, match="of another run"):
+            load_weights(path, model, names[:-1])
+        with pytest.raises(ValueError, match="does not train here"):
+            load_optimizer(path, model, optimizer, names[:1])
+        wider = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        with pytest.raises(ValueError, match="shape"):
+            load_weights(path, wider, names)
+        (path / "model.safetensors").write_bytes(b"x")
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_weights(path, model, names)
+        (path / "state.json").write_text('{"format_version": 0}')
+        with pytest.raises(ValueError, match="format 0"):
+            read_state(path)
+        (path / "state.json").unlink()
+        with pytest.raises(ValueError, match=r"state\.json"):
+            read_state(path)
+
+
+def test_metrics_are_cut_to_the_resumed_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for stage, count in (("transfer", 3), ("finetune", 4)):
+        for step in range(1, count + 1):
+            metrics.append({"stage": stage, "step": step, "loss": 1.0})
+    metrics.close()
+    with path.open("a") as file:
+        file.write('{"stage": "fine')
+    metrics = MetricsFile(path, Position.of("finetune", 2))
+    metrics.append({"stage": "finetune", "step": 3, "loss": 2.0})
+    metrics.close()
+    expected = [("transfer", 1), ("transfer", 2), ("transfer", 3), *(("finetune", step) for step in (1, 2, 3))]
+    assert [(row["stage"], row["step"]) for row in read_metrics(path)] == expected
+    MetricsFile(path).close()
+    assert read_metrics(path) == [] == read_metrics(tmp_path / "none")
