@@ -60,6 +60,7 @@ def test_there_are_notebooks():
     assert set(FIGURES) <= {path.stem for path in NOTEBOOKS}
 
 
+@pytest.mark.slow
 @every_notebook
 def test_it_runs_and_leaves_nothing_behind(path, tmp_path):
     directory, temporary = tmp_path / "run", tmp_path / "temporary"

@@ -68,11 +68,11 @@ PATHS = [
     pytest.param(attend, "torch", id="chunked"),
     pytest.param(attend, "triton", id="chunked-kernels"),
     pytest.param(attend_sequence, "torch", id="padded"),
-    pytest.param(attend_sequence, "triton", id="padded-kernels"),
+    pytest.param(attend_sequence, "triton", id="padded-kernels", marks=pytest.mark.slow),
     pytest.param(decode, "torch", id="recurrent"),
-    pytest.param(decode, "triton", id="recurrent-kernels"),
+    pytest.param(decode, "triton", id="recurrent-kernels", marks=pytest.mark.slow),
     pytest.param(extend, "torch", id="extended"),
-    pytest.param(extend, "triton", id="extended-kernels"),
+    pytest.param(extend, "triton", id="extended-kernels", marks=pytest.mark.slow),
 ]
 
 
@@ -109,7 +109,7 @@ def test_a_bad_key_or_value_does_not_reach_earlier_tokens(path, backend, name, b
         assert after[:, BAD:, 1].isnan().any(dim=-1).all()
 
 
-@pytest.mark.parametrize("backend", ["naive", "torch", "triton"])
+@pytest.mark.parametrize("backend", ["naive", "torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", QUERIES + OTHERS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_block_query_keeps_what_is_bad_from_earlier_tokens(backend, name, bad):

@@ -108,6 +108,7 @@ def test_kernels_use_a_gpu_well(capability, cases):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_grids_share_compilations():
     """Training on another grid of tokens compiles nothing, where rows of a tile or more make up a block.
 

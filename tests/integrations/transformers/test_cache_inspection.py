@@ -190,6 +190,7 @@ def compilations(model, lengths, padded, caplog, **options):
     return 1 + sum("Recompiling" in message for message in messages)
 
 
+@pytest.mark.slow
 def test_compiled_generation_serves_all_lengths_by_two_graphs(caplog):
     model = mhla_model("llama", sizes={"num_hidden_layers": 1})
     assert compilations(model, (11, 17, 9), True, caplog, output_attentions=True) == 2
@@ -205,7 +206,8 @@ def test_generation_is_compiled_as_often_as_with_softmax(padded, lengths, caplog
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("padded", "allowed"), [(False, 2), pytest.param(True, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("padded", "allowed"), [(False, 2), (True, 3)])
 def test_a_growing_cache_is_not_compiled_anew_for_every_block(padded, allowed):
     model = mhla_model("llama", sizes={"num_hidden_layers": 1})
     torch._dynamo.reset()

@@ -22,7 +22,14 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize(
-    ("name", "padding"), [("llama", None), ("llama", "right"), ("bert", "right"), ("vit", None)], ids=str
+    ("name", "padding"),
+    [
+        ("llama", "right"),
+        pytest.param("llama", None, marks=pytest.mark.slow),
+        pytest.param("bert", "right", marks=pytest.mark.slow),
+        pytest.param("vit", None, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_training(name, padding):
     model = mhla_model(name, sizes=ONE_LAYER).train()

@@ -81,7 +81,11 @@ def all_gradients(model):
 
 @pytest.mark.parametrize(
     ("bf16", "checkpointing"),
-    [(False, "off"), (True, "reentrant"), (True, "not reentrant")],
+    [
+        (False, "off"),
+        pytest.param(True, "reentrant", marks=pytest.mark.slow),
+        pytest.param(True, "not reentrant", marks=pytest.mark.slow),
+    ],
     ids=["fp32", "bf16, reentrant checkpointing", "bf16, checkpointing"],
 )
 def test_training_a_language_model(tmp_path, bf16, checkpointing):
@@ -133,7 +137,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
         torch.testing.assert_close(resumed[name], value, msg=name)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("name", ["llama", "vit"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_gradients_under_checkpointing(name, reentrant):
     from .mhla_models import first_output, inputs, mhla_model
