@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.stages.flow_matching import flow_matching_losses, timesteps_from_sigmas, unshift_sigmas
-from mhla_hf.training.stages.noise_prediction import own_class_dropping_off
+from mhla_hf.training.stages.noise_prediction import no_label_dropout
 
 from ..training import descend, follow_cosine, make_optimizers
 from .data import EVALUATION_BATCH, NUM_CLASSES, Digits, NoisyBatch, held_out_batches, training_batch
@@ -42,7 +42,7 @@ def train(
     optimizers = make_optimizers(model, matrix_rate=options.matrix_learning_rate, other_rate=options.learning_rate)
     losses: list[torch.Tensor] = []
     model.train()
-    with own_class_dropping_off(model):
+    with no_label_dropout(model):
         for step in range(options.steps):
             follow_cosine(optimizers, step, warmup_steps=options.warmup_steps, steps=options.steps)
             batch = training_batch(digits, options, seed, step).to(model.device)

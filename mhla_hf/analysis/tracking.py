@@ -16,8 +16,8 @@ from torch import nn
 
 from ..layers.mhla import MHLA
 from ..layouts.blocks import is_integer
-from ..training.matching.distributed import Processes
 from ..training.matching.layers import Batch
+from ..training.processes import Processes
 from ..utils.files import write_json
 from ..utils.json_files import check_fields, read_json
 from ..utils.messages import shorten_value

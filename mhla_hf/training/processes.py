@@ -15,12 +15,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -33,6 +36,8 @@ from torch import distributed
 from . import sharding
 from .config import TrainingConfig
 
+
+Key = TypeVar("Key")
 
 PROJECT = "mhla-hf"
 # Other processes wait while the main one makes validation samples or copies a pipeline.
@@ -224,6 +229,63 @@ class TrainingStopped(KeyboardInterrupt):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + number
+
+
+class Processes:
+    """The processes of `torch.distributed`, or this one alone.
+
+    Attributes:
+        rank: Number of this process.
+        size: Number of processes.
+    """
+
+    def __init__(self) -> None:
+        joined = distributed.is_available() and distributed.is_initialized()
+        self.rank = distributed.get_rank() if joined else 0
+        self.size = distributed.get_world_size() if joined else 1
+
+    def share_of(self, items: Sequence[Key]) -> list[Key]:
+        """Those of some items that belong to this process; `owner` is their other side."""
+        return list(items[self.rank :: self.size])
+
+    def owner(self, number: int) -> int:
+        """The process that the item of a number belongs to."""
+        return number % self.size
+
+    def all(self, value: Any) -> list[Any]:
+        """The values of all processes."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def send(self, tensor: torch.Tensor, owner: int) -> None:
+        """Gives all processes the owner's values, in place."""
+        if self.size == 1:
+            return
+        device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+        values = tensor.data.to(device).contiguous()
+        distributed.broadcast(values, owner)
+        tensor.data.copy_(values)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context that ends in all processes or, if one of them has an error or was told to stop, in none."""
+        error: BaseException | None = None
+        try:
+            yield
+        except (Exception, TrainingStopped) as raised:
+            error = raised
+        number = error.exit_code - 128 if isinstance(error, TrainingStopped) else 0
+        states = self.all(None if error is None else (str(error), number))
+        if error is not None:
+            raise error
+        for rank, state in enumerate(states):
+            if state is not None and state[1]:
+                raise TrainingStopped("", state[1])
+            if state is not None:
+                raise RuntimeError(f"process {rank} has failed: {state[0]}")
 
 
 class StopSignals:

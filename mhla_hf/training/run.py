@@ -166,7 +166,7 @@ class Run:
 
     Attributes:
         config: The options.
-        accelerator: The processes; `matching.distributed.OneProcess` for layers that train by themselves.
+        accelerator: The processes; `stages.matching.OneProcess` for layers that train by themselves.
         model: The model that trains.
         dataset: The samples; stages make batches of them.
         state: Entries of the run in a checkpoint, see `Trainer._state`.

@@ -28,7 +28,6 @@ from .data.batches import DataOrder, LatentSamples, check_null_condition, first_
 from .data.cache import LatentDataset
 from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
 from .families import TRANSFORMERS, Tensors, check_options
-from .families.transformers_models import TransformersObjective
 from .loading import PipelineSource, TrainingSource, TransformersSource, objective_for
 from .loop import StageLoop
 from .matching.layers import Batch
@@ -40,7 +39,7 @@ from .run import Callback, ModelTracker, Run, find_start
 from .sharding import unsharded
 from .stages.matching import Transfer
 from .stages.prediction import DiffusionStage, PredictionStage, Stage
-from .stages.transformers import BatchesByStep, TransformersStage
+from .stages.transformers import BatchesByStep, TransformersObjective, TransformersStage
 from .validation import Validator, make_validator
 
 

@@ -22,7 +22,6 @@ from mhla_hf.training.families.wan import sigma_range
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.loop import MicroBatches, load_micro_batches
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
-from mhla_hf.training.matching.stage import LayerMatching
 from mhla_hf.training.matching.teacher import shared_teacher
 from mhla_hf.training.metrics import read_metrics
 from mhla_hf.training.parameters import (
@@ -34,6 +33,7 @@ from mhla_hf.training.parameters import (
     trainable_names,
 )
 from mhla_hf.training.sharding import unsharded
+from mhla_hf.training.stages.matching import LayerMatching
 from mhla_hf.training.stages.prediction import DiffusionStage
 from mhla_hf.utils.locations import find_pipeline
 

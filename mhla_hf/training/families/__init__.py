@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of diffusion models that can be trained, each in a file of its own.
 
-Models of transformers share one objective, in `transformers_models`.
+Models of transformers share one objective, in `stages.transformers`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any
 from ...models.registry import FAMILIES as MODEL_FAMILIES
 from ...models.registry import MHLA_CLASSES
 from ..config import CacheConfig, TrainingConfig
-from .base import Family
+from .base import Family, Objective, Tensors
 from .dit import DiT, DiTObjective
-from .objective import Objective, Tensors
 from .sana import Sana, SanaObjective
 from .wan import Wan, WanObjective
 

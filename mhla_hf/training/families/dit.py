@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .base import Family, encode_with
-from .objective import Objective, Tensors
+from .base import Family, Objective, Tensors, encode_with
 
 
 if TYPE_CHECKING:
@@ -148,9 +147,9 @@ class DiTObjective(Objective):
 
     def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
         """Has classes dropped from the sample's own seed alone, and not once more in every block."""
-        from ..stages.noise_prediction import own_class_dropping_off
+        from ..stages.noise_prediction import no_label_dropout
 
-        return own_class_dropping_off(model)
+        return no_label_dropout(model)
 
 
 class DiT(Family):

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import TEXT_OPTIONS, Family, encode_with
-from .objective import FLOW_OPTIONS, FlowObjective, Tensors, check_text_width
+from .base import FLOW_OPTIONS, TEXT_OPTIONS, Family, FlowObjective, Tensors, check_text_width, encode_with
 
 
 if TYPE_CHECKING:

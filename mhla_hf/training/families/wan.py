@@ -8,8 +8,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...utils.json_files import read_json
-from .base import TEXT_OPTIONS, Family, PipelineSizes, encode_with, read_count
-from .objective import FLOW_OPTIONS, FlowObjective, Tensors, check_text_width
+from .base import (
+    FLOW_OPTIONS,
+    TEXT_OPTIONS,
+    Family,
+    FlowObjective,
+    PipelineSizes,
+    Tensors,
+    check_text_width,
+    encode_with,
+    read_count,
+)
 
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded calls of attention layers, kept in memory or as safetensors files, or made again when they are needed.
+"""Recorded calls of attention layers, kept in memory or as safetensors files, or recorded again on demand.
 
-A record holds the calls of every layer for one batch: hidden states and outputs, in a type of their own, and the other
-arguments as they were. Tensors that layers share, such as rotary tables and masks, are kept once. Nothing is pickled:
+A record holds the calls of every layer for one batch: hidden states and outputs in the type of the cache, and the
+other arguments unchanged. Tensors that layers share, such as rotary tables and masks, are kept once. No pickles:
 other arguments are kept as JSON.
 """
 
@@ -25,8 +25,7 @@ from safetensors.torch import save_file
 from ...conversion.options import format_bytes
 from ...utils.destinations import remove_directory
 from ...utils.files import atomic_file, write_json
-from ...utils.json_files import check_fields, parse_json, read_json
-from ...utils.messages import shorten_text
+from ...utils.json_files import read_json
 from .layers import CallArguments, LayerCall
 
 
@@ -60,7 +59,7 @@ class Record:
 
 
 def pack(calls: Mapping[str, LayerCall]) -> Record:
-    """Makes the record of the calls of one batch.
+    """Pack the calls of one batch into a record.
 
     Args:
         calls: By layer.
@@ -93,7 +92,7 @@ def pack(calls: Mapping[str, LayerCall]) -> Record:
 
 
 def unpack(structure: Mapping[str, Any], name: str, read: Callable[[str], torch.Tensor]) -> LayerCall:
-    """Restores the call of one layer.
+    """Restore the call of one layer.
 
     Args:
         structure: See [`Record`].
@@ -106,7 +105,7 @@ def unpack(structure: Mapping[str, Any], name: str, read: Callable[[str], torch.
 
 
 def moved(call: LayerCall, device: torch.device, dtype: torch.dtype) -> LayerCall:
-    """A call on another device.
+    """Move a call to a device.
 
     Args:
         call: The call.
@@ -179,9 +178,6 @@ class ActivationCache(ABC):
         Args:
             index: Number of the record.
             name: The layer.
-
-        Raises:
-            ValueError: If it cannot be read.
         """
 
     @abstractmethod
@@ -212,7 +208,7 @@ class MemoryCache(ActivationCache):
 
 
 class OnlineCache(ActivationCache):
-    """Records made when they are asked for; the latest are kept for the other layers of a step.
+    """Records made on demand; the latest are kept for the other layers of a step.
 
     Args:
         make: Makes the calls of all layers for a number.
@@ -243,7 +239,7 @@ class OnlineCache(ActivationCache):
 
 
 class DiskCache(ActivationCache):
-    """Records as files of one directory, each written whole or not at all.
+    """Records as files of one directory, each written atomically.
 
     Args:
         directory: The directory; the records of an existing one are used.
@@ -274,7 +270,7 @@ class DiskCache(ActivationCache):
             write_json(information, {"format_version": FORMAT_VERSION, "fingerprint": fingerprint})
 
     def missing(self, indices: Collection[int]) -> list[int]:
-        return [index for index in indices if not self._is_whole(self._path(index))]
+        return [index for index in indices if not self._is_complete(self._path(index))]
 
     def put(self, index: int, record: Record) -> None:
         metadata = {"calls": json.dumps(record.structure), "fingerprint": self.fingerprint}
@@ -282,16 +278,8 @@ class DiskCache(ActivationCache):
             save_file({name: tensor.contiguous() for name, tensor in record.tensors.items()}, temporary, metadata)
 
     def call(self, index: int, name: str) -> LayerCall:
-        path = self._path(index)
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                where = f"the calls of {path}"
-                structure = check_fields(parse_json((file.metadata() or {}).get("calls", ""), where), where)
-                return unpack(structure, name, file.get_tensor)
-        except (OSError, SafetensorError, KeyError) as error:
-            raise ValueError(
-                f"{path} cannot be read ({shorten_text(str(error), 200)}); remove it and run the same command again."
-            ) from error
+        with safe_open(str(self._path(index)), framework="pt") as file:
+            return unpack(json.loads(file.metadata()["calls"]), name, file.get_tensor)
 
     def close(self) -> None:
         remove_directory(self.directory)
@@ -299,7 +287,7 @@ class DiskCache(ActivationCache):
     def _path(self, index: int) -> Path:
         return self.directory / f"record-{index:08d}.safetensors"
 
-    def _is_whole(self, path: Path) -> bool:
+    def _is_complete(self, path: Path) -> bool:
         if not path.is_file():
             return False
         try:
@@ -333,7 +321,7 @@ def _elements(batch: Mapping[str, Any]) -> int:
 def choose_cache(
     cache: str, size: int, limit: int | None, directory: Path | None, share: float = 1.0
 ) -> tuple[str, str]:
-    """Chooses the place of the records by the free space.
+    """Choose the place of the records by the free space.
 
     Args:
         cache: The user's choice, one of `CACHES` but `"none"`.
@@ -370,6 +358,6 @@ def choose_cache(
                 f"batches, cache={others}, or cache='none', which keeps none."
             )
     return "none", (
-        f"activations of {format_bytes(size)} do not fit; they are made anew for every step. cache_limit"
+        f"activations of {format_bytes(size)} do not fit; they are recorded again in every step. cache_limit"
         f"{'' if directory is not None else ' and output'} would change that"
     )

@@ -2,32 +2,313 @@
 """Layer matching: every MHLA layer of a model is trained towards the output of the layer that it replaced.
 
 The original runs once over some batches, and input and output of each layer are kept; then every layer trains alone on
-that. Records that do not fit are made again for each step, for all layers at once.
+these records. Records that do not fit are computed again in each step, for all layers together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from ...conversion.options import parse_dtype, parse_size
 from ...layers.original import check_mhla, original_name, record_step
-from ...utils.messages import check_count
+from ...utils.destinations import lock_output, remove_leftovers
+from ...utils.files import write_json
+from ...utils.json_files import read_json
+from ...utils.messages import check_choice, check_count
 from ..config import TrainingConfig
-from ..processes import StopSignals
-from .activations import CACHES
-from .engine import Batches, Matching, MatchingReport, Progress, layers_with_projections
-from .layers import Batch, evaluating, mhla_layers
-from .stage import layer_loss
+from ..data.batches import DataOrder
+from ..data.fingerprints import add_tensor, evenly_spaced, model_fingerprint
+from ..loop import StageLoop
+from ..processes import Processes, StopSignals, TrainingStopped
+from ..stages.matching import STAGE, LayerRun, MatchingStage, layer_loss, trained_names
+from .activations import CACHES, ActivationCache, DiskCache, MemoryCache, OnlineCache, choose_cache, pack, total_size
+from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
 from .teacher import SharedTeacher, shared_teacher
 
 
+logger = logging.getLogger(__name__)
+
 TRAINED = ("full", "mhla")
 PRECISIONS = ("no", "bf16")
+
+Progress = Callable[[str, int, float], None]
+"""Called with the name of a layer, its steps so far and the loss of the last of them."""
+
+
+@dataclass
+class MatchingReport:
+    """The outcome of matching.
+
+    Attributes:
+        losses: Loss of every step of each layer, before the step, by the name of its attention module: the squared
+            distance to the original's output divided by that output's variance.
+        cache: Where the records were: `"memory"`, `"disk"` or `"none"`.
+        cache_bytes: Size of all records, stated before they are made; 0 if there were none to make.
+        seconds: Of the two parts, `"recording"` and `"training"`, in this process.
+    """
+
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    cache: str = "none"
+    cache_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def mean_losses(self) -> list[float]:
+        """Loss of every step, the mean over the layers."""
+        return [sum(step) / len(step) for step in zip(*self.losses.values(), strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: of each layer the loss of the first step and the mean of the last tenth."""
+        layers = {
+            name: {"first": losses[0], "last_tenth": sum(last := losses[-max(1, len(losses) // 10) :]) / len(last)}
+            for name, losses in self.losses.items()
+        }
+        return {"layers": layers, "cache": self.cache, "cache_bytes": self.cache_bytes, "seconds": self.seconds}
+
+
+class Batches:
+    """Batches by their number, on the model's device."""
+
+    def __init__(self, make: Callable[[int], Batch], count: int, device: torch.device) -> None:
+        self.make, self.count, self.device = make, count, device
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch] | Callable[[int], Batch], count: int | None, device: torch.device) -> Batches:
+        if callable(batches):
+            check_count("num_batches", count)
+            return cls(batches, count or 0, device)
+        if count is not None or not len(batches):
+            raise ValueError("batches must have at least one batch, and num_batches is only for a function.")
+        return cls(batches.__getitem__, len(batches), device)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        batch = self.make(index)
+        if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
+            raise ValueError(
+                f"batch {index} must be a dict of the model's keyword arguments, tensors among them, and is a "
+                f"{type(batch).__name__}."
+            )
+        return send_to_device(dict(batch), self.device)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(f"{self.count};".encode())
+        for index in evenly_spaced(range(self.count), 16):
+            for name, value in sorted(self[index].items()):
+                if isinstance(value, torch.Tensor):
+                    digest.update(f"{name}:{tuple(value.shape)};".encode())
+                    add_tensor(digest, value, samples=1024)
+                else:
+                    digest.update(f"{name}:{value!r:.100};".encode())
+        return digest.hexdigest()[:16]
+
+
+@dataclass
+class Matching:
+    """One run of [`match_layers`]."""
+
+    model: nn.Module
+    data: Batches
+    config: TrainingConfig
+    teacher: SharedTeacher
+    dtype: torch.dtype
+    device: torch.device | None
+    output: Path | None
+    progress: Progress | None
+    identity: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.processes = Processes()
+        self.layers = layers_with_projections(self.model, self.data[0])
+        self.mine = self.processes.share_of(self.layers)
+        self.steps, self.batch_size = self.config.transfer_steps, self.config.gradient_accumulation_steps
+        self.report = MatchingReport(seconds={"recording": 0.0, "training": 0.0})
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the output, which belongs to this run or to none."""
+        if self.output is None:
+            yield
+            return
+        self.identity["fingerprint"] = self._fingerprint()
+        with ExitStack() as stack:
+            with self.processes.together():
+                if self.processes.rank == 0:
+                    lock = lock_output(self.output)
+                    if lock is not None:
+                        stack.enter_context(lock)
+                    self._claim_output(self.output)
+            yield
+
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """Keep the model in evaluation mode, with gradients for what trains alone."""
+        names = [name for layer in self.layers for name in trained_names(layer, self.config.train)]
+        with evaluating(self.model), only_trainable(self.model, names):
+            yield
+
+    def run(self, cache: str, limit: int | None, signals: StopSignals) -> MatchingReport:
+        """Train the layers that are not finished."""
+        with self.processes.together():
+            runs = [self._layer_run(layer, signals) for layer in self.mine]
+        unfinished = any(self.processes.all(any(len(run.losses) < self.steps for run in runs)))
+        records: ActivationCache = MemoryCache()
+        if unfinished:
+            with self.processes.together():
+                records = self._records(cache, limit, signals)
+        with self.processes.together():
+            began = time.perf_counter()
+            # Records that are not kept are made for all layers at once.
+            together = [runs] if records.kind == "none" else [[run] for run in runs]
+            for group in together:
+                self._train(group, records, signals)
+            self.report.seconds["training"] = time.perf_counter() - began
+        self._exchange(runs)
+        if records.kind != "disk" or self.processes.rank == 0:
+            records.close()
+        return self.report
+
+    def _train(self, runs: Sequence[LayerRun], records: ActivationCache, signals: StopSignals) -> None:
+        """Train some layers, one step of each at a time."""
+        with ExitStack() as stack:
+            loops = []
+            for run in runs:
+                stack.enter_context(run.opened(None if records.kind == "none" else self.device))
+                stage = MatchingStage(self.model, [run.layer], run.names, records, self.steps)
+                loops.append(StageLoop(run, stage))
+                loops[-1].start(run.position, run.checkpoint)
+                if not loops[-1].finished:
+                    stack.callback(loops[-1].batches.close)
+            while not all(loop.finished for loop in loops):
+                step = min(loop.step for loop in loops)
+                # A run that was killed between the checkpoints of two layers has one that is ahead.
+                for loop in loops:
+                    if loop.step == step:
+                        loop.take_step()
+                if signals.received is not None:
+                    raise self._stopped(loops, signals.received)
+
+    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> ActivationCache:
+        """Record all batches that steps take, or open a cache that records them on demand."""
+        began = time.perf_counter()
+        order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
+        needed = sorted({order.dataset_index(number) for number in range(self.steps * self.batch_size)})
+        disk = None if self.output is None else self.output / "activations"
+        if cache not in ("memory", "none") and any(self.processes.all(disk is not None and disk.is_dir())):
+            cache = "disk"
+        elif cache != "none":
+            first = pack(self.teacher.record(self.layers, self.data[needed[0]], keep=self._kept))
+            size = total_size(first.bytes, self.data, needed)
+            cache, note = choose_cache(cache, size, limit, disk, len(self.mine) / len(self.layers))
+            # What has room in one process has to have it in all.
+            cache = max(self.processes.all(cache), key=CACHES.index)
+            self.report.cache_bytes = size
+            logger.log(logging.WARNING if cache == "none" else logging.INFO, "matching: %s", note)
+        self.report.cache = cache
+        mine: list[str] | None = [layer.name for layer in self.mine]
+        if cache == "none":
+            # The layers will change.
+            self.teacher.keep(name for layer in self.layers for name in trained_names(layer, self.config.train))
+            return OnlineCache(
+                lambda index: self.teacher.record(self.layers, self.data[index], mine, self._rounded), self.batch_size
+            )
+        records: ActivationCache = MemoryCache()
+        if cache == "disk":
+            assert disk is not None
+            records = DiskCache(disk, f"{self.identity['fingerprint']}-{self.dtype}")
+            # Each process writes some of the batches, for all layers.
+            mine, needed = None, self.processes.share_of(needed)
+        for index in records.missing(needed):
+            if signals.received is not None:
+                raise TrainingStopped(
+                    "stopped recording activations; the same command continues"
+                    + (f" from there (saved in {self.output})" if cache == "disk" else " from the beginning"),
+                    signals.received,
+                )
+            records.put(index, pack(self.teacher.record(self.layers, self.data[index], mine, self._kept)))
+        self.report.seconds["recording"] = time.perf_counter() - began
+        return records
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", self.dtype, copy=True).contiguous()
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy as a cache would return it: the choice of the cache has no effect on the result."""
+        return tensor.detach().to(self.dtype, copy=True)
+
+    def _layer_run(self, layer: AttentionLayer, signals: StopSignals) -> LayerRun:
+        number = [other.name for other in self.layers].index(layer.name)
+        output = None if self.output is None else self.output / "layers" / f"{number:03d}"
+        progress = self.progress
+        callback = None if progress is None else lambda stage, step, loss: progress(layer.name, step, loss)
+        shared = {"model": self.model, "dataset": self.data, "signals": signals, "callback": callback}
+        return LayerRun.of(layer, self.config, output, **shared)
+
+    def _stopped(self, loops: Sequence[Any], number: int) -> TrainingStopped:
+        for loop in loops:
+            loop.save()
+        way_on = "nothing was saved, for there is no output"
+        if self.output is not None:
+            way_on = f"the same command continues from there (saved in {self.output})"
+        last = min(loops, key=lambda loop: loop.step)
+        name = last.stage.layers[0].name
+        return TrainingStopped(f"stopped matching {name} after step {last.step} of {self.steps}; {way_on}", number)
+
+    def _exchange(self, runs: Sequence[LayerRun]) -> None:
+        """Send the weights and losses of all layers to all processes."""
+        mine = {run.layer.name: run.losses for run in runs}
+        losses = {name: values for each in self.processes.all(mine) for name, values in each.items()}
+        self.report.losses = {layer.name: losses[layer.name] for layer in self.layers}
+        for number, layer in enumerate(self.layers):
+            parameters = layer.parameters()
+            for name in trained_names(layer, self.config.train):
+                self.processes.send(parameters[name], self.processes.owner(number))
+
+    def _fingerprint(self) -> str:
+        originals = hashlib.sha256()
+        for name, value in sorted(self.teacher.weights.items()):
+            originals.update(f"{name};".encode())
+            add_tensor(originals, value, samples=64)
+        return f"{model_fingerprint(self.model)}-{originals.hexdigest()[:8]}-{self.data.fingerprint()}"
+
+    def _claim_output(self, output: Path) -> None:
+        """Record the identity of this run, or compare it with the recorded one.
+
+        Raises:
+            ValueError: If the output holds another run.
+        """
+        identity, record = self.identity, output / "matching.json"
+        for folder in (output, output / "activations", *(output / "layers").glob("*")):
+            remove_leftovers(folder)
+        if record.is_file():
+            before = read_json(record, "the record of a matching run")
+            changed = sorted(name for name in identity if before.get(name) != identity[name])
+            if changed:
+                names = ", ".join("model or data" if name == "fingerprint" else name for name in changed)
+                raise ValueError(
+                    f"output {output} holds a matching run with another {names}; use the same, or choose another "
+                    "output."
+                )
+            return
+        write_json(record, identity)
+
+
+def layers_with_projections(model: nn.Module, batch: Batch) -> list[AttentionLayer]:
+    layers = mhla_layers(model)
+    with evaluating(model):
+        return find_projections(model, layers, batch)
 
 
 def match_layers(
@@ -54,7 +335,7 @@ def match_layers(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> MatchingReport:
-    """Trains the MHLA layers of a model, each alone, towards the outputs of the original's layers.
+    """Train the MHLA layers of a model, each alone, towards the outputs of the original's layers.
 
     The original is the model itself, run with its original attention and its pretrained weights, which the model keeps
     where calibration or matching replaced them. Of a model that was trained, or calibrated before it was loaded, give
@@ -106,11 +387,9 @@ def match_layers(
     """
     for name, number in (("steps", steps), ("batch_size", batch_size), ("save_every", save_every)):
         check_count(name, number)
-    for name, value, choices in (
-        ("train", train, TRAINED), ("mixed_precision", mixed_precision, PRECISIONS), ("cache", cache, CACHES)
-    ):  # fmt: skip
-        if value not in choices:
-            raise ValueError(f"{name}={value!r:.100} must be one of {', '.join(choices)}.")
+    check_choice("train", train, TRAINED)
+    check_choice("mixed_precision", mixed_precision, PRECISIONS)
+    check_choice("cache", cache, CACHES)
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
     options: dict[str, Any] = {
@@ -163,7 +442,7 @@ def matching_losses(
     teacher: nn.Module | SharedTeacher | None = None,
     original_parameters: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, float]:
-    """Matching loss of each MHLA layer on one batch, given the original's hidden states.
+    """Compute the matching loss of each MHLA layer on one batch, given the original's hidden states.
 
     Args:
         model: A model with MHLA layers.
@@ -185,24 +464,15 @@ def matching_losses(
 def _teacher(
     model: nn.Module, teacher: nn.Module | SharedTeacher | None, original_parameters: Mapping[str, torch.Tensor] | None
 ) -> SharedTeacher:
-    if original_parameters is None or teacher is not None:
-        if original_parameters is not None:
-            raise ValueError("give teacher or original_parameters, not both.")
+    if original_parameters is None:
         return shared_teacher(model, teacher)
-    parameters = dict(model.named_parameters())
-    for name, value in original_parameters.items():
-        if name not in parameters:
-            raise ValueError(f"original_parameters has {name[:200]}, which is no parameter of the model.")
-        if value.shape != parameters[name].shape:
-            raise ValueError(
-                f"original_parameters has {name} of shape {tuple(value.shape)}; the model has "
-                f"{tuple(parameters[name].shape)}."
-            )
+    if teacher is not None:
+        raise ValueError("give teacher or original_parameters, not both.")
     return SharedTeacher(model, {original_name(name): value for name, value in original_parameters.items()})
 
 
 def _check_not_offloaded(model: nn.Module) -> None:
-    """Refuses weights that are elsewhere, where training them would be lost."""
+    """Refuse offloaded weights: what trains of them would be lost."""
     for layer in mhla_layers(model):
         if any(parameter.is_meta for parameter in layer.attention.parameters()):
             raise ValueError(
@@ -212,5 +482,5 @@ def _check_not_offloaded(model: nn.Module) -> None:
 
 
 def _input_device(model: nn.Module) -> torch.device:
-    """The device of a model's inputs; a model with offloaded weights moves them on by itself."""
+    """The device of a model's inputs; hooks of a model with offloaded weights move them on."""
     return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))

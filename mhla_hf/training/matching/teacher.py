@@ -48,7 +48,9 @@ class SharedTeacher:
         for name, value in weights.items():
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != value.shape:
-                raise ValueError(f"weights has {name} of shape {tuple(value.shape)}, which the model does not have.")
+                raise ValueError(
+                    f"the model has no {name[:200]} of shape {tuple(value.shape)}, as the original should."
+                )
             value = value.detach().to(parameter)
             if not torch.equal(value, parameter):
                 self.weights[name] = value
@@ -153,11 +155,10 @@ def shared_teacher(model: nn.Module, teacher: nn.Module | SharedTeacher | None =
         return SharedTeacher(model)
     shared = SharedTeacher(model, {})
     trunk, original_trunk = base_model(model), base_model(teacher)
-    if original_trunk is trunk:
-        raise ValueError("teacher is the student itself; pass teacher=None to run it with its original attention.")
     if any(isinstance(module, MHLA) for module in original_trunk.modules()):
         raise ValueError(
-            "teacher has MHLA layers: load the original, of transformers with attn_implementation='sdpa'."
+            "teacher has MHLA layers: load the original, of transformers with attn_implementation='sdpa', or pass "
+            "teacher=None to run the student with its original attention."
         )
     found = dict(original_trunk.named_parameters(remove_duplicate=False))
     # A head that one of the two lacks has no part in it.

@@ -18,7 +18,7 @@ NUM_TRAIN_TIMESTEPS = 1000
 
 
 def shift_sigmas(sigmas: torch.Tensor, flow_shift: float) -> torch.Tensor:
-    """Moves noise levels towards 1: s sigma / (1 + (s - 1) sigma), as diffusers' flow schedulers do.
+    """Shift noise levels towards 1: s sigma / (1 + (s - 1) sigma), as diffusers' flow schedulers do.
 
     Args:
         sigmas: Noise levels in [0, 1], any shape.
@@ -43,7 +43,7 @@ def sigmas_from_uniform(
     flow_shift: float = 1.0,
     sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> torch.Tensor:
-    """Maps uniform draws to shifted logit-normal noise levels by the inverse distribution function.
+    """Map uniform draws to shifted logit-normal noise levels by the inverse distribution function.
 
     Working from uniform draws makes stratified draws, and draws conditioned on a range, exact.
 
@@ -82,7 +82,7 @@ def sample_sigmas(
     flow_shift: float = 1.0,
     sigma_range: tuple[float, float] = (0.0, 1.0),
 ) -> torch.Tensor:
-    """Draws noise levels; see `sigmas_from_uniform` for the arguments.
+    """Draw noise levels; see `sigmas_from_uniform` for the arguments.
 
     Returns:
         Noise levels `[B]`, fp32, on the CPU.
@@ -107,10 +107,11 @@ def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) 
     Raises:
         ValueError: If the shapes do not fit.
     """
-    if noise.shape != latents.shape:
-        raise ValueError(f"noise must have the shape of latents, {tuple(latents.shape)}, got {tuple(noise.shape)}")
-    if sigmas.shape != latents.shape[:1]:
-        raise ValueError(f"sigmas must have shape {tuple(latents.shape[:1])}, got {tuple(sigmas.shape)}")
+    if noise.shape != latents.shape or sigmas.shape != latents.shape[:1]:
+        raise ValueError(
+            f"noise must have the shape of latents, {tuple(latents.shape)}, and sigmas its first axis; got "
+            f"{tuple(noise.shape)} and {tuple(sigmas.shape)}"
+        )
     sigmas = sigmas.to(latents).reshape(-1, *[1] * (latents.ndim - 1))
     return (1 - sigmas) * latents + sigmas * noise
 

@@ -27,6 +27,8 @@ VARIATIONAL_BOUND_WEIGHT = 1e-3
 # Half the distance of two grey levels of 8-bit images in [-1, 1].
 _HALF_BIN = 1 / 255
 _SMALLEST_PROBABILITY = 1e-12
+# Entries of a scheduler's configuration, with the values that noise prediction needs.
+_NOISE_PREDICTION = {"prediction_type": "epsilon", "use_flow_sigmas": False, "rescale_betas_zero_snr": False}
 
 
 @dataclass(frozen=True)
@@ -57,29 +59,23 @@ class NoiseSchedule:
             config: The scheduler's `config`; any class that `DDPMScheduler` can be made from.
 
         Raises:
-            ValueError: If the scheduler has no betas, is for another prediction than the noise, has fewer than two
-                steps, or ends at a signal of zero, where no noise can be predicted.
+            ValueError: If the scheduler has no betas, is for another prediction than the noise, or ends at a signal of
+                zero, where no noise can be predicted.
         """
         if "beta_schedule" not in config:
             name = config.get("_class_name", "this scheduler")
             raise ValueError(
                 f"Noise prediction needs a scheduler with betas (DDPM, DDIM, DPMSolver); {name} has none."
             )
-        prediction_type = config.get("prediction_type", "epsilon")
-        if prediction_type != "epsilon":
-            raise ValueError(f"prediction_type={prediction_type!r} of the scheduler must be 'epsilon' to be trained.")
-        if config.get("use_flow_sigmas"):
-            raise ValueError("use_flow_sigmas of the scheduler must be False: noise prediction follows its betas.")
-        if config.get("rescale_betas_zero_snr"):
-            raise ValueError("rescale_betas_zero_snr of the scheduler must be False to predict noise.")
+        for name, needed in _NOISE_PREDICTION.items():
+            if (config.get(name) or needed) != needed:
+                raise ValueError(f"{name}={config[name]!r} of the scheduler must be {needed!r} for noise prediction.")
         try:
             betas = DDPMScheduler.from_config(config).betas.double()
         except NotImplementedError:
             raise ValueError(
                 f"beta_schedule={config['beta_schedule']!r:.100} of the scheduler is not known."
             ) from None
-        if len(betas) < 2:
-            raise ValueError(f"num_train_timesteps={len(betas)} of the scheduler must be at least 2.")
         alphas_cumprod = (1 - betas).cumprod(0)
         before = torch.cat([betas.new_ones(1), alphas_cumprod[:-1]])
         noise_share = 1 - alphas_cumprod
@@ -123,10 +119,11 @@ def add_noise(
     Raises:
         ValueError: If the shapes do not fit.
     """
-    if noise.shape != clean.shape:
-        raise ValueError(f"noise must be shaped like clean, {tuple(clean.shape)}; it is {tuple(noise.shape)}.")
-    if timesteps.shape != clean.shape[:1]:
-        raise ValueError(f"timesteps must be one for each of the {len(clean)} samples; got {tuple(timesteps.shape)}.")
+    if noise.shape != clean.shape or timesteps.shape != clean.shape[:1]:
+        raise ValueError(
+            f"noise must be shaped like clean, {tuple(clean.shape)}, and timesteps like its first axis; got "
+            f"{tuple(noise.shape)} and {tuple(timesteps.shape)}."
+        )
     alphas_cumprod = _at(schedule.alphas_cumprod, timesteps, clean.ndim)
     return (alphas_cumprod.sqrt() * clean + (1 - alphas_cumprod).sqrt() * noise).to(clean.dtype)
 
@@ -274,15 +271,15 @@ def posterior_mean(
 
 
 @contextmanager
-def own_class_dropping_off(model: torch.nn.Module) -> Iterator[None]:
-    """Keeps a class-conditional model from dropping labels by itself while the block runs.
+def no_label_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Switch off the label dropout of a class-conditional model.
 
-    diffusers' DiT embeds the label anew in every block, and each of these embeddings drops labels at random on its
-    own in training mode: some blocks of a sample then see its class and some do not, and no seed of a sample decides
-    which. Whoever trains drops labels before the model sees them. Afterwards the model is as it was.
+    diffusers' DiT embeds the label in every block, and in training mode each of these embeddings drops labels at
+    random: some blocks of a sample then see its class and some do not, and no seed of a sample decides which.
+    Training drops labels before the model sees them.
 
     Args:
-        model: A model with diffusers' `LabelEmbedding`s; one without them is left alone.
+        model: A model with diffusers' `LabelEmbedding`s; a model without them is left alone.
     """
     embeddings = [module for module in model.modules() if isinstance(module, LabelEmbedding)]
     probabilities = [embedding.dropout_prob for embedding in embeddings]

@@ -16,8 +16,8 @@ from diffusers import (
 from mhla_hf.training.stages.noise_prediction import (
     NoiseSchedule,
     add_noise,
+    no_label_dropout,
     noise_prediction_losses,
-    own_class_dropping_off,
     posterior_mean,
     squared_errors,
     timesteps_from_uniform,
@@ -43,8 +43,7 @@ def perfect_output(noise: torch.Tensor, interpolation: float) -> torch.Tensor:
     return torch.cat([noise, torch.full_like(noise, interpolation)], dim=1)
 
 
-@pytest.mark.parametrize("beta_schedule", ["linear", "scaled_linear", "squaredcos_cap_v2"])
-@pytest.mark.parametrize("scheduler", [DDPMScheduler, DDIMScheduler])
+@pytest.mark.parametrize(("scheduler", "beta_schedule"), [(DDPMScheduler, "linear"), (DDIMScheduler, "scaled_linear")])
 def test_noise_is_added_as_the_schedulers_add_it(scheduler, beta_schedule):
     scheduler = scheduler(beta_schedule=beta_schedule)
     clean, noise = batch()
@@ -53,7 +52,7 @@ def test_noise_is_added_as_the_schedulers_add_it(scheduler, beta_schedule):
     assert torch.allclose(ours, scheduler.add_noise(clean, noise, timesteps), atol=1e-5)
 
 
-@pytest.mark.parametrize("timestep", STEPS)
+@pytest.mark.parametrize("timestep", [1, 500])
 def test_the_posterior_is_that_of_ddpm(timestep):
     scheduler = DDPMScheduler(variance_type="fixed_small", clip_sample=False)
     ours = NoiseSchedule.from_config(scheduler.config)
@@ -79,8 +78,8 @@ def test_the_first_step_has_the_clean_sample_as_its_mean_and_the_variance_of_the
     assert torch.allclose(ours.posterior_log_variance[1:].exp(), ours.posterior_variance[1:], rtol=1e-5)
 
 
-@pytest.mark.parametrize("interpolation", [-1.0, -0.3, 0.5, 1.0])
-@pytest.mark.parametrize("timestep", STEPS)
+@pytest.mark.parametrize("interpolation", [-1.0, 0.5])
+@pytest.mark.parametrize("timestep", [1, 500])
 def test_the_learned_variance_is_that_of_ddpm(timestep, interpolation):
     """With the right mean the divergence of two normal distributions depends on the ratio of variances alone."""
     scheduler = DDPMScheduler(variance_type="learned_range")
@@ -120,7 +119,7 @@ def test_a_wrong_mean_costs_its_squared_distance_in_units_of_the_variance():
     assert torch.allclose(bound, expected[None], rtol=1e-3)
 
 
-@pytest.mark.parametrize("level", [-1.0, -0.2, 0.6, 1.0])
+@pytest.mark.parametrize("level", [-1.0, 0.6])
 def test_the_last_step_is_the_likelihood_of_a_grey_level(level):
     ours = schedule()
     pixel = round((level + 1) / 2 * 255) / 255 * 2 - 1
@@ -143,7 +142,7 @@ def test_grey_levels_have_probabilities_that_add_up_to_one():
     assert float((-bounds * math.log(2)).exp().sum()) == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("timestep", [0, 1, 500, 999])
+@pytest.mark.parametrize("timestep", [0, 500])
 def test_the_bound_trains_the_variances_alone(timestep):
     ours = schedule()
     clean, noise = batch(2)
@@ -162,8 +161,8 @@ def test_the_bound_trains_the_variances_alone(timestep):
     assert torch.allclose(full.grad[:, 3:], output.grad[:, 3:])
 
 
-@pytest.mark.parametrize("steps", [1000, 250])
-def test_the_bound_is_weighted_by_the_number_of_steps(steps):
+def test_the_bound_is_weighted_by_the_number_of_steps():
+    steps = 250
     ours = schedule(num_train_timesteps=steps)
     clean, noise = batch()
     timesteps = timesteps_from_uniform(torch.tensor([0.0, 0.3, 0.7, 0.999]), ours)
@@ -171,21 +170,6 @@ def test_the_bound_is_weighted_by_the_number_of_steps(steps):
     output = torch.randn(4, 6, 8, 8)
     expected = squared_errors(output, noise) + steps / 1000 * variational_bounds(output, noisy, clean, timesteps, ours)
     assert torch.allclose(noise_prediction_losses(output, noise, noisy, clean, timesteps, ours), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("channels", [3, 6], ids=["noise", "noise and variance"])
-def test_losses_are_one_for_each_sample_in_float32(dtype, channels):
-    ours = schedule()
-    clean, noise = batch()
-    timesteps = torch.tensor([0, 1, 500, 999])
-    noisy = add_noise(clean.to(dtype), noise.to(dtype), timesteps, ours)
-    assert noisy.dtype == dtype
-    output = torch.randn(4, channels, 8, 8).to(dtype)
-    losses = noise_prediction_losses(output, noise.to(dtype), noisy, clean.to(dtype), timesteps, ours)
-    assert losses.dtype == torch.float32
-    assert losses.shape == (4,)
-    assert losses.isfinite().all()
 
 
 def test_without_learned_variances_the_loss_is_the_squared_error():
@@ -208,13 +192,11 @@ def test_uniform_draws_reach_every_timestep_equally():
     ("config", "match"),
     [
         (DDPMScheduler(prediction_type="v_prediction").config, "prediction_type='v_prediction'"),
-        (DDPMScheduler(prediction_type="sample").config, "prediction_type='sample'"),
         (DDIMScheduler(rescale_betas_zero_snr=True).config, "rescale_betas_zero_snr"),
         (DPMSolverMultistepScheduler(use_flow_sigmas=True).config, "use_flow_sigmas"),
         (FlowMatchEulerDiscreteScheduler().config, "needs a scheduler with betas"),
-        (DDPMScheduler(num_train_timesteps=1).config, "num_train_timesteps=1"),
     ],
-    ids=["velocity", "sample", "zero signal", "flow sigmas", "flow matching", "one step"],
+    ids=["velocity", "zero signal", "flow sigmas", "flow matching"],
 )
 def test_schedulers_of_other_predictions_are_refused(config, match):
     with pytest.raises(ValueError, match=match):
@@ -227,7 +209,7 @@ def test_shapes_that_do_not_fit_are_refused():
     timesteps = torch.zeros(4, dtype=torch.long)
     with pytest.raises(ValueError, match="noise must be shaped like clean"):
         add_noise(clean, noise[:, :1], timesteps, ours)
-    with pytest.raises(ValueError, match="timesteps must be one for each of the 4"):
+    with pytest.raises(ValueError, match="and timesteps like its first axis; got"):
         add_noise(clean, noise, timesteps[:2], ours)
     with pytest.raises(ValueError, match="3 channels, or 6"):
         noise_prediction_losses(torch.randn(4, 4, 8, 8), noise, clean, clean, timesteps, ours)
@@ -239,7 +221,7 @@ def test_a_model_drops_no_classes_by_itself_inside_and_does_so_again_afterwards(
     before = [embedding.dropout_prob for embedding in embeddings]
     assert all(probability > 0 for probability in before)
     labels = torch.arange(64)
-    with pytest.raises(RuntimeError, match="stop"), own_class_dropping_off(model):
+    with pytest.raises(RuntimeError, match="stop"), no_label_dropout(model):
         assert torch.equal(embeddings[1](labels), embeddings[1].embedding_table(labels))
         raise RuntimeError("stop")
     assert [embedding.dropout_prob for embedding in embeddings] == before

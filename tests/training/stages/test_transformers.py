@@ -14,19 +14,20 @@ import mhla_hf
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training import TrainingConfig, TransformersTrainer
 from mhla_hf.training.data.batches import DataOrder
-from mhla_hf.training.families.transformers_models import (
+from mhla_hf.training.loading import TransformersSource
+from mhla_hf.training.matching.layers import run
+from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.stages.transformers import (
     TransformersObjective,
+    TransformersStage,
     divergences,
     head_of,
     language_losses,
     matched_states,
+    next_tokens,
     relative_errors,
     token_states,
 )
-from mhla_hf.training.loading import TransformersSource
-from mhla_hf.training.matching.layers import run
-from mhla_hf.training.matching.teacher import SharedTeacher, compute_with
-from mhla_hf.training.stages.transformers import TransformersStage, next_tokens
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
 from tests.recovery.sources import model_directory
@@ -36,9 +37,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 LANGUAGE_MODELS = [name for name, family in FAMILIES.items() if family.generates]
 CASES = [
-    ("llama", "logits"), ("llama", "last_hidden_state"), ("gpt2", "logits"), ("bert", "last_hidden_state"),
-    ("bert", "hidden_states"), ("bert", "pooled"), ("bert", "logits"), ("vit", "last_hidden_state"),
-    ("vit", "hidden_states"), ("vit", "pooled"),
+    ("llama", "logits"), ("bert", "hidden_states"), ("bert", "pooled"), ("bert", "logits"), ("vit", "pooled"),
 ]  # fmt: skip
 
 
@@ -110,8 +109,8 @@ class TestLosses:
         target = torch.tensor([[3.0, 4.0], [30.0, 40.0]])
         torch.testing.assert_close(relative_errors(target * 1.1, target), torch.tensor([0.01, 0.01]))
 
-    @pytest.mark.parametrize("temperature", [1.0, 2.0])
-    def test_chunks_change_nothing_and_bound_the_memory(self, temperature):
+    def test_chunks_change_nothing_and_bound_the_memory(self):
+        temperature = 2.0
         generator = torch.Generator().manual_seed(0)
         head, teacher_head = (torch.nn.Linear(8, 64) for _ in range(2))
         states, target = (torch.randn(50, 8, generator=generator) for _ in range(2))
@@ -166,8 +165,6 @@ class TestObjective:
         [
             ("llama", "logits"),
             ("bert", "last_hidden_state"),
-            ("vit", "last_hidden_state"),
-            ("clip_text", "last_hidden_state"),
         ],
     )
     def test_what_is_matched_by_default(self, name, target):
@@ -301,44 +298,12 @@ class TestStages:
         assert not [name for name in names if name.startswith("pooler")]
         assert len(names) == len([name for name, _ in student.named_parameters() if not name.startswith("pooler")])
 
-    def test_shares_of_processes_add_up(self):
-        """Rows of different lengths count by their tokens, whichever process has them."""
-        softmax = softmax_model("llama")
-        student, source = converted("llama", softmax), Source("llama")
-        objective = TransformersObjective.of(student)
-        stage = TransformersStage(options(), student, objective, source, lambda: SharedTeacher(student))
-        module = stage.module()
-
-        class Process:
-            num_processes, counts = 2, []
-
-            def autocast(self):
-                return Accelerator(cpu=True).autocast()
-
-            def reduce(self, counts, reduction):
-                assert reduction == "sum"
-                return counts_of_all
-
-        order = {"dataset_size": 32, "seed": 0, "stage": "distill"}
-        whole = stage.make_batch(DataOrder(batch_size=4, **order), 0, 0)
-        counts_of_all = next_tokens(whole.inputs)[0].sum().float()
-        shares = [
-            stage.loss(
-                module, stage.make_batch(DataOrder(batch_size=2, rank=rank, world_size=2, **order), 0, 0), Process()
-            )
-            for rank in range(2)
-        ]
-        expected = stage.loss(module, whole, Accelerator(cpu=True))
-        torch.testing.assert_close(sum(shares) / 2, expected)
-
 
 class TestTrainer:
     @pytest.mark.parametrize(
         ("name", "target", "mode"),
-        [("llama", "logits", "full"), ("llama", "logits", "lora"), ("gpt2", "logits", "lora"),
-         ("bert", "last_hidden_state", "full"), ("bert", "pooled", "mhla"), ("vit", "hidden_states", "full"),
-         ("vit", "last_hidden_state", "lora")],
-    )  # fmt: skip
+        [("llama", "logits", "lora"), ("bert", "last_hidden_state", "full")],
+    )
     def test_interrupted_runs_end_where_uninterrupted_ones_do(self, name, target, mode, tmp_path):
         softmax = softmax_model(name)
         student = converted(name, softmax)
@@ -361,7 +326,7 @@ class TestTrainer:
 
         whole = train(tmp_path / "whole")
         assert len(whole.losses["distill"]) == 6 and whole.losses["distill"][-1] < whole.losses["distill"][0]
-        for stop in (("distill", 1), ("distill", 3), ("distill", 6)):
+        for stop in (("distill", 3), ("distill", 6)):
             with pytest.raises(Interrupted):
                 train(tmp_path / "cut", stop)
         cut = train(tmp_path / "cut")
@@ -384,15 +349,6 @@ class TestTrainer:
             TransformersTrainer(options(), source)
         with pytest.raises(ValueError, match="distill_steps needs teacher"):
             TransformersTrainer(options(), source, student).run()
-        for changes, message in (
-            ({"distill_temperature": 0.0}, "distill_temperature must be greater than 0"),
-            (
-                {"distill_target": "attention"},
-                "distill_target='attention' is not one of 'logits', 'last_hidden_state'",
-            ),
-        ):
-            with pytest.raises(ValueError, match=message):
-                options(**changes)
         teacher = SharedTeacher(student)
         with torch.no_grad():
             student.get_parameter("model.norm.weight").fill_(float("nan"))
@@ -435,19 +391,3 @@ class TestFiles:
             TransformersTrainer(options(model=tmp_path / "gone"), source)
         with pytest.raises(ValueError, match="is MHLA itself"):
             _ = TransformersSource(tmp_path / "elsewhere", teacher_location=str(tmp_path / "elsewhere")).teacher
-
-
-def test_functions_of_the_teacher_are_computed_with_its_weights():
-    softmax = softmax_model("llama")
-    student = converted("llama", softmax)
-    teacher = SharedTeacher(student)
-    teacher.keep()
-    with torch.no_grad():
-        for parameter in student.parameters():
-            parameter.add_(0.05)
-        batch = inputs("llama")
-        expected = token_states(softmax, batch)
-    for each in (teacher, softmax):
-        got = compute_with(each, lambda model: token_states(model, batch))
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
-        assert not got.requires_grad
