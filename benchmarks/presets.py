@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.pages import table_row, with_sections
 from mhla_hf import MHLA, from_preset
-from mhla_hf.benchmarks.shapes import OperatorShape
+from mhla_hf.bench import OperatorShape
 from mhla_hf.presets import PRESETS
 
 
@@ -109,7 +109,9 @@ def size_of(name: str) -> Size:
     with torch.device("meta"):
         own, mhla = make_model(name, mhla=False), make_model(name)
     shape, layers = operator_shape(mhla), len(mhla_layers(mhla))
-    softmax, linear = (shape.flops(family, backward=False) // 2 for family in ("softmax", "linear"))
+    pairs = shape.heads * shape.tokens
+    softmax = 2 * pairs * shape.tokens * shape.width // (2 if shape.causal else 1)
+    linear = pairs * shape.width * (2 * shape.width + (shape.chunk or 0))
     operations = multiply_adds(own) - layers * pairs_ahead(shape, "softmax")
     is_linear = type(own).__name__.startswith("Sana")
     return Size(
@@ -143,16 +145,8 @@ def operator_shape(model: nn.Module) -> OperatorShape:
         frames, height, width = WAN_LATENTS if size is None else (1, size, size)
         patch = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[-1]
         grid, chunk = (frames * (height // patch) * (width // patch) + layer.num_prefix_tokens,), None
-    return OperatorShape(
-        name="",
-        group="",
-        batch=1,
-        heads=layer.num_heads,
-        width=layer.head_dim,
-        grid=grid,
-        blocks=None if chunk else (layer.mixing.shape[-1],),
-        chunk=chunk[0] if chunk else None,
-    )
+    blocks = None if chunk else (layer.mixing.shape[-1],)
+    return OperatorShape(1, layer.num_heads, layer.head_dim, grid, blocks, chunk[0] if chunk else None)
 
 
 def mhla_layers(model: nn.Module) -> list[MHLA]:
@@ -165,9 +159,9 @@ def pairs_ahead(shape: OperatorShape, family: str) -> int:
     if shape.chunk is None:
         return 0
     if family == "softmax":
-        return shape.rows * shape.tokens**2 * shape.width
-    mixing = shape.rows * shape.layout().num_blocks ** 2 * shape.width**2 // 2
-    return shape.rows * shape.tokens * shape.chunk * shape.width + mixing
+        return shape.heads * shape.tokens**2 * shape.width
+    mixing = shape.heads * shape.layout().num_blocks ** 2 * shape.width**2 // 2
+    return shape.heads * shape.tokens * shape.chunk * shape.width + mixing
 
 
 def _parameters(model: nn.Module) -> int:

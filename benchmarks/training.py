@@ -1,76 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainings of small models in benchmarks share: optimizers, schedule and step."""
+"""A training step of diffusion transformers with random weights, with their own attention and with MHLA.
+
+python -m benchmarks.training --models wan-small --json train.json --plot train.png
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
 
-from conversion.digits.muon import Muon
-from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
-
-
-GRADIENT_CLIP = 1.0
-# Parameters of transformer layers, in transformers and in diffusers, without tables of classes.
-_OF_LAYERS = re.compile(r"(?!.*embedding_table)(.*\.layers|transformer_blocks)\.")
+from benchmarks.programs import make_parser, names, run_program
+from mhla_hf.bench import BenchOptions, measure_models
+from mhla_hf.cli.bench import show_models
 
 
-def freeze_mixing(model: nn.Module) -> None:
-    """Keeps the mixing weights of all MHLA layers out of training."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(".mhla.mixing"):
-            parameter.requires_grad_(False)
+def make_step(
+    model: Any, inputs: Iterator[dict[str, torch.Tensor]], *, checkpointing: bool, optimizer: bool
+) -> Callable[[], None]:
+    """Return a training step: forward, backward, and with `optimizer` a step of AdamW.
+
+    It frees its gradients, so that those of one contestant are in memory only while it runs.
+    """
+    model.train()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-6) if optimizer else None
+
+    def step() -> None:
+        model(**next(inputs), return_dict=False)[0].float().square().mean().backward()
+        if adamw is not None:
+            adamw.step()
+        model.zero_grad(set_to_none=True)
+
+    return step
 
 
-def make_optimizers(
-    model: nn.Module,
-    *,
-    matrix_rate: float,
-    other_rate: float,
-    mixing_rate: float | None = None,
-    betas: tuple[float, float] = (0.9, 0.999),
-) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the transformer layers, AdamW for the rest; without weight decay.
-
-    Models of these sizes learn several times as fast as with AdamW alone. The matrix of the output gate is one of the
-    layer's.
+def measure_training(
+    options: BenchOptions, *, checkpointing: bool = True, optimizer: bool = False, **choices: Any
+) -> dict[str, Any]:
+    """Measure time and memory of a training step.
 
     Args:
-        model: The model; parameters that take no gradient are left out.
-        matrix_rate: Peak learning rate of Muon.
-        other_rate: Peak learning rate of AdamW.
-        mixing_rate: That of the mixing weights; `None` for `other_rate`.
-        betas: Of AdamW.
+        options: Options of the measurement.
+        checkpointing: Checkpoint gradients: keep the inputs of transformer blocks only.
+        optimizer: End each step with one of AdamW.
+        **choices: `models`, `contestants`, `compile_backend` and `progress` of
+            [`measure_models`][mhla_hf.bench.measure_models].
     """
-    matrices, mixing, others = [], [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_matrix = parameter.ndim == 2 and _OF_LAYERS.match(name)
-            (mixing if name.endswith(".mhla.mixing") else matrices if is_matrix else others).append(parameter)
-    groups = [{"params": others, "peak_lr": other_rate}]
-    if mixing:
-        groups.append({"params": mixing, "peak_lr": other_rate if mixing_rate is None else mixing_rate})
-    return [
-        Muon([{"params": matrices, "peak_lr": matrix_rate}], weight_decay=0.0),
-        torch.optim.AdamW(groups, betas=betas, weight_decay=0.0),
-    ]
+    make_run = partial(make_step, checkpointing=checkpointing, optimizer=optimizer)
+    report = measure_models(options, make_run=make_run, **choices)
+    report["options"] |= {"checkpointing": checkpointing, "optimizer": optimizer}
+    return {**report, "benchmark": "train"}
 
 
-def follow_cosine(optimizers: Sequence[torch.optim.Optimizer], step: int, *, warmup_steps: int, steps: int) -> None:
-    """Sets the learning rates of a step, counted from 0: linear warm-up, then down to 0 by a cosine."""
-    factor = learning_rate_factor(step, schedule="cosine", warmup_steps=warmup_steps, total_steps=steps)
-    for optimizer in optimizers:
-        set_learning_rate(optimizer, factor)
+def main() -> None:
+    """Run the program."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", type=names, help="models, such as wan,dit-512; those that suit the device")
+    parser.add_argument("--contestants", type=names, help="ordinary, mhla-torch, mhla-triton; all by default")
+    parser.add_argument("--dtype", help="bfloat16 by default on a GPU, float32 on a CPU")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer blocks")
+    parser.add_argument("--no-checkpointing", action="store_false", dest="checkpointing", help="keep all activations")
+    parser.add_argument("--checkpointing", action="store_true", default=True, help="the default")
+    parser.add_argument("--optimizer", action="store_true", help="end each step with one of AdamW")
+    parser.add_argument("--seconds", type=float, default=15.0, help="approximate time for each model (15)")
+    parser.add_argument("--quick", action="store_true", help="measure one model in a tenth of the time")
+
+    def work(**given: Any) -> dict[str, Any]:
+        shared = {name: given.pop(name) for name in ("dtype", "device", "seconds", "quick") if name in given}
+        backend = "inductor" if given.pop("compile") else None
+        report = measure_training(BenchOptions(**shared), compile_backend=backend, **given)
+        show_models(report, "training step")
+        return report
+
+    run_program(parser, work)
 
 
-def descend(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss: torch.Tensor) -> None:
-    """One step of the optimizers along the gradient of a loss, whose norm is clipped to `GRADIENT_CLIP`."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
-    for optimizer in optimizers:
-        optimizer.step()
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ LEVELS = (
     ("training",),
     ("recovery", "lora_check"),
     ("analysis", "hub"),
-    ("benchmarks", "demo"),
+    ("bench", "demo"),
     ("app",),
     ("cli",),
     ("__init__", "__main__"),

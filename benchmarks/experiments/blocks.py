@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mhla_hf.benchmarks.measuring import peak_memory, time_in_rounds
+from mhla_hf.bench import peak_memory, time_in_rounds
 from mhla_hf.utils.figures import new_figure, save_figure
 
 from .classifier import NUM_CLASSES, make_classifier, training_loss

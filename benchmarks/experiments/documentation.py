@@ -79,8 +79,9 @@ def _source(report: Mapping[str, Any]) -> str:
 def _source_of_quality(report: Mapping[str, Any]) -> str:
     machine, seeds = report["runs"][0]["machine"], len(report["options"]["seeds"])
     minutes = sum(run["training_cpu_seconds"] for run in report["runs"]) / 60
+    means = f"Means of {seeds} seeds, ± standard deviation" if seeds > 1 else "One seed"
     return (
-        f"*{f'Means of {seeds} seeds, ± standard deviation' if seeds > 1 else 'One seed'}. `mhla-hf bench quality` on "
-        f"{machine['device']}, {machine['date']}, torch {machine['torch']}; {minutes:.0f} CPU minutes of training "
+        f"*{means}. `python -m benchmarks.quality_dit` on {machine['device']}, {machine['date']}, torch "
+        f"{machine['torch']}; {minutes:.0f} CPU minutes of training "
         f"([JSON](../benchmarks/results/quality_dit.json)).*"
     )

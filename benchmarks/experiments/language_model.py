@@ -17,7 +17,7 @@ from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.optimization import set_learning_rate
 from mhla_hf.utils.machine import synchronize
 
-from ..training import descend, freeze_mixing, make_optimizers
+from ..optimization import descend, freeze_mixing, make_optimizers
 from .language_data import Corpus, CorpusOptions, load_corpus
 from .language_evaluation import bits_by_position, long_file_windows, packed_windows, token_losses
 

@@ -23,10 +23,17 @@ import torch.nn.functional as F
 
 from mhla_hf import BlockLayout, MHLAConfig, mhla_attention
 from mhla_hf.analysis import mhla_matrix, softmax_matrix
-from mhla_hf.benchmarks import attention
-from mhla_hf.benchmarks.attention import EPS, Inputs, make_inputs
-from mhla_hf.benchmarks.measuring import free_memory, peak_memory, time_in_rounds
-from mhla_hf.benchmarks.shapes import OperatorShape
+from mhla_hf.bench import (
+    EPS,
+    Inputs,
+    OperatorShape,
+    attend,
+    free_memory,
+    make_inputs,
+    peak_memory,
+    run_operator,
+    time_in_rounds,
+)
 from mhla_hf.layers.mixing import initial_mixing
 from mhla_hf.utils.machine import synchronize
 
@@ -61,9 +68,7 @@ def contestant_shapes(tokens: int, heads: int, width: int, causal: bool) -> dict
         causal: Whether tokens look back only; they are a sequence then, and a video otherwise.
     """
     grid = GRIDS[tokens]
-    base = OperatorShape(
-        name=str(tokens), group="", batch=1, heads=heads, width=width, grid=grid, blocks=_root_blocks(grid)
-    )
+    base = OperatorShape(1, heads, width, grid, _root_blocks(grid))
     if not causal:
         return {"softmax": base, "linear": base, "mhla": base, "mhla_fixed": replace(base, blocks=FIXED_BLOCKS)}
     base = replace(base, grid=(tokens,), blocks=None, chunk=FIXED_CHUNK)
@@ -84,12 +89,6 @@ def _root_blocks(grid: tuple[int, ...]) -> tuple[int, ...]:
         axis = max(range(len(grid)), key=lambda index: grid[index] / blocks[index])
         blocks[axis] *= 2
     return tuple(blocks)
-
-
-def _attend(name: str, inputs: Inputs, shape: OperatorShape) -> torch.Tensor:
-    if name in ("softmax", "linear"):
-        return getattr(attention, name)(inputs, shape, "query", "")
-    return attention.mhla(inputs, shape, "query", "", backend="auto")
 
 
 def measure(
@@ -161,7 +160,7 @@ def measure_times(
                 for name, shape in shapes.items()
             }
             for backward in (False, True):
-                inputs = _inputs(shapes, getattr(torch, dtype), device, backward)
+                inputs = _inputs(shapes, getattr(torch, dtype), device)
                 runs = {name: partial(_run, name, inputs[name], shape, backward) for name, shape in shapes.items()}
                 predicted = {name: expected.get((name, causal, backward), 0.0) for name in shapes}
                 figures, failed = _measure(runs, predicted, device, seconds=seconds / 2, longest=longest_seconds)
@@ -183,9 +182,7 @@ def measure_times(
     return {"rows": rows}
 
 
-def _inputs(
-    shapes: dict[str, OperatorShape], dtype: torch.dtype, device: torch.device, backward: bool
-) -> dict[str, Inputs]:
+def _inputs(shapes: dict[str, OperatorShape], dtype: torch.dtype, device: torch.device) -> dict[str, Inputs]:
     """The same tokens for all, each with the mixing weights of its blocks."""
     inputs: dict[str, Inputs] = {}
     first: Inputs | None = None
@@ -194,18 +191,14 @@ def _inputs(
             first = made = make_inputs(shape, dtype, device, seed=0)
         else:
             config = MHLAConfig(causal=shape.causal, block_size=None if shape.chunk is None else (shape.chunk,))
-            made = replace(first, mixing=initial_mixing(config, shape.layout().blocks).to(device))
-        inputs[name] = made.differentiable() if backward else made
+            made = first._replace(mixing=initial_mixing(config, shape.layout().blocks).to(device))
+        inputs[name] = made
     return inputs
 
 
 def _run(name: str, inputs: Inputs, shape: OperatorShape, backward: bool) -> tuple[torch.Tensor | None, ...]:
-    with torch.set_grad_enabled(backward):
-        output = _attend(name, inputs, shape)
-    if not backward:
-        return (output,)
-    wanted = (*inputs.tokens, inputs.mixing)
-    return output.detach(), *torch.autograd.grad(output, wanted, inputs.gradient, allow_unused=True)
+    kind = name if name in ("softmax", "linear") else "mhla-auto"
+    return run_operator(lambda inputs: attend(kind, inputs, shape, "query"), inputs, backward)
 
 
 def _measure(
@@ -267,7 +260,7 @@ def measure_errors(
         for causal in (False, True):
             shapes = contestant_shapes(tokens, 1, width, causal)
             for dtype in dtypes:
-                inputs = _inputs(shapes, getattr(torch, dtype), device, backward=False)
+                inputs = _inputs(shapes, getattr(torch, dtype), device)
                 for name, shape in shapes.items():
                     exact = _sampled_reference(name, inputs[name], shape, wanted)
                     output = _sampled(name, inputs[name], shape, wanted).double()
@@ -287,7 +280,7 @@ def measure_errors(
 def _sampled(name: str, inputs: Inputs, shape: OperatorShape, rows: torch.Tensor) -> torch.Tensor:
     """Outputs of some tokens, `[B, R, H, V]`."""
     if name != "softmax":
-        return _attend(name, inputs, shape)[:, rows]
+        return _run(name, inputs, shape, False)[0][:, rows]
     # Tokens of softmax attention do not depend on the other queries.
     query, key, value = (x.transpose(1, 2) for x in (inputs.query[:, rows], inputs.key, inputs.value))
     mask = torch.arange(shape.tokens, device=rows.device) <= rows[:, None] if shape.causal else None
@@ -376,10 +369,10 @@ def _ones_through(
 def _many_blocks(
     tokens: int, width: int, choices: Sequence[Sequence[int]], seconds: float, device: torch.device
 ) -> list[dict[str, Any]]:
-    base = OperatorShape(name="", group="", batch=1, heads=1, width=width, grid=GRIDS[tokens])
+    base = OperatorShape(1, 1, width, GRIDS[tokens])
     shapes = {math.prod(blocks): replace(base, blocks=tuple(blocks)) for blocks in choices}
     named = {str(count): shape for count, shape in shapes.items()}
-    inputs = _inputs(named, torch.float32, device, backward=False)
+    inputs = _inputs(named, torch.float32, device)
     runs = {name: partial(_run, "mhla", inputs[name], shape, False) for name, shape in named.items()}
     timed = time_in_rounds(runs, device, seconds=seconds)
     return [

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_hf  # noqa: F401  (registers MHLA with transformers)
 
-from ..training import descend, follow_cosine, freeze_mixing, make_optimizers
+from ..optimization import descend, follow_cosine, freeze_mixing, make_optimizers
 from .recall_tasks import VOCABULARY, Questions
 
 

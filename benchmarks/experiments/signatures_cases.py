@@ -15,7 +15,7 @@ from mhla_hf import convert
 from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training.data.batches import stable_seed
 
-from ..training import descend, follow_cosine, freeze_mixing
+from ..optimization import descend, follow_cosine, freeze_mixing
 from .classifier import accuracy, classifier_optimizers, make_classifier, take_step
 from .digit_canvases import DigitCanvases
 

@@ -20,7 +20,7 @@ import torch
 
 
 if not torch.cuda.is_available():
-    # Triton makes up its mind when it is imported.
+    # Triton reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Plain torch must not stand in for kernels that fail.
 os.environ.setdefault("MHLA_HF_KERNEL_CHECK", "0")
@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     names = None if arguments.cases is None else [name.strip() for name in arguments.cases.split(",")]
-    from mhla_hf.benchmarks.measuring import check_environment
-    from mhla_hf.benchmarks.shapes import check_names
+    from mhla_hf.ops.backends import ENVIRONMENT_VARIABLE
+    from mhla_hf.utils.messages import check_choice
 
     from .cases import kernel_cases
     from .checks import CHECKS, run_checks
@@ -52,8 +52,10 @@ def main() -> None:
 
     checks = list(CHECKS) if arguments.checks is None else [name.strip() for name in arguments.checks.split(",")]
     try:
-        check_environment()
-        check_names("checks", checks, CHECKS)
+        if os.environ.get(ENVIRONMENT_VARIABLE):
+            raise ValueError(f"{ENVIRONMENT_VARIABLE} is set and would choose the backend of all cases; unset it.")
+        for name in checks:
+            check_choice("checks", name, CHECKS)
         cases = list(kernel_cases(names, quick=arguments.quick))
     except ValueError as error:
         sys.exit(f"error: {error}")

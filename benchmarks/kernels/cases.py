@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from mhla_hf.benchmarks.attention import Inputs, hedgehog_path, make_inputs, mhla, mhla_path
-from mhla_hf.benchmarks.shapes import SHAPES, OperatorShape, check_names
+from mhla_hf.bench import SHAPES, Inputs, OperatorShape, attend, make_inputs, run_operator
+from mhla_hf.utils.messages import check_choice
+
+from .paths import fused_path, hedgehog_path
 
 
 ON_GPU = torch.cuda.is_available()
@@ -58,18 +60,14 @@ class KernelCase:
         Returns:
             The output, and the gradients of query, key, value and mixing if there is a backward pass.
         """
-        inputs = self.inputs if inputs is None else inputs
-        trains = self.trains if trains is None else trains
-        attend: Callable[..., torch.Tensor] = {
-            "operator": mhla, "fused": partial(mhla_path, fused=backend == "triton"), "hedgehog": hedgehog_path
-        }[self.kind]  # fmt: skip
-        inputs = inputs.differentiable() if trains else inputs
-        with torch.set_grad_enabled(trains):
-            output = attend(inputs, self.shape, self.normalizer, "", backend=backend)
-        if not trains:
-            return (output,)
-        wanted = (*inputs.tokens, inputs.mixing)
-        return output.detach(), *torch.autograd.grad(output, wanted, inputs.gradient)
+        paths: dict[str, Callable[..., torch.Tensor]] = {"fused": fused_path, "hedgehog": hedgehog_path}
+        path = paths.get(self.kind, partial(attend, f"mhla-{backend}"))
+        options = {"backend": backend} if self.kind in paths else {}
+        return run_operator(
+            lambda inputs: path(inputs, self.shape, self.normalizer, **options),
+            self.inputs if inputs is None else inputs,
+            self.trains if trains is None else trains,
+        )
 
 
 @lru_cache(maxsize=1)
@@ -128,8 +126,9 @@ def kernel_cases(names: Sequence[str] | None = None, *, quick: bool = False) -> 
     Raises:
         ValueError: If there is no case of a name.
     """
-    unknown = [name for name in names or () if not any(known.startswith(name) for known in CASES)]
-    check_names("cases", unknown, CASES)
+    for name in names or ():
+        if not any(known.startswith(name) for known in CASES):
+            check_choice("cases", name, CASES)
     for name, case in CASES.items():
         if names is None or any(name.startswith(wanted) for wanted in names):
             yield replace(case, shape=small(case.shape)) if quick or not ON_GPU else case

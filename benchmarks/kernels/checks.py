@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from mhla_hf import BlockLayout, mhla_attention
-from mhla_hf.benchmarks.attention import Inputs
-from mhla_hf.benchmarks.measuring import failure_reason, free_memory
+from mhla_hf.bench import Inputs, failure_reason, free_memory
 
 from .cases import DEVICE, ON_GPU, KernelCase, Tensors, kernel_cases
 from .report import Report
@@ -50,8 +49,7 @@ def _same(first: Tensors, second: Tensors) -> bool:
 
 def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     weights = torch.float64 if dtype == torch.float64 else torch.float32
-    tokens = {name: getattr(inputs, name).to(dtype) for name in ("query", "key", "value", "gradient", "gate")}
-    return replace(inputs, **tokens, mixing=inputs.mixing.to(weights))
+    return Inputs(*(x.to(weights if x is inputs.mixing else dtype) for x in inputs))
 
 
 def values() -> Iterator[Outcome]:
@@ -96,16 +94,16 @@ def strides() -> Iterator[Outcome]:
     inputs, (expected,) = case.inputs, case.run()
 
     def changed(name: str, *tokens: torch.Tensor) -> Outcome:
-        (output,) = case.run(replace(inputs, **dict(zip(("query", "key", "value"), tokens, strict=True))))
+        (output,) = case.run(Inputs(*tokens, *inputs[3:]))
         error = relative_error(output, expected)
         return Outcome(name, error < LIMITS[expected.dtype], f"{error:.1e}")
 
-    yield changed("slices of one tensor", *torch.cat(inputs.tokens, dim=-1).split(case.shape.width, dim=-1))
-    shifted = [torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view_as(x) for x in inputs.tokens]
-    yield changed("addresses off by one number", *(to.copy_(x) for to, x in zip(shifted, inputs.tokens)))
+    yield changed("slices of one tensor", *torch.cat(inputs[:3], dim=-1).split(case.shape.width, dim=-1))
+    shifted = [torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view_as(x) for x in inputs[:3]]
+    yield changed("addresses off by one number", *(to.copy_(x) for to, x in zip(shifted, inputs[:3])))
     for name, axis in (("heads before tokens", 1), ("channels before tokens", 3)):
         order = (2, 1) if axis == 1 else (3, 1)
-        yield changed(name, *(x.transpose(*order).contiguous().transpose(*order) for x in inputs.tokens))
+        yield changed(name, *(x.transpose(*order).contiguous().transpose(*order) for x in inputs[:3]))
     shared = [x[:, :, :1] for x in (inputs.key, inputs.value)]
     options = {"normalizer": "query", "backend": "triton"}
     one, many = (

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
-from mhla_hf.benchmarks.measuring import failure_reason
+from mhla_hf.bench import failure_reason
 
 from .cases import ON_GPU, KernelCase, Tensors
 from .checks import LIMITS, relative_error
@@ -116,7 +116,7 @@ def sweep_cases(cases: Iterable[KernelCase], report: Report) -> None:
             expected = case.run()
             own = _measured(case, expected, overrides, {}, report)
             best: dict[str, tuple[float, Options]] = {}
-            for choice in candidates(overrides.seen, case.shape.rows):
+            for choice in candidates(overrides.seen, case.shape.batch * case.shape.heads):
                 if report.is_late(f"{case.name} {choice}"):
                     break
                 milliseconds = _measured(case, expected, overrides, choice, report)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from mhla_hf.benchmarks.measuring import copy_bandwidth, failure_reason, peak_memory
+from mhla_hf.bench import failure_reason, peak_memory
 
 from .cases import DEVICE, ON_GPU, KernelCase
 from .report import Report
@@ -23,7 +23,7 @@ _MOST_COPIES = 64
 # Bytes per second of copies on an H200, an upper bound; it decides only how many of them fill the queue.
 _COPY_RATE = 4e12
 # Two of them fit into the cache of an H100, and take longer to copy than to launch.
-_CACHED_BYTES, _CACHED_COPIES = 16 << 20, 200
+_CACHED_BYTES, _MEMORY_BYTES, _COPIES = 16 << 20, 1 << 30, 200
 
 
 def synchronize() -> None:
@@ -112,18 +112,20 @@ def copy_rates() -> dict[str, float]:
     """Bytes that copies read and write in a second: of memory, and of a tensor that stays in the L2 cache."""
     if not ON_GPU:
         return {}
-    source = torch.ones(_CACHED_BYTES, dtype=torch.uint8, device=DEVICE)
-    target, first, last = torch.empty_like(source), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    target.copy_(source)
-    empty_cache()
-    target.copy_(source)
-    first.record()
-    for _ in range(_CACHED_COPIES):
+    rates = {}
+    for name, size in (("memory", _MEMORY_BYTES), ("l2_cache", _CACHED_BYTES)):
+        source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
+        target, first, last = torch.empty_like(source), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
         target.copy_(source)
-    last.record()
-    synchronize()
-    seconds = 1e-3 * first.elapsed_time(last) / _CACHED_COPIES
-    return {"memory": copy_bandwidth(DEVICE), "l2_cache": 2 * _CACHED_BYTES / seconds}
+        empty_cache()
+        target.copy_(source)
+        first.record()
+        for _ in range(_COPIES):
+            target.copy_(source)
+        last.record()
+        synchronize()
+        rates[name] = 2 * size * _COPIES / (1e-3 * first.elapsed_time(last))
+    return rates
 
 
 def time_cases(cases: Iterable[KernelCase], report: Report) -> None:
@@ -146,6 +148,7 @@ def time_cases(cases: Iterable[KernelCase], report: Report) -> None:
             row["first_call_seconds"] = time.perf_counter() - start
             row["milliseconds"] = device_milliseconds(case.run)
             row["host_milliseconds"] = host_milliseconds(case.run)
+            row["torch_host_milliseconds"] = host_milliseconds(partial(case.run, backend="torch"))
             row["kernels"] = kernel_times(case.run)
             row["peak_memory_bytes"] = peak_memory(case.run, DEVICE) if ON_GPU else None
         except Exception as error:  # What fails is a result, and others go on.

@@ -13,7 +13,7 @@ from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.stages.flow_matching import flow_matching_losses, timesteps_from_sigmas, unshift_sigmas
 from mhla_hf.training.stages.noise_prediction import no_label_dropout
 
-from ..training import descend, follow_cosine, make_optimizers
+from ..optimization import descend, follow_cosine, make_optimizers
 from .data import EVALUATION_BATCH, NUM_CLASSES, Digits, NoisyBatch, held_out_batches, training_batch
 from .options import QualityOptions
 

@@ -7,12 +7,15 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ..benchmarks.operator import OperatorOptions, measure_operator
-from ..benchmarks.shapes import OperatorShape
+import torch
+
+from ..bench import OperatorShape, attend, make_inputs, time_in_rounds
 from ..training.matching.layers import mhla_layers
 from ..utils.figures import figure_image, new_figure
+from ..utils.machine import machine_facts
 from .models import Comparison
 from .work import Control, Progress
 
@@ -98,13 +101,13 @@ class SpeedMeter:
         """Sizes to measure: the model's own heads and blocks at growing lengths."""
         mhla = mhla_layers(next(iter(self._comparison.mhla_models().values())))[0].mhla
         config = mhla.config
-        common: dict[str, Any] = {"group": "model", "batch": 1, "heads": mhla.num_heads, "width": mhla.head_dim}
+        common: dict[str, Any] = {"batch": 1, "heads": mhla.num_heads, "width": mhla.head_dim}
         if config.causal or len(mhla.blocks) == 1:
             chunk = config.block_size[0] if config.block_size else 64
             lengths = [_LEAST_TOKENS << power for power in range(12)]
             kind: dict[str, Any] = {"chunk": chunk} if config.causal else {}
             return [
-                OperatorShape(name=f"{length}", grid=(length,), **kind, **common)
+                OperatorShape(grid=(length,), **kind, **common)
                 for length in lengths
                 if length <= self._most and length >= chunk
             ]
@@ -112,8 +115,7 @@ class SpeedMeter:
         found: list[OperatorShape] = []
         while math.prod(grid) <= self._most or not found:
             if math.prod(grid) >= min(_LEAST_TOKENS, self._most):
-                name = f"{math.prod(grid)}"
-                found.append(OperatorShape(name=name, grid=tuple(grid), blocks=tuple(mhla.blocks), **common))
+                found.append(OperatorShape(grid=tuple(grid), blocks=tuple(mhla.blocks), **common))
             # Height and width in turns.
             grid[-1 if grid[-1] <= grid[-2] else -2] *= 2
         return found
@@ -122,34 +124,21 @@ class SpeedMeter:
         shapes = self.shapes()
         device = self._comparison.device
         operator = "mhla-triton" if device.type == "cuda" else "mhla-torch"
-        options = OperatorOptions(
-            contestants=("softmax", "linear", operator),
-            device=device.type,
-            backward=False,
-            seconds=self._seconds,
-        )
-        names = [shape.name for shape in shapes]
-
-        def report(case: str) -> None:
-            control.check()
-            done = names.index(case.partition(",")[0]) if case.partition(",")[0] in names else 0
-            tokens = f" over {int(names[done]):,} tokens" if names else ""
-            control.progress = Progress(f"Measuring attention{tokens}", done, len(names))
-
-        measured = measure_operator(options, report, shapes)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         times: dict[str, list[float]] = {name: [] for name in _STYLES}
-        for name in names:
-            rows = [row for row in measured["results"] if row["shape"] == name]
-            for kind, contestant in zip(_STYLES, ("softmax", "linear", operator), strict=True):
-                own = [row for row in rows if row["contestant"] == contestant]
-                # The operator with its normaliser, as the model has it; softmax has one row.
-                row = next((row for row in own if row["normalizer"] == "query"), own[0])
-                if row["reason"] is not None:
-                    raise ValueError(f"{kind} attention could not be measured: {row['reason']}")
-                times[kind].append(row["milliseconds"])
-        machine = measured["machine"]
+        for done, shape in enumerate(shapes):
+            control.check()
+            control.progress = Progress(f"Measuring attention over {shape.tokens:,} tokens", done, len(shapes))
+            inputs = make_inputs(shape, dtype, device, seed=0)
+            names = zip(_STYLES, ("softmax", "linear", operator), strict=True)
+            runs = {kind: partial(attend, name, inputs, shape, "query") for kind, name in names}
+            for kind, figures in time_in_rounds(runs, device, seconds=self._seconds).items():
+                if isinstance(figures, str):
+                    raise ValueError(f"{kind} attention could not be measured: {figures}")
+                times[kind].append(figures["milliseconds"])
+        machine = machine_facts(device)
         heads = f"{shapes[0].heads} heads of width {shapes[0].width}"
-        caption = f"One attention layer of {heads}, {measured['options']['dtype']}, on {machine['device']}"
+        caption = f"One attention layer of {heads}, {str(dtype).removeprefix('torch.')}, on {machine['device']}"
         if device.type == "cpu":
             caption += f" with {machine['threads']} of its threads"
         return SpeedResult([shape.tokens for shape in shapes], times, f"{caption}, {machine['date']}.")

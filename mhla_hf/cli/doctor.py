@@ -116,7 +116,7 @@ def _show_problems(problems: "list[Problem]") -> None:
 
 
 def _check_installation(kernels: bool, device: str | None, json_file: JsonFile) -> None:
-    from ..benchmarks.diagnosis import check_kernels, describe_installation, forget_failures, markdown_table
+    from ..ops.diagnosis import check_kernels, describe_installation, forget_failures, markdown_table
     from ..utils.machine import choose_device
 
     chosen = choose_device(device)
@@ -183,7 +183,7 @@ def _show_kernels(rows: list[dict[str, Any]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ..benchmarks.diagnosis import describe_errors
+    from ..ops.diagnosis import describe_errors
 
     table = Table("kernels", "direction", "type", "width", "status", "largest relative errors", box=SIMPLE_HEAD)
     for row in rows:

@@ -11,7 +11,7 @@ from .output import JsonFile, write_report
 
 def env_command(device: Device = None, json_file: JsonFile = None) -> None:
     """Show versions and settings for a bug report, as Markdown."""
-    from ..benchmarks.diagnosis import describe_environment
+    from ..ops.diagnosis import describe_environment
     from ..utils.machine import choose_device
 
     report = describe_environment(choose_device(device))

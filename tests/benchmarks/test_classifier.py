@@ -19,7 +19,7 @@ from benchmarks.experiments.classifier import (
 )
 from benchmarks.experiments.classifier_variants import SIZES, TITLES, classifier_cases
 from benchmarks.experiments.digit_canvases import DigitCanvases
-from benchmarks.training import freeze_mixing
+from benchmarks.optimization import freeze_mixing
 from mhla_hf import MHLA
 
 

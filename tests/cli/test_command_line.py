@@ -105,8 +105,6 @@ DIFFERENT = {
     ("push", "--revision"): "a branch to write",
     ("convert", "--component"): "names a file's model too",
     ("import-official", "--normalizer"): "of the weights",
-    ("bench decode", "--block-size"): "one number",
-    ("bench decode", "--feature-map"): "without the formulas",
 }
 
 
@@ -137,7 +135,6 @@ def test_unknown_options_are_wrong_usage(words):
         (("select-layers", "{missing}"), "missing"),
         (("train", "wan", "--model", "{missing}", "--output", "{out}"), "missing"),
         (("check-lora", "{missing}", "{missing}"), "missing"),
-        (("bench", "decode", "{missing}", "--quiet"), "missing"),
         (("demo", "{out}", "--base", "{missing}"), "missing"),
         (("doctor", "{missing}"), "missing"),
         (("inspect", "{missing}", "--quiet"), "missing"),

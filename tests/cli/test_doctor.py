@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from mhla_hf.benchmarks import diagnosis
 from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
+from mhla_hf.ops import diagnosis
 from mhla_hf.ops.kernel_cases import FAMILIES
 from mhla_hf.ops.kernel_check import VerdictFile
 from tests import tiny

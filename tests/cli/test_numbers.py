@@ -100,12 +100,8 @@ def test_quality_options(name, value):
     [
         ["demo", "{folder}/x", "--guidance", "nan"],
         ["demo", "{folder}/x", "--seed", "-1"],
-        ["bench", "quality", "--setting", "smoke", "--work", "{folder}/x", "--guidance", "nan"],
-        ["bench", "quality", "--setting", "smoke", "--work", "{folder}/x", "--threads", "1000000000000"],
-        ["bench", "quality", "--setting", "smoke", "--work", "{folder}/x", "--seeds", "9" * 5000],
         ["bench", "op", "--quick", "--seconds", "nan"],
         ["bench", "model", "--quick", "--seconds", "inf"],
-        ["bench", "decode", "--contexts", "9" * 5000],
         ["train", "cache", "--cache", "{folder}/x", "--data", "digits", "--fps", "nan"],
         ["train", "wan", "--output", "{folder}/x", "--validation-guidance", "nan"],
         ["train", "wan", "--output", "{folder}/x", "--logit-mean=-inf"],

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from mhla_hf import BlockLayout, mhla_attention
-from mhla_hf.benchmarks.shapes import SHAPES
+from mhla_hf.bench import SHAPES
 from mhla_hf.ops import empty_state, mhla_extend, mhla_step
 from mhla_hf.ops.triton import (
     combine_parts,

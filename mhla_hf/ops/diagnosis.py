@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `mhla-hf doctor` finds out: why the kernels run here or do not, and how far each is off."""
+"""Diagnosis of the Triton kernels on a device: why they run or not, and the error of each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from typing import Any
 
 import torch
 
-from ..ops import kernel_errors, triton_obstacle
-from ..ops.backends import ENVIRONMENT_VARIABLE, INTERPRETED, INTERPRETED_DTYPES, TRITON_INSTALLED, auto_obstacle
-from ..ops.kernel_cases import FAMILIES
-from ..ops.kernel_check import ENVIRONMENT_VARIABLE as CHECK_VARIABLE
-from ..ops.kernel_check import VerdictFile, environment, first_line, is_checked, judge
 from ..utils.machine import installed_versions, machine_facts
+from .backends import (
+    ENVIRONMENT_VARIABLE,
+    INTERPRETED,
+    INTERPRETED_DTYPES,
+    TRITON_INSTALLED,
+    auto_obstacle,
+    triton_obstacle,
+)
+from .kernel_cases import FAMILIES, kernel_errors
+from .kernel_check import ENVIRONMENT_VARIABLE as CHECK_VARIABLE
+from .kernel_check import VerdictFile, environment, first_line, is_checked, judge
 
 
 TYPES = {
@@ -39,7 +45,7 @@ _VARIABLES = (ENVIRONMENT_VARIABLE, CHECK_VARIABLE, "TRITON_INTERPRET")
 
 
 def describe_installation(device: torch.device) -> dict[str, Any]:
-    """Versions, device, environment variables, and for each type of tokens why the kernels do not run, ready for JSON.
+    """Describe versions, device, environment variables, and for each dtype why the kernels do not run, for JSON.
 
     Args:
         device: The device that models would run on.
@@ -68,7 +74,7 @@ def describe_installation(device: torch.device) -> dict[str, Any]:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What a report of a bug needs, ready for JSON.
+    """Describe what a bug report needs, for JSON.
 
     Args:
         device: The device that models would run on.
@@ -96,7 +102,7 @@ def _accelerate_configuration() -> dict[str, Any] | str | None:
         return None
     try:
         return {name: str(value) for name, value in load_config_from_file(default_config_file).to_dict().items()}
-    # Whatever is wrong with the file is no reason to say nothing of the rest.
+    # A broken file must not hide the rest of the report.
     except Exception as error:
         return f"cannot be read: {first_line(error)}"
 
@@ -119,15 +125,15 @@ def _kernels_obstacle(tokens: torch.Tensor) -> str | None:
 
 
 def check_kernels(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Runs every family of kernels, forward and backward, at several types and widths, and compares with float64.
+    """Run every family of kernels, forward and backward, at several dtypes and widths, and compare with float64.
 
     Args:
-        device: A GPU; the CPU where Triton interprets its kernels, which takes one tiny width alone.
+        device: A GPU, or with TRITON_INTERPRET=1 the CPU, where one tiny width is run.
 
     Yields:
         For each run `family`, `direction`, `dtype`, `width`, `status` (`"passed"` or `"failed"`), `errors` (relative
-        ones of the output, of a new state and of the gradients by name), `reason` of a failure, and `seconds`, those
-        of compilation included.
+        errors of the output, of a new state and of the gradients by name), `reason` of a failure, and `seconds`,
+        compilation included.
 
     Raises:
         ValueError: If the kernels do not run on this device.
@@ -162,7 +168,7 @@ def _run(family: str, device: torch.device, name: str, width: int, backward: boo
         with _tf32(name == "tf32"):
             errors = kernel_errors(family, device, TYPES[name], width, backward=backward)
         reason = judge(errors, TYPES[name])
-    # Compilers and drivers have many types of errors, and all of them belong into the table.
+    # Compilers and drivers raise errors of many types, and all of them belong in the table.
     except Exception as error:
         reason = first_line(error)
     status = "failed" if reason else "passed"
@@ -171,7 +177,7 @@ def _run(family: str, device: torch.device, name: str, width: int, backward: boo
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    """Sets whether torch multiplies float32 matrices through TF32 on GPUs."""
+    """Set whether torch multiplies float32 matrices through TF32 on GPUs."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     try:
@@ -181,14 +187,14 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 def forget_failures(device: torch.device) -> None:
-    """Has kernels that once failed their check be checked again when they are next used."""
+    """Remove verdicts of failed kernels, so that they are checked again on their next use."""
     verdicts = VerdictFile(device)
     if any(verdicts.read().values()):
         verdicts.remove()
 
 
 def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of [`check_kernels`] as a Markdown table."""
+    """Format the rows of [`check_kernels`] as a Markdown table."""
     lines = ["| kernels | direction | type | width | status | largest relative errors |", "|---|---|---|---|---|---|"]
     for row in rows:
         cells = [row["family"], row["direction"], row["dtype"], str(row["width"]), row["status"], describe_errors(row)]
@@ -197,6 +203,6 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def describe_errors(row: dict[str, Any]) -> str:
-    """The reason of a failure, and the errors by name, of a row of [`check_kernels`]."""
+    """Format the reason of a failure and the errors by name of a row of [`check_kernels`]."""
     errors = ", ".join(f"{name.removeprefix('gradient of ')} {error:.1e}" for name, error in row["errors"].items())
     return "; ".join(filter(None, (row["reason"], errors)))
