@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a SANA pipeline with MHLA; the same as `mhla-hf train sana`, for accelerate to launch.
 
-    accelerate launch conversion/train_sana.py --model sana-mhla --data images --output run \
+    accelerate launch conversion/train_sana.py sana-mhla run --data images \
         --max-steps 2000 --batch-size 8 --learning-rate 2e-5 --mixed-precision bf16 --gradient-checkpointing
 
 After a crash, the same command with `--resume latest` goes on where the last checkpoint was made.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a Wan pipeline with MHLA; the same as `mhla-hf train wan`, for accelerate to launch.
 
-    accelerate launch conversion/train_wan.py --model wan-mhla --data videos --output run \
-        --transfer-steps 500 --max-steps 2000 --learning-rate 5e-5 --mixed-precision bf16 --gradient-checkpointing
+    accelerate launch conversion/train_wan.py wan-mhla run --data videos \
+        --match-steps 500 --max-steps 2000 --learning-rate 5e-5 --mixed-precision bf16 --gradient-checkpointing
 
 After a crash, the same command with `--resume latest` goes on where the last checkpoint was made.
 """

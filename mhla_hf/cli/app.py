@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..app.limits import Limits
-from .help import DIRECTORY
-from .options import DTYPES, Device, Overwrite, completion, listed
+from .options import DIRECTORY, DTYPES, Device, Overwrite, completion, listed
 
 
 _LIMITS = "Limits of one visitor"
@@ -34,7 +33,7 @@ def app_command(
         typer.Option(help="Address to listen on, such as 0.0.0.0. Default: this machine alone.", metavar="ADDRESS"),
     ] = None,
     share: Annotated[bool, typer.Option("--share", help="Make a public link through gradio's servers.")] = False,
-    device: Device = None,
+    device: Device = "auto",
     dtype: Annotated[
         str | None,
         typer.Option(

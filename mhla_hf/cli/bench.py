@@ -50,7 +50,7 @@ def operator_command(
         _names(f"Contestants, separated by commas: {', '.join(_OPERATORS)}. Default: all.", _OPERATORS),
     ] = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     backward: Annotated[bool, typer.Option(help="Measure forward and backward together as well.")] = True,
     seconds: Seconds = 3.0,
     quick: Quick = False,
@@ -84,7 +84,7 @@ def model_command(
         str | None, _names(f"Contestants, separated by commas: {', '.join(_MODELS)}. Default: all.", _MODELS)
     ] = None,
     dtype: Dtype = None,
-    device: Device = None,
+    device: Device = "auto",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the transformer blocks.")] = False,
     seconds: Seconds = 15.0,
     quick: Quick = False,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .help import FILE
+from .options import FILE
 
 
 def card_command(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import HUB, Component, Device, Quiet, Seed, completion, given, with_options
+from .options import HUB, Component, Device, Hub, Quiet, Seed, completion, given, with_options
 from .output import JsonFile, write_report
 
 
@@ -29,7 +29,7 @@ def check_lora_command(
     samples: Annotated[int, typer.Option(help="Random inputs to compare outputs on; 0 runs neither model.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Largest number of tokens of an input.")] = 2048,
     seed: Seed = 0,
-    device: Device = None,
+    device: Device = "auto",
     dtype: Annotated[
         str,
         typer.Option(
@@ -65,7 +65,7 @@ def check_lora_command(
         seed=seed,
         device=choose_device(device),
         dtype=types[dtype],
-        **given(options, HUB),
+        **given(options, Hub),
     )
     write_report(json_file, report.to_dict())
     if not quiet:

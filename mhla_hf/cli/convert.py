@@ -1,121 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf convert`, `mhla-hf unconvert` and `mhla-hf import-official`."""
+"""`mhla-hf convert`, `unconvert`, `import-official` and `models`."""
 
+import json
 from collections.abc import Mapping
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import CHOICES
-from .calibrate import batch_progress, show_calibration
-from .card import write_first_card
-from .help import DIRECTORY
+from ..config import CHOICES, MHLAConfig
 from .options import (
+    BLOCKS,
+    CONVERSION,
+    DIRECTORY,
     DTYPES,
     HUB,
-    LAYOUT,
-    OPTIONS,
+    LAYERS,
+    Hub,
     Overwrite,
     Quiet,
-    completion,
+    argument,
     given,
     listed,
-    mhla_fields,
-    options_for_components,
+    option,
+    parse_axes,
     with_options,
 )
-from .output import JsonFile, write_report
+from .output import JsonFile, progress_bars, say, show_table, write_report
 
 
 if TYPE_CHECKING:
     from ..conversion import ConversionReport
 
 _WEIGHTS = "Weights"
-_SOURCE = "Hub"
-_ORIGINAL = "Original weights of Wan"
+_ORIGINAL_WEIGHTS = "Original weights of Wan"
 _COMPONENTS = "Pipelines of several transformers"
 
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Cast the weights to {listed(DTYPES)}. Default: as they are.",
-        metavar="NAME",
-        rich_help_panel=_WEIGHTS,
-        autocompletion=completion(DTYPES),
-    ),
-]
-MaxShardSize = Annotated[
-    str | None,
-    typer.Option(
-        help="Largest weight file, such as 5GB. Default: as in the source.", metavar="SIZE", rich_help_panel=_WEIGHTS
-    ),
-]
-Grid = Annotated[
-    str | None,
-    typer.Option(help=OPTIONS["grid"].help, metavar=OPTIONS["grid"].metavar, rich_help_panel=LAYOUT),
-]
+DTYPE = option(
+    f"Cast the weights to {listed(DTYPES)}. Default: keep their types.",
+    panel=_WEIGHTS,
+    choices=(*DTYPES, "fp32", "bf16", "fp16"),
+    values=DTYPES,
+)
+_MAX_SHARD_SIZE = option(
+    "Largest weight file, such as 5GB. Default: as in the source.", metavar="SIZE", panel=_WEIGHTS
+)
 
 
-@with_options(OPTIONS, HUB)
+@with_options(CONVERSION, HUB)
 def convert_command(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
-        ),
-    ],
-    destination: Annotated[Path, typer.Argument(help="Directory to write.")],
+    source: str = argument(
+        "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
+    ),
+    output: Path = argument("Directory to write."),
     *,
-    component: Annotated[
-        str | None,
-        typer.Option(
-            help="The transformer to convert, such as transformer_2; of a file, its name in --base.",
-            metavar="NAME",
-            rich_help_panel=_COMPONENTS,
-        ),
-    ] = None,
-    mhla: Annotated[
-        str | None,
-        typer.Option(
-            help='Options as JSON or a JSON file, also by component: {"transformer": {"blocks": [3,5,10]}, '
-            '"transformer_2": null}. Those not named, or null, stay softmax; other options hold for all.',
-            metavar="JSON",
-            rich_help_panel=_COMPONENTS,
-        ),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Pipeline that the file belongs to, directory or Hub id.", rich_help_panel=_ORIGINAL),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of the model's config.json, if --base is not given.",
-            metavar=DIRECTORY,
-            rich_help_panel=_ORIGINAL,
-        ),
-    ] = None,
-    dtype: Dtype = None,
-    variant: Annotated[
-        str | None,
-        typer.Option(help="Only these weight files, such as fp16.", metavar="NAME", rich_help_panel=_WEIGHTS),
-    ] = None,
-    max_shard_size: MaxShardSize = None,
-    subfolder: Annotated[
-        str | None, typer.Option(help="Only this folder of SOURCE.", metavar="NAME", rich_help_panel=_SOURCE)
-    ] = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate", help="Fit the result to the original without training, as mhla-hf calibrate does."
-        ),
-    ] = False,
-    data: Annotated[
-        str | None, typer.Option(help="Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate.")
-    ] = None,
+    layers: str | None = LAYERS,
+    component: str | None = option(
+        "The transformer to convert, such as transformer_2; of a file, its name in --base.",
+        metavar="NAME",
+        panel=_COMPONENTS,
+    ),
+    mhla: str | None = option(
+        'Options as JSON or a JSON file, also by component: {"transformer": {"blocks": [3,5,10]}, '
+        '"transformer_2": null}. Those not named, or null, stay softmax; other options hold for all.',
+        metavar="JSON",
+        panel=_COMPONENTS,
+    ),
+    base: str | None = option(
+        "Pipeline that the file belongs to: directory or Hub id.", metavar="MODEL", panel=_ORIGINAL_WEIGHTS
+    ),
+    config: Path | None = option(
+        "Directory of the model's config.json, if --base is not given.", metavar=DIRECTORY, panel=_ORIGINAL_WEIGHTS
+    ),
+    dtype: str | None = DTYPE,
+    variant: str | None = option("Only these weight files, such as fp16.", metavar="NAME", panel=_WEIGHTS),
+    max_shard_size: str | None = _MAX_SHARD_SIZE,
+    subfolder: str | None = option("Only this folder of SOURCE.", metavar="NAME", panel="Hub"),
+    calibrate: bool = option("Fit the result to the original, as calibrate does.", "--calibrate", default=False),
+    data: str | None = option("Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate."),
     overwrite: Overwrite = False,
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -123,22 +86,41 @@ def convert_command(
 ) -> None:
     """Convert a model or pipeline to MHLA.
 
-    SOURCE may be a pipeline, a model of diffusers or transformers, or a file with original weights of Wan. The result
-    needs fine-tuning; SANA's makes the same images as before until then.
+    SOURCE may be a pipeline, a model of diffusers or transformers, or a file with original weights of Wan. Conversion
+    keeps every weight but changes the attention: run mhla-hf calibrate or mhla-hf recover next.
     """
+    fields = mhla_options(mhla, options)
+    automatic = layers is not None and layers.strip().startswith("auto:")
+    if data is not None and not calibrate and not automatic:
+        raise ValueError("data has no effect without --calibrate or --layers auto:...")
+
     from ..conversion import convert_pretrained
     from ..conversion.options import automatic_share
+    from .card import write_first_card
+    from .recover import show_calibration
 
-    fields, layers = options_for_components(mhla, mhla_fields(options)), options["layers"]
-    share = None if layers is None else automatic_share(layers)
-    if data is not None and not calibrate and share is None:
-        raise ValueError("data has no effect without --calibrate or --layers auto:...")
-    hub = given(options, HUB)
-    if share is not None:
-        layers = "all" if share == 1 else _select(source, fields, component, data, share, hub, subfolder, quiet)
+    hub = given(options, Hub)
+    if automatic:
+        from ..recovery.directories import select_layers_of
+
+        share = automatic_share(layers)
+        with progress_bars(not quiet) as progress:
+            layers = (
+                "all"
+                if share == 1
+                else select_layers_of(
+                    source,
+                    fields,
+                    component=component,
+                    probe={"data": data},
+                    hub={**hub, "subfolder": subfolder},
+                    keep=float(1 - share),
+                    progress=partial(progress, "selecting layers"),
+                ).option
+            )
     report = convert_pretrained(
         source,
-        destination,
+        output,
         fields,
         component=component,
         base=base,
@@ -150,32 +132,32 @@ def convert_command(
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         progress=not quiet,
-        finish=partial(write_first_card, destination=destination),
+        finish=partial(write_first_card, destination=output),
         **hub,
     )
     if not quiet:
         _show(report)
     if calibrate:
-        _calibrate(destination, data, quiet)
-        write_first_card(destination)
-    _write_record(json_file, destination)
+        from ..recovery.directories import calibrate_directory
+
+        with progress_bars(not quiet) as progress:
+            calibration = calibrate_directory(output, data=data, progress=partial(progress, "calibrating"))
+        if not quiet:
+            show_calibration(calibration, output)
+        write_first_card(output)
+    _write_record(json_file, output)
 
 
 @with_options(HUB)
 def unconvert_command(
-    source: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Directory of an MHLA pipeline or model, or Hub id owner/name.")
-    ],
-    destination: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Directory to write.")],
+    model: str = argument("Directory of an MHLA pipeline or model, or Hub id owner/name."),
+    output: Path = argument("Directory to write."),
     *,
-    original: Annotated[
-        str | None,
-        typer.Option(
-            help="The softmax original of a model that was calibrated or trained, directory or Hub id. Default: the "
-            "one that conversion.json names.",
-            metavar="NAME",
-        ),
-    ] = None,
+    original: str | None = option(
+        "Softmax original of a calibrated or trained model: directory or Hub id. Default: the one that "
+        "conversion.json names.",
+        metavar="MODEL",
+    ),
     overwrite: Overwrite = False,
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -183,98 +165,42 @@ def unconvert_command(
 ) -> None:
     """Write the softmax original of an MHLA model or pipeline.
 
-    A model that is only converted has the pretrained weights itself. Those of a calibrated or trained one are taken
+    A model that is only converted still has the pretrained weights. Those of a calibrated or trained one are taken
     from its original.
     """
-    from rich.console import Console
-
     from ..conversion import unconvert_pretrained
 
     report = unconvert_pretrained(
-        source, destination, original=original, overwrite=overwrite, progress=not quiet, **given(options, HUB)
+        model, output, original=original, overwrite=overwrite, progress=not quiet, **given(options, Hub)
     )
     if not quiet:
         models = ", ".join(f"{name} ({part.target_class})" for name, part in report.components.items())
-        Console(soft_wrap=True).print(f"Wrote {report.destination}: {models} without MHLA.", highlight=False)
-    _write_record(json_file, destination)
-
-
-def _select(
-    source: str,
-    mhla: dict[str, Any],
-    component: str | None,
-    data: str | None,
-    share: Fraction,
-    hub: dict[str, Any],
-    subfolder: str | None,
-    quiet: bool,
-) -> str:
-    """Selects the layers for `--layers auto:p/q` on a probe."""
-    from ..recovery.directories import select_layers_of
-
-    with batch_progress("selecting layers", not quiet) as progress:
-        report = select_layers_of(
-            source,
-            mhla,
-            component=component,
-            probe={"data": data},
-            hub={**hub, "subfolder": subfolder},
-            keep=float(1 - share),
-            progress=progress,
-        )
-    return report.option
-
-
-def _write_record(json_file: Path | None, directory: Path) -> None:
-    """Writes what the directory records of its conversion."""
-    from ..models.source import CONVERSION_RECORD
-    from ..utils.json_files import read_json
-
-    if json_file is not None:
-        write_report(json_file, read_json(directory / CONVERSION_RECORD, CONVERSION_RECORD))
-
-
-def _calibrate(directory: Path, data: str | None, quiet: bool) -> None:
-    from ..recovery.directories import calibrate_directory
-
-    with batch_progress("calibrating", not quiet) as progress:
-        calibration = calibrate_directory(directory, data=data, progress=progress)
-    if not quiet:
-        show_calibration(calibration, directory)
+        say(f"Wrote {report.destination}: {models} without MHLA.")
+    _write_record(json_file, output)
 
 
 @with_options(HUB)
 def import_official_command(
-    checkpoint: Annotated[Path, typer.Argument(help="Safetensors file, directory of shards, or torch file.")],
-    destination: Annotated[Path, typer.Argument(help="Directory to write.")],
+    source: Path = argument("Safetensors file, directory of shards, or torch file."),
+    output: Path = argument("Directory to write."),
     *,
-    blocks: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of blocks: frames,height,width. Default: 3,5,10 where the weights have 150 blocks.",
-            metavar=OPTIONS["blocks"].metavar,
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None,
-    grid: Grid = None,
-    normalizer: Annotated[
-        str,
-        typer.Option(
-            help=f"Normaliser that the weights were trained with: {listed(CHOICES['normalizer'])}.",
-            metavar="NAME",
-            autocompletion=completion(CHOICES["normalizer"]),
-        ),
-    ] = "none",
-    base: Annotated[
-        str | None,
-        typer.Option(help="Wan pipeline, directory or Hub id, to take the other components from."),
-    ] = None,
-    num_heads: Annotated[
-        int | None,
-        typer.Option(help="Number of heads, where the weights do not tell and heads are not 128 wide."),
-    ] = None,
-    dtype: Dtype = None,
-    max_shard_size: MaxShardSize = None,
+    blocks: str | None = option(
+        "Number of blocks: frames,height,width. Default: 3,5,10 if the weights have 150 blocks.",
+        metavar="F,H,W",
+        panel=BLOCKS,
+    ),
+    grid: str | None = option(
+        "Token grid that the weights are made for: frames,height,width.", metavar="F,H,W", panel=BLOCKS
+    ),
+    normalizer: str = option(
+        f"Normaliser that the weights were trained with: {listed(CHOICES['normalizer'])}.",
+        default="none",
+        choices=CHOICES["normalizer"],
+    ),
+    base: str | None = option("Wan pipeline to take the other components from: directory or Hub id.", metavar="MODEL"),
+    num_heads: int | None = option("Number of heads; needed only if heads are not 128 wide."),
+    dtype: str | None = DTYPE,
+    max_shard_size: str | None = _MAX_SHARD_SIZE,
     overwrite: Overwrite = False,
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -282,16 +208,17 @@ def import_official_command(
 ) -> None:
     """Convert a Wan-MHLA checkpoint of the paper's authors.
 
-    It becomes a transformer of diffusers, or with --base a whole pipeline.
+    It becomes a transformer of diffusers, or with --base a complete pipeline.
     """
+    axes = {"blocks": parse_axes(blocks, "blocks"), "grid": parse_axes(grid, "grid")}
+
     from ..conversion import import_official
-    from ..conversion.options import parse_axes
+    from .card import write_first_card
 
     report = import_official(
-        checkpoint,
-        destination,
-        blocks=parse_axes(blocks, "blocks"),
-        grid=parse_axes(grid, "grid"),
+        source,
+        output,
+        **axes,
         normalizer=normalizer,
         base=base,
         num_heads=num_heads,
@@ -299,48 +226,134 @@ def import_official_command(
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         progress=not quiet,
-        finish=partial(write_first_card, destination=destination),
-        **given(options, HUB),
+        finish=partial(write_first_card, destination=output),
+        **given(options, Hub),
     )
     if not quiet:
         _show(report)
-    _write_record(json_file, destination)
+    _write_record(json_file, output)
+
+
+def models_command(
+    name: str | None = argument("Show models whose name, kind or classes contain NAME.", default=None),
+    refused: bool = option("List models that MHLA does not support, and why.", "--refused", default=False),
+    presets: bool = option("List the names that from_preset knows.", "--presets", default=False),
+    json_output: bool = option("Print JSON instead of tables.", "--json", default=False),
+) -> None:
+    """List the supported models."""
+    import dataclasses
+
+    from ..models.registry import ModelFamily, TransformersFamily, describe, refused_families, supported_models
+    from ..presets import PRESETS
+
+    if presets and refused:
+        raise ValueError("presets and refused are both given; give one of them.")
+    tables: dict[str, dict[str, Any]]
+    if presets:
+        tables = {"presets": {key: (preset, (preset.description,)) for key, preset in PRESETS.items()}}
+    else:
+        families = refused_families() if refused else supported_models()
+        tables = {
+            title: {
+                key: (family, (family.kind, describe(family)))
+                for key, family in families.items()
+                if isinstance(family, library)
+            }
+            for title, library in (("diffusers", ModelFamily), ("transformers", TransformersFamily))
+        }
+    wanted = (name or "").lower()
+    found = {
+        title: {key: entry for key, entry in entries.items() if wanted in " ".join((key, *entry[1])).lower()}
+        for title, entries in tables.items()
+    }
+    if json_output:
+        shown = [
+            ({"name": key} if presets else {}) | dataclasses.asdict(entry)
+            for entries in found.values()
+            for key, (entry, _) in entries.items()
+        ]
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    for title, entries in found.items():
+        total = len(tables[title])
+        count = f"{len(entries)} of {total}" if wanted else str(total)
+        columns = ("preset", "model") if presets else ("model", "kind", "reason" if refused else "note")
+        show_table(columns, [(key, *cells) for key, (_, cells) in entries.items()], title=f"{title}: {count}")
+    if not any(found.values()):
+        typer.echo(f"No model here contains {name!r}; mhla-hf models --refused lists those without MHLA.")
+
+
+def mhla_options(text: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """MHLA options from `--mhla` over those from single options, checked before anything heavy is imported.
+
+    Args:
+        text: JSON of options, or of options by component or tower, where `null` keeps a component as it is; also the
+            name of a file of such JSON.
+        options: Values of a command's parameters.
+
+    Returns:
+        Options, or options by component.
+
+    Raises:
+        ValueError: If the text is neither JSON of an object nor the name of a file of it, or an option is wrong.
+    """
+    from ..models.options import merge_options
+    from ..utils.json_files import check_fields, parse_json, read_json
+
+    fields = given(options, MHLAConfig)
+    MHLAConfig.from_dict(fields)
+    if text is None:
+        return fields
+    if text.lstrip().startswith(("{", "[")):
+        content = check_fields(parse_json(text, "--mhla"), "--mhla")
+    else:
+        content = read_json(Path(text).expanduser(), "the file of --mhla")
+    by_component = {name: value for name, value in content.items() if isinstance(value, dict)}
+    if not by_component:
+        return merge_options(fields, content)
+    return {**content, **{name: merge_options(fields, value) for name, value in by_component.items()}}
+
+
+def _write_record(json_file: Path | None, directory: Path) -> None:
+    """Write what the directory records of its conversion."""
+    from ..models.source import CONVERSION_RECORD
+    from ..utils.json_files import read_json
+
+    if json_file is not None:
+        write_report(json_file, read_json(directory / CONVERSION_RECORD, CONVERSION_RECORD))
 
 
 def _show(report: "ConversionReport") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from ..conversion.options import format_bytes
     from ..conversion.report import advice
 
-    table = Table("component", "MHLA layers", "blocks", "copied", "new parameters", "types")
+    rows = []
     for name, part in report.components.items():
         # Options of a model with several towers are by tower.
         towers = {"": part.mhla} if "block_size" in part.mhla else part.mhla
         blocks = "\n".join(_blocks(options) for options in towers.values())
         for weights in part.weight_sets:
-            table.add_row(
-                name if weights.variant is None else f"{name} ({weights.variant})",
-                f"{len(part.mhla_layers)} of {part.num_layers}",
-                blocks,
-                f"{weights.copied_parameters:,}",
-                f"{part.initialised_parameters:,}",
-                ", ".join(f"{dtype} {count}" for dtype, count in weights.dtypes.items()),
+            rows.append(
+                (
+                    name if weights.variant is None else f"{name} ({weights.variant})",
+                    f"{len(part.mhla_layers)} of {part.num_layers}",
+                    blocks,
+                    f"{weights.copied_parameters:,}",
+                    f"{part.initialised_parameters:,}",
+                    ", ".join(f"{dtype} {count}" for dtype, count in weights.dtypes.items()),
+                )
             )
-    console = Console(soft_wrap=True)
-    console.print(table)
+    show_table(("component", "MHLA layers", "blocks", "copied", "new parameters", "types"), rows)
     for name, part in report.components.items():
         if part.mhla.get("grid"):
-            tokens = "×".join(map(str, part.mhla["grid"]))
-            console.print(f"{name}: blocks {_blocks(part.mhla)} on a grid of {tokens} tokens", highlight=False)
+            say(f"{name}: blocks {_blocks(part.mhla)} on a grid of {'×'.join(map(str, part.mhla['grid']))} tokens")
         if part.warning:
-            console.print(f"Warning: {part.warning}", style="yellow", highlight=False)
+            say(f"Warning: {part.warning}", style="yellow")
     written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"
-    console.print(f"Wrote {report.destination} ({written}); conversion.json records the sources.", highlight=False)
+    say(f"Wrote {report.destination} ({written}); conversion.json records the sources.")
     next_step = advice(report)
     if next_step is not None:
-        console.print(next_step, highlight=False)
+        say(next_step)
 
 
 def _blocks(options: Mapping[str, Any]) -> str:

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .help import DIRECTORY
-from .options import Quiet, Seed
+from .options import DIRECTORY, Quiet, Seed
 from .output import JsonFile, write_report
 
 

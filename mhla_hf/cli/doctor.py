@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf doctor`: what is wrong with a model's directory, or whether the kernels run as they should."""
+"""`mhla-hf doctor`, which checks a model's directory or the kernels, and `mhla-hf env`, for bug reports."""
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import HUB, Device, given, with_options
-from .output import JsonFile, write_report
+from .options import HUB, Device, Hub, argument, given, option, with_options
+from .output import JsonFile, say, show_table, write_report
 
 
 if TYPE_CHECKING:
@@ -17,37 +17,33 @@ if TYPE_CHECKING:
 
 @with_options(HUB, last=True)
 def doctor_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Directory or Hub id of a pipeline or model to check. Default: none.")
-    ] = None,
+    model: str | None = argument("Directory or Hub id of a pipeline or model to check. Default: none.", default=None),
     *,
-    no_values: Annotated[
-        bool, typer.Option("--no-values", help="Do not look for NaN and infinite values in MODEL's weights.")
-    ] = False,
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="Run all kernels on small inputs and compare them with plain torch.")
-    ] = False,
-    device: Device = None,
+    no_values: bool = option(
+        "Skip the search for NaN and infinite values in MODEL's weights.", "--no-values", default=False
+    ),
+    kernels: bool = option(
+        "Run all kernels on small inputs and compare them with plain torch.", "--kernels", default=False
+    ),
+    device: Device = "auto",
     json_file: JsonFile = None,
     **options: Any,
 ) -> None:
     """Check a model's directory, or the kernels on this machine.
 
-    With MODEL, its files, index, configuration and weights are checked: what is missing, damaged or contradictory,
-    and what to do. Warnings name layers whose mixing weights show a failure of training, such as uniform-mixing.
-    Without, versions, the device and the reason why kernels do not run are shown; with --kernels all of them are
-    tested. The exit code is 1 if something is wrong, and 0 for warnings.
+    With MODEL, doctor checks files, index, configuration and weights, and says what is missing, damaged or
+    contradictory and what to do. Warnings name layers whose mixing weights show a failure of training, such as
+    uniform-mixing. Without MODEL, it shows versions, the device and why kernels do not run; --kernels tests all of
+    them. The exit code is 1 if something is wrong, and 0 for warnings.
     """
-    hub = given(options, HUB)
+    hub = given(options, Hub)
     if model is not None:
-        if kernels or device is not None:
-            name = "kernels" if kernels else "device"
-            raise ValueError(f"--{name} has no effect with MODEL; leave one of them out.")
+        if kernels or device != "auto":
+            raise ValueError(f"{'kernels' if kernels else 'device'} has no effect with MODEL; leave one of them out.")
         _check_model(model, not no_values, json_file, hub)
         return
     if hub or no_values:
-        name = min(hub).replace("_", "-") if hub else "no-values"
-        raise ValueError(f"--{name} has no effect without MODEL.")
+        raise ValueError(f"{min(hub) if hub else 'no_values'} has no effect without MODEL.")
     _check_installation(kernels, device, json_file)
 
 
@@ -82,120 +78,127 @@ def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, A
 
 
 def _show_description(description: "DirectoryDescription") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
     from ..conversion.options import format_bytes
 
-    console = Console(soft_wrap=True)
     if description.class_name:
-        console.print(f"[bold]{escape(description.class_name)}[/]", highlight=False)
+        say(description.class_name, style="bold")
     for model in description.models:
         facts = [model.class_name]
         if model.mhla_layers:
             softmax = "" if model.num_layers is None else f", {max(0, model.num_layers - model.mhla_layers)} softmax"
-            facts.append(f"{model.mhla_layers} MHLA{softmax} layers")
-            facts.append(f"blocks {model.blocks}")
+            facts += [f"{model.mhla_layers} MHLA{softmax} layers", f"blocks {model.blocks}"]
         facts += [f"{model.parameters:,} parameters", " and ".join(model.dtypes), format_bytes(model.nbytes)]
-        line = "; ".join(filter(None, facts))
-        console.print(f"  {escape(model.name)}: {escape(line)}", highlight=False)
+        say(f"  {model.name}: {'; '.join(filter(None, facts))}")
 
 
 def _show_problems(problems: "list[Problem]") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(soft_wrap=True)
     for problem in problems:
-        colour = "red" if problem.level == "error" else "yellow"
-        text = f"[{colour}]{problem.level}[/] [bold]{escape(problem.file)}[/]: {escape(problem.message)}"
-        console.print(text, highlight=False)
+        say(
+            f"{problem.level} {problem.file}: {problem.message}",
+            style="red" if problem.level == "error" else "yellow",
+        )
     numbers = Counter(problem.level for problem in problems)
     counts = [f"{number} {level}{'s' * (number > 1)}" for level, number in sorted(numbers.items())]
-    console.print(f"{' and '.join(counts)}." if counts else "[green]No problems.[/]", highlight=False)
+    say(f"{' and '.join(counts) or 'No problems'}.", style="" if counts else "green")
 
 
-def _check_installation(kernels: bool, device: str | None, json_file: JsonFile) -> None:
-    from ..ops.diagnosis import check_kernels, describe_installation, forget_failures, markdown_table
+def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None:
+    from ..ops.diagnosis import (
+        check_kernels,
+        describe_errors,
+        describe_installation,
+        forget_failures,
+        markdown_table,
+    )
     from ..utils.machine import choose_device
 
     chosen = choose_device(device)
     report = describe_installation(chosen)
     _show_installation(report)
-    rows: list[dict[str, Any]] = []
     write_report(json_file, report, final=not kernels)
-    if kernels:
-        report["results"] = rows
-        from rich.console import Console
+    if not kernels:
+        return
+    from rich.console import Console
 
-        # To the terminal alone: what is piped into a file is the tables.
-        with Console(stderr=True).status("Compiling and running kernels: this takes minutes.") as status:
-            for row in check_kernels(chosen):
-                rows.append(row)
-                # A kernel may end the process, and what came before it is worth keeping.
-                write_report(json_file, report, final=False)
-                status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
-        write_report(json_file, report)
-        _show_kernels(rows)
-        typer.echo(f"To paste into an issue:\n\n{_facts_line(report)}\n\n{markdown_table(rows)}")
+    rows: list[dict[str, Any]] = []
+    report["results"] = rows
+    # To the terminal alone: what is piped into a file is the tables.
+    with Console(stderr=True).status("Compiling and running kernels: this takes minutes.") as status:
+        for row in check_kernels(chosen):
+            rows.append(row)
+            # A kernel may end the process; results before it are worth keeping.
+            write_report(json_file, report, final=False)
+            status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
+    write_report(json_file, report)
+    names = ("family", "direction", "dtype", "width", "status")
+    show_table(
+        ("kernels", "direction", "type", "width", "status", "largest relative errors"),
+        [(*(row[name] for name in names), describe_errors(row)) for row in rows],
+    )
+    machine = report["machine"]
+    facts = ("capability", "cuda", "torch", "triton", "mhla-hf", "kernels")
+    known = ", ".join(f"{name} {machine[name]}" for name in facts if machine.get(name) is not None)
+    typer.echo(f"To paste into an issue:\n\n{machine['device']}: {known}\n\n{markdown_table(rows)}")
     failed = sum(row["status"] == "failed" for row in rows)
-    if kernels:
-        typer.echo(f"\n{len(rows) - failed} of {len(rows)} runs passed.")
+    typer.echo(f"\n{len(rows) - failed} of {len(rows)} runs passed.")
     if failed:
         raise typer.Exit(1)
-    if rows:
-        # Whatever was wrong before is mended.
-        forget_failures(chosen)
+    # Failures of before are mended.
+    forget_failures(chosen)
 
 
 def _show_installation(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
     from ..conversion.options import format_bytes
 
-    console = Console(soft_wrap=True)
     machine, checks = report["machine"], report["checks"]
     for name, value in machine.items():
         if name not in ("date", "memory_bytes") and value is not None:
-            console.print(f"{name:<14} {escape(str(value))}", highlight=False)
+            say(f"{name:<14} {value}")
     if "memory_bytes" in machine:
-        console.print(f"{'memory':<14} {format_bytes(machine['memory_bytes'])}", highlight=False)
+        say(f"{'memory':<14} {format_bytes(machine['memory_bytes'])}")
     for name, value in report["environment"].items():
-        console.print(f"{name} = {escape(value)}", highlight=False)
+        say(f"{name} = {value}")
     for name, reason in report["kernels"].items():
-        verdict = "[green]kernels[/]" if reason is None else f"plain torch: {escape(reason)}"
-        console.print(f"{name:<14} {verdict}", highlight=False)
+        say(f"{name:<14} {'kernels' if reason is None else f'plain torch: {reason}'}")
     state = "none on this device"
     if checks["on"]:
         kept = (
             "without a home directory to keep verdicts" if checks["file"] is None else f"verdicts in {checks['file']}"
         )
         state = f"before the first use of each family; {kept}"
-    console.print(f"{'kernel checks':<14} {escape(state)}", highlight=False)
+    say(f"{'kernel checks':<14} {state}")
     for name, text in checks["failed"].items():
-        console.print(f"[red]failed[/] {escape(name)}: {escape(text)}", highlight=False)
+        say(f"failed {name}: {text}", style="red")
 
 
-def _show_kernels(rows: list[dict[str, Any]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:
+    """Show versions and settings for a bug report, as Markdown."""
+    from ..conversion.options import format_bytes
+    from ..ops.diagnosis import describe_environment
+    from ..utils.machine import choose_device
 
-    from ..ops.diagnosis import describe_errors
-
-    table = Table("kernels", "direction", "type", "width", "status", "largest relative errors", box=SIMPLE_HEAD)
-    for row in rows:
-        colour = "green" if row["status"] == "passed" else "red"
-        status = f"[{colour}]{row['status']}[/]"
-        cells = row["family"], row["direction"], row["dtype"], str(row["width"]), status, escape(describe_errors(row))
-        table.add_row(*cells)
-    Console().print(table)
-
-
-def _facts_line(report: dict[str, Any]) -> str:
+    report = describe_environment(choose_device(device))
+    write_report(json_file, report)
     machine = report["machine"]
-    names = ("capability", "cuda", "torch", "triton", "mhla-hf", "kernels")
-    facts = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name) is not None)
-    return f"{machine['device']}: {facts}"
+    name = str(machine["device"])
+    if "capability" in machine:
+        name += f", compute capability {machine['capability']}, {format_bytes(machine['memory_bytes'])}"
+    kernels: dict[str, list[str]] = {}
+    for dtype, reason in report["kernels"].items():
+        kernels.setdefault(reason or "run", []).append(dtype)
+    accelerate = report["accelerate"]
+    is_configured = isinstance(accelerate, dict)
+    facts = {
+        "Platform": report["platform"],
+        "Python": machine["python"],
+        "Device": f"{name} ({machine['cpu_cores']} CPU cores, {machine['threads']} threads)",
+        "CUDA": machine["cuda"] or "none",
+        **{package: version or "not installed" for package, version in report["packages"].items()},
+        "Kernels": "; ".join(f"{', '.join(dtypes)}: {reason}" for reason, dtypes in kernels.items()),
+        **{f"Failed check of {kernel}": text for kernel, text in report["checks"]["failed"].items()},
+        **{variable: f"`{value}`" for variable, value in report["environment"].items()},
+        "accelerate config": "" if is_configured else accelerate or "none",
+    }
+    lines = [f"- {fact}: {' '.join(str(value).split())}".rstrip() for fact, value in facts.items()]
+    settings = accelerate.items() if is_configured else ()
+    typer.echo("\n".join([*lines, *(f"    - {setting}: {value}" for setting, value in settings)]))

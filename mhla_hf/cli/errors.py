@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors become one line and exit code 1; their traceback is shown on request."""
+"""The frame of every command: errors in one line with their exit code, `--debug`, and the look of `--help`."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +17,15 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from ..utils.messages import shorten_text
-from .help import tidy_help
 
 
 # Messages are short; this is for those of libraries, and for long paths.
 _LENGTH = 800
 DEBUG_VARIABLE = "MHLA_HF_DEBUG"
-"""Set to 1, or with the option `--debug`, every error shows its traceback."""
+"""Set to 1, every error shows its traceback, as with the option `--debug`."""
+
+FAILED, WRONG_USAGE, STOPPED = 1, 2, 130
+"""Exit codes."""
 
 # Mistakes and damaged files, as libraries call them that are not imported here.
 _EXPECTED = {"HTTPError", "SafetensorError"}
@@ -28,70 +33,95 @@ _OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # Options that lower the memory of a command, those that cost least first.
 _MEMORY_OPTIONS = (
     "--batch-size", "--match-batch-size", "--distill-batch-size", "--finetune-batch-size", "--match-cache",
-    "--transfer-cache", "--memory-limit", "--num-frames", "--data-num-frames", "--height", "--width", "--data-height",
-    "--data-width", "--max-length", "--data-max-length", "--max-tokens", "--contexts", "--shapes", "--models",
+    "--memory-limit", "--num-frames", "--height", "--width", "--max-length", "--max-tokens", "--contexts", "--shapes",
+    "--models",
 )  # fmt: skip
+# Panels of fewer columns would cut the names of options.
+_PANEL_COLUMNS = 78
+# Names of arguments in Python where the command line has another.
+_CALLED = {"destination": "output", "directory": "model"}
+_VERBS = "must|is|are|was|has|have|had|names|name|needs|need|cannot|could|already|selects|makes|takes|does|do"
 
 
 @contextmanager
 def friendly_errors(command: Any = None, debug: bool = False) -> Iterator[None]:
-    """Shows every error as one red line on standard error, those that are nobody's mistake as unexpected ones.
+    """Print errors as one red line; mark bugs as unexpected.
 
-    After Ctrl-C, one line says what was saved and how to go on, where there is anything to say.
+    After Ctrl-C, one line says what was saved and how to continue, if anything was.
 
     Args:
-        command: The command that runs; its options are named where memory runs out.
+        command: The command that runs; errors name its options.
         debug: Whether errors are raised on, with their traceback.
 
     Raises:
-        typer.Exit: With code 1, in place of an error; with code 130 after Ctrl-C.
+        typer.Exit: In place of an error: with code 2 if it is about an option, else with 1; with 130 after Ctrl-C.
     """
     try:
         yield
     except (BrokenPipeError, typer.Exit, typer.Abort):
         raise
     except KeyboardInterrupt as stop:
-        # The processes of a run stop together, and the first speaks for all.
+        # The processes of a run stop together; the first prints the line for all.
         if os.environ.get("RANK", "0") == "0":
             message = " ".join(str(stop).split()) or "stopped"
             Console(stderr=True, soft_wrap=True).print(f"[bold]{escape(message)}[/]", highlight=False)
-        raise typer.Exit(getattr(stop, "exit_code", 130)) from stop
+        raise typer.Exit(getattr(stop, "exit_code", STOPPED)) from stop
     except Exception as error:
-        # Usage errors of typer, which shows them itself.
-        if debug or _debugging() or hasattr(error, "exit_code"):
+        # Typer shows its own usage errors.
+        if debug or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0") or hasattr(error, "exit_code"):
             raise
-        _print_error(_message(error, command))
-        raise typer.Exit(1) from error
+        message, code = _describe(error, command)
+        _print_error(message)
+        raise typer.Exit(code) from error
 
 
-def _debugging() -> bool:
-    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
-
-
-def _message(error: Exception, command: Any) -> str:
-    """The line for an error."""
+def _describe(error: Exception, command: Any) -> tuple[str, int]:
+    """The line for an error, and the exit code."""
     kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
     full = isinstance(error, (RuntimeError, OSError)) and any(words in text for words in _OUT_OF_MEMORY)
     if full or isinstance(error, MemoryError):
         known = {name for parameter in getattr(command, "params", ()) for name in parameter.opts}
         options = [name for name in _MEMORY_OPTIONS if name in known][:4]
         advice = f"; lower {', '.join(options)}" if options else "; a smaller model or input takes less"
-        return f"out of memory{advice} ({shorten_text(text, 200) or type(error).__name__})"
+        return f"out of memory{advice} ({shorten_text(text, 200) or type(error).__name__})", FAILED
     if isinstance(error, RuntimeError) and ("Connection closed by peer" in text or "Connection reset by peer" in text):
-        # Gloo's words for it; NCCL waits until the launcher ends the process.
+        # Gloo's words; NCCL waits until the launcher ends the process.
         process = os.environ.get("RANK", "0")
-        return f"process {process} has lost another process of the run, whose own error says why"
+        return f"process {process} has lost another process of the run, whose own error says why", FAILED
     if isinstance(error, (ValueError, OSError, FloatingPointError, ImportError)) or kinds & _EXPECTED:
-        return text or type(error).__name__
+        named, is_about_option = _name_options(text, command)
+        wrong = is_about_option and isinstance(error, ValueError)
+        return named or type(error).__name__, WRONG_USAGE if wrong else FAILED
     shown = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return (
         f"unexpected {shorten_text(shown, _LENGTH - 200)} (run again with --debug for the traceback, and report it "
-        "with what mhla-hf env prints)"
+        "with the output of mhla-hf env)",
+        FAILED,
     )
 
 
+def _name_options(text: str, command: Any) -> tuple[str, bool]:
+    """Name options in a message as they are typed; returns whether the message is about one of them."""
+    names: dict[str, str] = {}
+    for parameter in getattr(command, "params", ()):
+        shown = parameter.name.upper() if parameter.param_type_name == "argument" else parameter.opts[0]
+        names |= {parameter.name: shown, parameter.opts[0].strip("-").replace("-", "_"): shown}
+    names |= {name: names[own] for name, own in _CALLED.items() if own in names and name not in names}
+    # "pass overwrite=True (--overwrite)", "--config (config=)"
+    text = re.sub(r"\w+=[\w']+ \((--[\w-]+)\)", r"\1", text)
+    text = re.sub(r"(--[\w-]+) \(\w+=\)", r"\1", text)
+    if not names:
+        return text, False
+    known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    start = re.match(rf"(?:{known})(?:(?:, | and | or )(?:{known}))*(?==| (?:{_VERBS})\b|: )", text)
+    if start:
+        text = re.sub(known, lambda found: names[found[0]], start[0]) + re.sub("^=", " ", text[start.end() :])
+    text = re.sub(rf"(?<![\w.-])({known})=(?=\S)", lambda found: f"{names[found[1]]} ", text)
+    return text, bool(start)
+
+
 def _print_error(message: str) -> None:
-    # Names and texts of others' files stand in some messages: neither pages of them nor a terminal's control codes.
+    # Some messages quote names and texts of others' files: no pages of them, and no control codes of terminals.
     line = " ".join(message.split())
     message = shorten_text(
         "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line), _LENGTH
@@ -100,17 +130,19 @@ def _print_error(message: str) -> None:
 
 
 class _Friendly:
-    """Shows errors by [`friendly_errors`] and knows `--debug`, which may stand anywhere on the command line."""
+    """Show errors by [`friendly_errors`] and take `--debug` anywhere on the command line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         tidy_help(self)
-        options, end, values = _split(args)
+        # After `--`, nothing is an option.
+        place = args.index("--") if "--" in args else len(args)
+        options, rest = args[:place], args[place:]
         ctx.meta[DEBUG_VARIABLE] = "--debug" in options
         command: Any = self
         for word in options:
             command = getattr(command, "commands", {}).get(word, command)
         ctx.meta["command"] = command
-        words = [word for word in options if word != "--debug"] + end + values
+        words = [word for word in options if word != "--debug"] + rest
         with friendly_errors(command, ctx.meta[DEBUG_VARIABLE]):
             return super().parse_args(ctx, words)  # type: ignore[misc]
 
@@ -119,14 +151,8 @@ class _Friendly:
             return super().invoke(ctx)  # type: ignore[misc]
 
 
-def _split(args: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Divides a command line at `--`, after which nothing is an option."""
-    place = args.index("--") if "--" in args else len(args)
-    return args[:place], args[place : place + 1], args[place + 1 :]
-
-
 class FriendlyGroup(_Friendly, TyperGroup):
-    """A group of commands whose errors are one line, those of groups inside it included."""
+    """A group of commands whose errors are one line, as are those of groups inside it."""
 
 
 class FriendlyCommand(_Friendly, TyperCommand):
@@ -134,7 +160,7 @@ class FriendlyCommand(_Friendly, TyperCommand):
 
 
 def run_script(command: Callable[..., None]) -> None:
-    """Runs one command function as a whole program.
+    """Run one command function as a program.
 
     Args:
         command: A function whose parameters are typer options.
@@ -142,3 +168,36 @@ def run_script(command: Callable[..., None]) -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(cls=FriendlyCommand)(command)
     app()
+
+
+class _Tidied(str):
+    """A text that is ready for typer."""
+
+
+def tidy_help(command: Any) -> None:
+    """Give a command and all commands below it the same style of help.
+
+    The terminal wraps paragraphs, not the source; brackets are brackets; arguments have the capital names that texts
+    call them by, and flags no type. Narrow terminals get lists without panels.
+
+    Args:
+        command: A command or group of typer; it is changed in place.
+    """
+    narrow = shutil.get_terminal_size().columns < _PANEL_COLUMNS
+    for described in (command, *command.params):
+        # Typer takes words in brackets, such as those of `pip install -e '.[app]'`, for styles.
+        if described.help and not isinstance(described.help, _Tidied):
+            text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(described.help))
+            described.help = _Tidied(text if narrow else escape(text))
+    if narrow and command.rich_markup_mode is not None:
+        command.rich_markup_mode = None
+        command.epilog = command.epilog and command.epilog.replace("\n", "\n\n")
+    for parameter in (*command.params, command.get_help_option(typer.Context(command))):
+        if parameter.metavar is not None:
+            continue
+        if parameter.param_type_name == "argument":
+            parameter.metavar = parameter.name.upper()
+        elif parameter.is_flag:
+            parameter.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        tidy_help(inner)

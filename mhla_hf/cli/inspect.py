@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .help import FILE
-from .options import HUB, SIZES, Component, Device, Quiet, Seed, given, with_options
+from .options import FILE, HUB, SIZES, Component, Device, Hub, Quiet, Seed, Sizes, given, with_options
 from .output import JsonFile, write_report
 
 
@@ -61,7 +60,7 @@ def inspect_command(
         ),
     ] = 512,
     seed: Seed = 0,
-    device: Device = None,
+    device: Device = "auto",
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -75,7 +74,7 @@ def inspect_command(
 
     if html is not None and html.is_dir():
         raise ValueError(f"html={str(html)!r} is a directory; give a file.")
-    hub = given(options, HUB)
+    hub = given(options, Hub)
     _refuse_damaged(model, hub)
     with _progress(not quiet) as progress:
         report = inspect_directory(
@@ -91,7 +90,7 @@ def inspect_command(
             seed=seed,
             device=device,
             progress=progress,
-            **given(options, SIZES),
+            **given(options, Sizes),
             **hub,
         )
     write_report(json_file, report.to_dict())

@@ -1,80 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share, under one name with one text: single ones, and groups of them."""
+"""Options of commands: made from the fields of dataclasses, or declared in one line each."""
 
+from __future__ import annotations
+
+import dataclasses
 import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from ..config import CHOICES
-from ..ops.feature_maps import FEATURE_MAPS
-from ..ops.normalizers import NORMALIZERS
-from .help import DIRECTORY
+from ..config import MHLAConfig
+from ..utils.messages import check_choice
+from ..utils.options import DEVICE_HELP, Options, check_option
+from ..utils.options import option as field
 
+
+FILE, DIRECTORY = "FILE", "DIRECTORY"
+"""What stands for paths in the help of options."""
 
 DTYPES = ("float32", "bfloat16", "float16")
+BLOCKS, OPERATOR, PROBE, ADVANCED = "Blocks", "Operator", "Probe", "Advanced"
+"""Panels of the help that several commands have."""
 
-LAYOUT = "Blocks"
-OPERATOR = "Operator"
+_DEVICES = ("auto", "cpu", "cuda")
 _SAMPLES = "Samples of a pipeline"
+_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str": list[str]}
 # Limits of numbers from here on are not worth mentioning.
 _ENDLESS = 10**6
-_SIDES = "F,H,W"
-_AXES = ("blocks", "block_size", "grid", "window_size")
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of the command line, shared by several commands.
-
-    Attributes:
-        kind: Type of its values; `bool` makes a flag.
-        help: Its line of `--help`.
-        panel: Its part of the help.
-        field: The field of `MHLAConfig` it sets, if that has another name.
-        default: Value if it is not given.
-        flag: Its name on the command line, if that is not the parameter's.
-        metavar: What stands for its value in the help, if not its type.
-        choices: Values that a shell completes.
-    """
-
-    kind: Any
-    help: str
-    panel: str | None = None
-    field: str | None = None
-    default: Any = None
-    flag: str | None = None
-    metavar: str | None = None
-    choices: Iterable[str] = ()
-
-    def parameter(self, name: str, panel: str | None = None) -> inspect.Parameter:
-        """Returns the keyword parameter `name` that typer makes the option from.
-
-        Args:
-            name: Name of the command's parameter.
-            panel: Another part of the help to put it in.
-        """
-        flag = self.flag or f"--{re.sub('_+', '-', name)}"
-        option = typer.Option(
-            flag,
-            help=self.help,
-            metavar=self.metavar,
-            rich_help_panel=panel or self.panel,
-            autocompletion=completion(self.choices) if self.choices else None,
-        )
-        kind = self.kind if self.default is not None else self.kind | None
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, option]
-        )
 
 
 def completion(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Completes the value of an option in a shell, after a comma the last one of several.
+    """Complete the value of an option in a shell, after a comma the last one of several.
 
     Args:
         values: The values, or a function that finds them.
@@ -88,41 +48,60 @@ def completion(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[
     return complete
 
 
-_SEED = "Seed of all random numbers."
-_DEVICE = "cpu, cuda, or one of several GPUs such as cuda:1. Default: a GPU if there is one."
-_DEVICES = ("auto", "cpu", "cuda")
+def option(
+    help: str,
+    *names: str,
+    default: Any = None,
+    panel: str | None = None,
+    choices: Iterable[str] = (),
+    values: Iterable[str] | Callable[[], Iterable[str]] = (),
+    check: Callable[[Any], Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Declare an option of a command, as the default of its parameter.
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it exists.")]
-Seed = Annotated[int, typer.Option(help=_SEED)]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help=_DEVICE,
-        metavar="NAME",
-        autocompletion=completion(_DEVICES),
-    ),
-]
-DeviceOrAuto = Annotated[
-    str,
-    typer.Option(
-        help="auto, which is a GPU if there is one, or cpu.",
-        metavar="NAME",
-        autocompletion=completion(("auto", "cpu")),
-    ),
-]
-Component = Annotated[
-    str | None,
-    typer.Option(
-        help="The transformer, in pipelines that have several, such as transformer_2.",
-        metavar="NAME",
-        autocompletion=completion(("transformer", "transformer_2")),
-    ),
-]
+    Args:
+        help: Its line of `--help`.
+        names: Its names on the command line, if not the parameter's.
+        default: Value if it is not given.
+        panel: Its part of the help.
+        choices: The only values; a shell completes them.
+        values: Values that a shell completes, among others.
+        check: Called with a value that is given; raises `ValueError` for a wrong one.
+        settings: More arguments of `typer.Option`.
+    """
+
+    def callback(value: Any) -> Any:
+        try:
+            if value is not None and check is not None:
+                check(value)
+            elif value is not None:
+                check_choice("value", value, choices)
+        except ValueError as error:
+            # Typer names the option itself.
+            raise typer.BadParameter(re.sub(r"^\w+[= ]", "", str(error))) from None
+        return value
+
+    if choices or values:
+        settings = {"metavar": "NAME", "autocompletion": completion(values or choices), **settings}
+    if choices or check:
+        settings["callback"] = callback
+    return typer.Option(default, *names, help=help, rich_help_panel=panel, **settings)
 
 
-def field_help(item: Field, *, default: bool = True) -> str:
-    """The help of an option that is made from the field of an option dataclass: its text, values, range and default.
+def argument(help: str, **settings: Any) -> Any:
+    """Declare a positional argument of a command, which is required unless `settings` has its `default`."""
+    return typer.Argument(settings.pop("default", ...), help=help, **settings)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join names for a sentence: `"a, b or c"`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def field_help(item: dataclasses.Field, *, default: bool = True) -> str:
+    """The help of an option made from a field: its text, values, range and default.
 
     Args:
         item: The field.
@@ -130,7 +109,7 @@ def field_help(item: Field, *, default: bool = True) -> str:
     """
     rules = item.metadata
     text, mark, rest = rules["help"].partition(" Default:")
-    if "choices" in rules:
+    if "choices" in rules and not all(choice in text for choice in rules["choices"]):
         text += f" One of: {', '.join(rules['choices'])}."
     # That a number of steps is not negative goes without saying.
     limits = [f"at least {rules['minimum']}"] if rules.get("minimum", 0) > 1 else []
@@ -143,127 +122,76 @@ def field_help(item: Field, *, default: bool = True) -> str:
     ]
     if limits:
         text += f" {' and '.join(limits).capitalize()}."
-    if default and item.default not in (None, (), ""):
+    if default and item.default not in (None, False, (), ""):
         rest, mark = f" {item.default if isinstance(item.default, str) else json.dumps(item.default)}.", " Default:"
     return text + mark + rest
 
 
-def listed(names: Iterable[str]) -> str:
-    """Names as they are listed in a sentence: `"a, b or c"`."""
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
+def options_from(
+    cls: type,
+    panel: str | None = None,
+    names: Iterable[str] | None = None,
+    *,
+    prefix: str = "",
+    panels: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
+    metavars: Mapping[str, str] | None = None,
+    default: bool = True,
+) -> list[inspect.Parameter]:
+    """Make one option per field of a dataclass; `None` as its value means that it was not given.
 
-
-def described(table: Mapping[str, Any]) -> str:
-    """The entries of a table of formulas for the help of an option."""
-    return "; ".join(f"{name}: {entry.formula}" for name, entry in table.items())
-
-
-def _choice(name: str, help: str, field: str | None = None) -> Option:
-    return Option(str, help, OPERATOR, field, metavar="NAME", choices=CHOICES[name])
-
-
-OPTIONS: dict[str, Option] = {
-    "blocks": Option(
-        str, "Number of blocks: frames,height,width, such as 3,5,10; height,width for images.", LAYOUT, metavar=_SIDES
-    ),
-    "block_size": Option(
-        str, "Tokens of a block instead, such as 7,6,5; one number for texts.", LAYOUT, metavar=_SIDES
-    ),
-    "grid": Option(
-        str,
-        "Tokens the weights are for: frames,height,width; one number (a length) for texts.",
-        LAYOUT,
-        metavar=_SIDES,
-    ),
-    "layers": Option(
-        str,
-        "Which layers become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps 0, 3, 6, … softmax; convert "
-        "and recover also take auto:2/3, which keeps those that matter most.",
-        LAYOUT,
-        metavar="LAYERS",
-        choices=("all", "1/2", "2/3", "3/4", "auto:"),
-    ),
-    "feature_map": _choice("feature_map", f"φ(x). {described(FEATURE_MAPS)}."),
-    "rope": _choice("rope", f"Where rotary embeddings act: {listed(CHOICES['rope'])}."),
-    "normalizer": _choice("normalizer", f"Divisor of token t of block i. {described(NORMALIZERS)}."),
-    "mixing_init": _choice(
-        "mixing_init", f"Initial weights of blocks, by their distance: {listed(CHOICES['mixing_init'])}."
-    ),
-    "mixing_heads": _choice("mixing_heads", f"Mixing matrices of a layer: {listed(CHOICES['mixing_heads'])}."),
-    "mixing_constraint": _choice(
-        "mixing_constraint", f"Constraint of the mixing weights: {listed(CHOICES['mixing_constraint'])}."
-    ),
-    "mixing_range": Option(float, "Blocks at which the locality bias reaches its floor.", OPERATOR),
-    "output_norm": Option(bool, "RMSNorm on each head's output.", OPERATOR),
-    "gate": Option(bool, "SiLU output gate.", OPERATOR, "output_gate"),
-    "lepe": Option(
-        int, "Kernel size of a depthwise convolution of the values; an odd number.", OPERATOR, "lepe_kernel"
-    ),
-    "window": _choice("window", f"Exact softmax near each token beside MHLA: {listed(CHOICES['window'])}."),
-    "window_size": Option(
-        str,
-        "Tokens of a block of the window: frames,height,width, such as 1,3,3; one number for texts.",
-        OPERATOR,
-        metavar=_SIDES,
-    ),
-    "window_gains": _choice("window_gains", f"Learned gains of MHLA and window: {listed(CHOICES['window_gains'])}."),
-}
-"""Options of a conversion, by the name of the command's parameter."""
-
-
-HUB: dict[str, Option] = {
-    "revision": Option(str, "Branch, tag or commit.", "Hub", metavar="NAME"),
-    "token": Option(str, "Access token. Default: that of hf auth login.", "Hub", metavar="TEXT"),
-    "cache_dir": Option(Path, "Cache folder for downloads.", "Hub", metavar=DIRECTORY),
-}
-"""Options of sources on the Hub."""
-
-PROBE: dict[str, Option] = {
-    "data": Option(
-        str,
-        "Texts (a folder, a JSONL file, a data set's id), images (a folder or digits), or the cache of a training. "
-        "Pipelines need none: they make samples.",
-        "Probe",
-    ),
-    "samples": Option(int, "Number of samples.", "Probe", default=32),
-    "batch_size": Option(int, "Samples of a batch, of --data.", "Probe", default=4),
-    "seed": Option(int, _SEED, "Probe", default=0),
-    "device": Option(str, _DEVICE, metavar="NAME", choices=_DEVICES),
-    "prompts": Option(list[str], "Prompt of a sample; may be repeated.", _SAMPLES, flag="--prompt", metavar="TEXT"),
-}
-"""Options of the samples that models are calibrated on."""
-
-SIZES: dict[str, Option] = {
-    "height": Option(int, "Height in pixels. Default: that of the grid that the blocks are for.", _SAMPLES),
-    "width": Option(int, "Width in pixels. Default: that of the grid that the blocks are for.", _SAMPLES),
-    "num_frames": Option(int, "Frames of a video. Default: those of that grid.", _SAMPLES),
-    "steps": Option(int, "Denoising steps of a sample. Default: 8.", _SAMPLES),
-}
-"""Options of the samples that a pipeline makes."""
-
-
-def option_parameters(panel: str | None = None) -> list[inspect.Parameter]:
-    """Returns [`OPTIONS`] as keyword parameters of a command, all in one panel of the help if that is given."""
-    return [option.parameter(name, panel) for name, option in OPTIONS.items()]
+    Args:
+        cls: The dataclass; `metadata` of its fields has `help`, and `choices` and limits of values.
+        panel: Part of the help.
+        names: The fields, in their order there; by default all.
+        prefix: What precedes the field's name in that of the option.
+        panels: Panels of some fields.
+        flags: Names on the command line by field, where they differ from the field's.
+        metavars: What stands for the value in the help, by field.
+        default: Whether the help names defaults.
+    """
+    fields = {item.name: item for item in dataclasses.fields(cls)}
+    parameters = []
+    for name in fields if names is None else names:
+        item = fields[name]
+        written = str(item.type)
+        kind = next((kind for start, kind in _TYPES.items() if written.startswith(start)), str)
+        choices = item.metadata.get("choices", ())
+        is_checked = choices or kind in (int, float)
+        setting = option(
+            field_help(item, default=default),
+            (flags or {}).get(name, f"--{prefix}{name}".replace("_", "-")),
+            panel=ADVANCED if item.metadata.get("advanced") else (panels or {}).get(name, panel),
+            choices=choices,
+            values=item.metadata.get("values", ()),
+            check=partial(check_option, item) if is_checked else None,
+            **({"metavar": metavars[name]} if metavars and name in metavars else {}),
+        )
+        parameters.append(
+            inspect.Parameter(
+                f"{prefix}{name}", inspect.Parameter.KEYWORD_ONLY, default=setting, annotation=kind | None
+            )
+        )
+    return parameters
 
 
 def with_options(
-    *groups: Mapping[str, Option], last: bool = False
+    *groups: Iterable[inspect.Parameter], last: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds groups of options to a command in place of its `**` parameter.
+    """Give a command groups of options in place of its `**` parameter.
 
     Args:
-        *groups: The options by their parameters.
-        last: Whether they come after the command's own keyword parameters in the help, and not before.
+        groups: The options.
+        last: Whether they come after the command's own options in the help, and not before.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command).parameters.values()
-        added = [option.parameter(name) for group in groups for name, option in group.items()]
+        added = [parameter for group in groups for parameter in group]
         arguments = [parameter for parameter in own if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
         options = [parameter for parameter in own if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
-        parameters = arguments + (options + added if last else added + options)
+        every = options + added if last else added + options
+        parameters = arguments + sorted(every, key=_is_advanced)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -271,55 +199,123 @@ def with_options(
     return decorate
 
 
-def given(options: Mapping[str, Any], group: Mapping[str, Option]) -> dict[str, Any]:
-    """Returns the options of a group that are given."""
-    return {name: options[name] for name in group if options[name] is not None and options[name] != []}
+def _is_advanced(parameter: inspect.Parameter) -> bool:
+    return getattr(parameter.default, "rich_help_panel", None) == ADVANCED
 
 
-def options_for_components(text: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Options from `--mhla` over those from the other options of the command line.
+def given(options: Mapping[str, Any], cls: type, prefix: str = "") -> dict[str, Any]:
+    """The fields of a dataclass that are given on the command line.
 
     Args:
-        text: JSON of options, or of options by component (or tower); `null` leaves a component as it is. Also the
-            name of a file that holds such JSON.
-        fields: Fields of `MHLAConfig` from the other options, which hold for every component.
+        options: Values of the command's parameters.
+        cls: The dataclass of [`options_from`].
+        prefix: See there.
+    """
+    values = {item: options.get(f"{prefix}{item.name}") for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return {
+        item.name: parse_axes(value, item.name) if str(item.type).startswith("tuple[int, ...] | None") else value
+        for item, value in values.items()
+        if value is not None and value != []
+    }
 
-    Returns:
-        Options, or options by component.
+
+def parse_axes(text: str | None, name: str) -> tuple[int, ...] | None:
+    """Read `"3,5,10"` or `"3x5x10"` as one positive integer per axis.
+
+    Args:
+        text: Value of the option; `None` stays `None`.
+        name: Name of the option, for the error.
 
     Raises:
-        ValueError: If the text is neither JSON of an object nor the name of a file of it.
+        ValueError: If it is not one to three positive integers.
     """
     if text is None:
-        return dict(fields)
-    from ..models.options import merge_options
-    from ..utils.json_files import check_fields, parse_json, read_json
-
-    if text.lstrip().startswith(("{", "[")):
-        content = check_fields(parse_json(text, "--mhla"), "--mhla")
-    else:
-        content = read_json(Path(text).expanduser(), "the file of --mhla")
-    by_component = {name: value for name, value in content.items() if isinstance(value, dict)}
-    if not by_component:
-        return merge_options(fields, content)
-    return {**content, **{name: merge_options(fields, value) for name, value in by_component.items()}}
+        return None
+    parts = [part.strip() for part in re.split("[,x]", text)]
+    # Python refuses to convert thousands of digits.
+    if len(parts) > 3 or not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
+        raise ValueError(f"{name}={text:.100} must be one to three positive integers such as 3,5,10.")
+    return tuple(map(int, parts))
 
 
-def mhla_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields of `MHLAConfig` from the options of a conversion.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hub(Options):
+    """Options of sources on the Hub."""
 
-    Args:
-        options: Values by name; `None` and flags that are off count as not given, others than [`OPTIONS`] are left
-            out. `layers` depends on the model and is left to the caller.
+    revision: str | None = field(None, "Branch, tag or commit.")
+    token: str | None = field(None, "Access token. Default: that of hf auth login.")
+    cache_dir: str | None = field(None, "Cache folder for downloads.")
 
-    Raises:
-        ValueError: If `blocks`, `block_size` or `grid` are not one to three numbers.
-    """
-    from ..conversion.options import parse_axes
 
-    fields = {}
-    for name, option in OPTIONS.items():
-        value = options.get(name)
-        if value is not None and value is not False and name != "layers":
-            fields[option.field or name] = parse_axes(value, name, None) if name in _AXES else value
-    return fields
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes(Options):
+    """Options of the samples that a pipeline makes."""
+
+    height: int | None = field(None, "Height in pixels. Default: that of the grid that the blocks are for.")
+    width: int | None = field(None, "Width in pixels. Default: that of the grid that the blocks are for.")
+    num_frames: int | None = field(None, "Frames of a video. Default: those of that grid.")
+    steps: int | None = field(None, "Denoising steps of a sample. Default: 8.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe(Options):
+    """Options of the samples that models are calibrated on."""
+
+    data: str | None = field(
+        None,
+        "Texts (a folder, a JSONL file, a data set's id), images (a folder or digits), or the cache of a training. "
+        "Pipelines need none: they generate samples.",
+    )
+    samples: int = field(32, "Number of samples.", minimum=2)
+    batch_size: int = field(4, "Batch size for --data.", minimum=1)
+    seed: int = field(0, "Seed of all random numbers.", minimum=0)
+    device: str = field("auto", DEVICE_HELP, values=_DEVICES)
+    prompts: tuple[str, ...] = field((), "Prompt of a sample; may be repeated.")
+
+
+HUB = options_from(Hub, "Hub", metavars={"revision": "NAME", "token": "TEXT", "cache_dir": DIRECTORY})
+SIZES = options_from(Sizes, _SAMPLES)
+PROBES = options_from(
+    Probe,
+    PROBE,
+    panels={"prompts": _SAMPLES},
+    flags={"prompts": "--prompt"},
+    metavars={"data": "DATA", "prompts": "TEXT"},
+)
+_LAYOUT = ("blocks", "block_size", "grid")
+_OPERATOR = (
+    "feature_map", "rope", "normalizer", "mixing_init", "mixing_heads", "mixing_constraint", "mixing_range",
+    "output_norm", "output_gate", "lepe_kernel", "window", "window_size", "window_gains",
+)  # fmt: skip
+AXES = dict.fromkeys((*_LAYOUT, "window_size"), "F,H,W")
+"""Metavars of numbers along the axes of the token grid."""
+
+CONVERSION = options_from(
+    MHLAConfig,
+    OPERATOR,
+    (*_LAYOUT, *_OPERATOR),
+    panels=dict.fromkeys(_LAYOUT, BLOCKS),
+    metavars=AXES,
+    default=False,
+)
+
+LAYERS = option(
+    "Layers that become MHLA: all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, which keeps those "
+    "softmax that matter most.",
+    metavar="LAYERS",
+    panel=BLOCKS,
+    values=("all", "1/2", "2/3", "3/4", "auto:"),
+)
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it exists.")]
+Seed = Annotated[int, option("Seed of all random numbers.", default=...)]
+Device = Annotated[str, option(DEVICE_HELP, default=..., values=_DEVICES)]
+Component = Annotated[
+    str | None,
+    option(
+        "The transformer, in pipelines that have several, such as transformer_2.",
+        default=...,
+        values=("transformer", "transformer_2"),
+    ),
+]

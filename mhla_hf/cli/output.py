@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--json FILE` of every command that has figures; `-` is standard output."""
+"""What commands print: tables, lines, progress, and `--json FILE`, where `-` is standard output."""
 
 import json
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -16,7 +17,7 @@ _DASH = Path("-")
 
 
 def _prepare(context: typer.Context, file: Path | None) -> Path | None:
-    """Refuses a directory before any work; for `-`, keeps standard output free for the JSON until the command ends."""
+    """Refuse a directory before any work; for `-`, keep standard output free for the JSON until the command ends."""
     if file is None or context.resilient_parsing:
         return file
     if file == _DASH:
@@ -25,7 +26,7 @@ def _prepare(context: typer.Context, file: Path | None) -> Path | None:
         context.call_on_close(lambda: _STANDARD_OUTPUT.reset(token))
         context.with_resource(redirect_stdout(sys.stderr))
     elif file.is_dir():
-        raise ValueError(f"json={str(file)!r} is a directory; give a file.")
+        raise typer.BadParameter(f"{file} is a directory; give a file.")
     return file
 
 
@@ -42,12 +43,12 @@ JsonFile = Annotated[
 
 
 def write_report(file: Path | None, report: Any, *, final: bool = True) -> None:
-    """Writes what a command reports to the file of `--json`, if there is one.
+    """Write what a command reports to the file of `--json`, if it is given.
 
     Args:
         file: Value of the option.
         report: Plain JSON values.
-        final: Whether nothing follows; what comes before is written to a file alone, which the next replaces.
+        final: Whether nothing follows; intermediate reports go to a file only, which the next replaces.
     """
     from ..utils.files import write_json
 
@@ -59,3 +60,78 @@ def write_report(file: Path | None, report: Any, *, final: bool = True) -> None:
         stream.flush()
     else:
         write_json(file, report)
+
+
+def say(text: str, *, style: str = "", err: bool = False) -> None:
+    """Print text in long lines that the terminal wraps.
+
+    Args:
+        text: The text, which has no markup.
+        style: Its colour.
+        err: Whether it goes to standard error.
+    """
+    from rich.console import Console
+
+    Console(stderr=err, soft_wrap=True).print(text, style=style or None, markup=False, highlight=False)
+
+
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None, err: bool = False
+) -> None:
+    """Print a table; nothing without rows.
+
+    Args:
+        columns: Titles.
+        rows: A cell per column; `None` leaves one empty. Columns of which every cell is a number, with or without a
+            unit, are flush right.
+        title: Title of the table.
+        err: Whether it goes to standard error.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if not cells:
+        return
+    # Few lines leave room for long names in 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        numeric = all(not row[number] or row[number][0] in "+-0123456789" for row in cells)
+        table.add_column(column, justify="right" if numeric and number else "left")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console(stderr=err, soft_wrap=False).print(table)
+
+
+@contextmanager
+def progress_bars(shown: bool, waiting: str = "") -> Iterator[Callable[[str, int, int], None]]:
+    """Show progress bars on standard error; the function that is yielded takes (name, done, all).
+
+    Args:
+        shown: Whether anything is printed.
+        waiting: What is shown before the first call; by default nothing, as mistakes are found first.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bars = Progress(console=Console(stderr=True, quiet=not shown), disable=not shown, transient=bool(waiting))
+    tasks: dict[str, Any] = {}
+    if waiting:
+        bars.add_task(waiting, total=None)
+        bars.start()
+
+    def update(name: str, done: int, total: int) -> None:
+        bars.start()
+        if waiting and not tasks:
+            bars.update(bars.task_ids[0], visible=False)
+        if name not in tasks:
+            tasks[name] = bars.add_task(name, total=total)
+        bars.update(tasks[name], completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if bars.live.is_started:
+            bars.stop()

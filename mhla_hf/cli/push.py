@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .help import FILE
-from .options import HUB, Quiet
+from .options import FILE, Quiet
 from .output import JsonFile, write_report
 
 
@@ -21,7 +20,9 @@ def push_command(
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     message: Annotated[str | None, typer.Option(help="First line of the commit's message.", metavar="TEXT")] = None,
-    token: Annotated[str | None, typer.Option(help=HUB["token"].help, metavar="TEXT")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Access token. Default: that of hf auth login.", metavar="TEXT")
+    ] = None,
     max_shard_size: Annotated[
         str | None,
         typer.Option(help="Largest weight file, such as 5GB. Default: that of the model's library.", metavar="SIZE"),

@@ -1,137 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf recover`."""
+"""`mhla-hf recover`, `calibrate` and `select-layers`."""
 
-import dataclasses
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import CHOICES
-from ..recovery.recipes import STAGES, DataOptions, recipe_names
-from ..utils.model_cards import CARD
+from ..config import CHOICES, MHLAConfig
+from ..recovery.recipes import STAGES, VARIANTS, DataOptions, recipe_names
 from .card import write_first_card
-from .convert import Dtype
-from .help import FILE
+from .convert import DTYPE, mhla_options
 from .options import (
+    AXES,
+    BLOCKS,
+    CONVERSION,
+    FILE,
     HUB,
-    OPTIONS,
+    LAYERS,
+    PROBES,
+    SIZES,
     Component,
-    DeviceOrAuto,
-    Option,
+    Device,
+    Hub,
+    Overwrite,
+    Probe,
     Quiet,
     Seed,
-    completion,
-    field_help,
+    Sizes,
+    argument,
     given,
     listed,
-    mhla_fields,
+    option,
+    options_from,
     with_options,
 )
-from .output import JsonFile, write_report
+from .output import JsonFile, progress_bars, say, show_table, write_report
 
 
 if TYPE_CHECKING:
+    from ..recovery.calibration import CalibrationReport
     from ..recovery.recover import RecoveryReport
+    from ..recovery.selection import SelectionReport
 
 _RECIPE = "Recipe"
-_TYPES: dict[str, Any] = {"int": int, "float": float}
+# Options of the data have no prefix, as they are named elsewhere.
+_SECTIONS = {"": DataOptions, **{f"{name}_": cls for name, cls in STAGES.items()}}
+_OVERRIDES = [
+    parameter
+    for prefix, cls in _SECTIONS.items()
+    for parameter in options_from(cls, f"{_RECIPE}: {prefix.strip('_') or 'data'}", prefix=prefix, default=False)
+]
 
 
-_OVERRIDES = {
-    f"{section}__{item.name}": Option(
-        next((kind for prefix, kind in _TYPES.items() if str(item.type).startswith(prefix)), str),
-        field_help(item, default=False),
-        f"{_RECIPE}: {section}",
-        choices=item.metadata.get("choices", ()),
-    )
-    for section, options in {"data": DataOptions, **STAGES}.items()
-    for item in dataclasses.fields(options)  # type: ignore[arg-type]
-}
-
-
-_BLOCKS = {name: OPTIONS[name] for name in ("blocks", "block_size")}
-
-
-@with_options(HUB, _BLOCKS, _OVERRIDES, last=True)
+@with_options(HUB, options_from(MHLAConfig, BLOCKS, ("blocks", "block_size"), metavars=AXES), _OVERRIDES, last=True)
 def recover_command(
-    source: Annotated[
-        str, typer.Argument(help="Pipeline of diffusers or model of transformers: directory or Hub id.")
-    ],
-    output: Annotated[Path, typer.Argument(help="Directory to write.")],
+    source: str = argument("Pipeline of diffusers or model of transformers: directory or Hub id."),
+    output: Path = argument("Directory to write."),
     *,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py "
-            "files, a .jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Text file with one prompt a line, for --data generated.", metavar=FILE)
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="YAML file, or name of a recipe of the package. Default: that of the model's family.",
-            metavar="NAME",
-            autocompletion=completion(recipe_names),
-        ),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="fast for ReLU, which is faster and recovers less; paper for the settings of the paper.",
-            metavar="NAME",
-            autocompletion=completion(("fast", "paper")),
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Which layers become MHLA: all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, which "
-            "keeps those softmax that matter most.",
-            metavar="LAYERS",
-            rich_help_panel=_RECIPE,
-            autocompletion=completion(("all", "1/2", "2/3", "3/4", "auto:")),
-        ),
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of layers that stays softmax, such as 25%: those that matter most.",
-            metavar="N%",
-            rich_help_panel=_RECIPE,
-        ),
-    ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Exact softmax near each token beside MHLA: {listed(CHOICES['window'])}.",
-            metavar="NAME",
-            rich_help_panel=_RECIPE,
-            autocompletion=completion(CHOICES["window"]),
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Factor on the steps of all stages, such as 0.5 or 2.", rich_help_panel=_RECIPE),
-    ] = None,
-    stages: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Stages to run, separated by commas: {', '.join(STAGES)}. Default: those of the recipe.",
-            metavar="NAMES",
-            rich_help_panel=_RECIPE,
-            autocompletion=completion(STAGES),
-        ),
-    ] = None,
-    dtype: Dtype = None,
+    data: str | None = option(
+        "Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py files, a "
+        ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
+    ),
+    prompts: Path | None = option("Text file with one prompt a line, for --data generated.", metavar=FILE),
+    recipe: str | None = option(
+        "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
+        "the paper. Default: that of the model's family.",
+        values=lambda: [*VARIANTS, *recipe_names()],
+    ),
+    layers: str | None = LAYERS,
+    keep: str | None = option(
+        "Share of layers that stays softmax, such as 25%: those that matter most.", metavar="N%", panel=_RECIPE
+    ),
+    window: str | None = option(
+        f"Exact softmax attention near each token, beside MHLA: {listed(CHOICES['window'])}.",
+        panel=_RECIPE,
+        choices=CHOICES["window"],
+    ),
+    budget: float | None = option("Factor on the steps of all stages, such as 0.5 or 2.", panel=_RECIPE),
+    stages: str | None = option(
+        f"Stages to run, separated by commas: {', '.join(STAGES)}. Default: those of the recipe.",
+        metavar="NAMES",
+        panel=_RECIPE,
+        values=STAGES,
+    ),
+    dtype: str | None = DTYPE,
     component: Component = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in OUTPUT.")] = False,
+    resume: bool = option("Resume the run in OUTPUT.", "--resume", default=False),
     seed: Seed = 0,
-    device: DeviceOrAuto = "auto",
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    device: Device = "auto",
+    save_every: int = option("Steps between checkpoints.", default=100),
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -141,16 +99,22 @@ def recover_command(
     The model is calibrated, matched, distilled and fine-tuned, as its recipe says. A run that was stopped continues
     with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
     """
-    from ..recovery.recover import recover
+    changes = {
+        f"{prefix.strip('_') or 'data'}.{name}": value
+        for prefix, cls in _SECTIONS.items()
+        for name, value in given(options, cls, prefix).items()
+    }
+    blocks = mhla_options(None, options)
 
-    changes = {name.replace("__", "."): value for name, value in given(options, _OVERRIDES).items()}
+    from ..recovery.recover import recover
+    from ..utils.model_cards import CARD
+
     report = recover(
         source,
         output,
         data,
         prompts=prompts,
         recipe=recipe,
-        preset=preset,
         layers=layers,
         keep=keep,
         window=window,
@@ -164,40 +128,178 @@ def recover_command(
         device=device,
         save_every=save_every,
         progress=not quiet,
-        **mhla_fields(given(options, _BLOCKS)),
-        **given(options, HUB),
+        **blocks,
+        **given(options, Hub),
     )
     if not (report.output / CARD).exists():
-        # A finished run that is resumed keeps the card that it has.
+        # A finished run that is resumed keeps its card.
         write_first_card(report.output)
     write_report(json_file, report.to_dict())
     if not quiet:
-        _show(report)
+        _show_recovery(report)
 
 
-def _show(report: "RecoveryReport") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _show_recovery(report: "RecoveryReport") -> None:
     from ..recovery.report import LABELS, rows
 
-    console = Console()
     states = rows(report.to_dict())
-    if states:
-        names = list(dict.fromkeys(name for _, figures, _ in states for name in figures))
-        table = Table(title="Held-out quality")
-        table.add_column("model")
-        for name in names:
-            table.add_column(LABELS.get(name, name), justify="right")
-        table.add_column("CPU seconds", justify="right")
-        for title, figures, seconds in states:
-            cells = [_cell(name, figures) for name in names]
-            table.add_row(title, *cells, "" if seconds is None else f"{seconds:.0f}")
-        console.print(table)
-    console.print(f"Model: {report.output}; figures: {report.output / 'report.json'}", highlight=False, soft_wrap=True)
+    names = list(dict.fromkeys(name for _, figures, _ in states for name in figures))
+    cells = [
+        (
+            title,
+            *(f"{figures[n]:{'+.1f' if n.endswith('percent') else '.4f'}}" if n in figures else None for n in names),
+            None if seconds is None else f"{seconds:.0f}",
+        )
+        for title, figures, seconds in states
+    ]
+    show_table(("model", *(LABELS.get(name, name) for name in names), "CPU seconds"), cells, title="Held-out quality")
+    say(f"Model: {report.output}; figures: {report.output / 'report.json'}")
 
 
-def _cell(name: str, figures: dict[str, float]) -> str:
-    if name not in figures:
-        return ""
-    return f"{figures[name]:+.1f}" if name.endswith("percent") else f"{figures[name]:.4f}"
+@with_options(PROBES, SIZES)
+def calibrate_command(
+    model: Path = argument("Directory that mhla-hf convert wrote."),
+    output: Path | None = argument("Directory to write. Default: change MODEL in place.", default=None),
+    *,
+    memory_limit: str = option(
+        "Memory for sums, such as 800MB; with more, calibration takes fewer passes.", metavar="SIZE", default="4GB"
+    ),
+    force: bool = option("Calibrate even if already trained or calibrated.", "--force", default=False),
+    overwrite: Overwrite = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Fit a converted model to its original without training.
+
+    Feature maps, convolutions, gains and output projections are solved for in closed form, from a few passes over a
+    few samples.
+    """
+    from ..recovery.directories import calibrate_directory
+
+    with progress_bars(not quiet) as progress:
+        report = calibrate_directory(
+            model,
+            output=output,
+            memory_limit=memory_limit,
+            force=force,
+            overwrite=overwrite,
+            progress=partial(progress, "calibrating"),
+            **given(options, Probe),
+            **given(options, Sizes),
+        )
+    write_first_card(output or model)
+    write_report(json_file, report.to_dict())
+    if not quiet:
+        show_calibration(report, output or model)
+
+
+def show_calibration(report: "CalibrationReport", directory: Path) -> None:
+    """Print what calibration did, layer by layer."""
+    show_table(
+        ("layer", "error before", "error after", "changed"),
+        [
+            (
+                layer.name,
+                f"{layer.error_before:.4f}",
+                f"{layer.error_after:.4f}",
+                ", ".join(layer.changed) or layer.note,
+            )
+            for layer in report.layers
+        ],
+    )
+    say(
+        f"Wrote {directory}: held-out error of the layers' outputs {report.error_before:.4f} before, "
+        f"{report.error_after:.4f} after, relative to their variance ({report.seconds:.1f} s)."
+    )
+
+
+@with_options(CONVERSION, PROBES, SIZES)
+def select_layers_command(
+    source: str = argument("Directory of a softmax pipeline or model, or Hub id owner/name."),
+    *,
+    keep: str | None = option("How many layers stay softmax: a number, or a share such as 25%.", metavar="N|N%"),
+    latency: str | None = option(
+        "Keep as many softmax layers as this share of the softmax model's time allows, such as 80%.", metavar="N%"
+    ),
+    component: Component = None,
+    mhla: str | None = option("Options as JSON or a JSON file, as for mhla-hf convert.", metavar="JSON"),
+    plot: Path | None = option("Draw a bar chart into this PNG file; needs matplotlib.", metavar=FILE),
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Select the layers that should stay softmax.
+
+    Layers are ranked by the error that calibrated MHLA leaves there. The others are printed as mhla-hf convert takes
+    them: --layers 1,2,4.
+    """
+    fields = mhla_options(mhla, options)
+
+    from ..recovery.directories import select_layers_of
+
+    with progress_bars(not quiet) as progress:
+        report = select_layers_of(
+            source,
+            fields,
+            component=component,
+            keep=keep,
+            latency=latency,
+            progress=partial(progress, "selecting layers"),
+            probe={**given(options, Probe), **given(options, Sizes)},
+        )
+    write_report(json_file, report.to_dict())
+    if plot is not None:
+        draw_selection(report, plot)
+    if not quiet:
+        _show_selection(report)
+    typer.echo(f"--layers {report.option}")
+
+
+def _show_selection(report: "SelectionReport") -> None:
+    show_table(
+        ("layer", "error of the layer", "restored by softmax", "softmax ms", "MHLA ms", ""),
+        [
+            (
+                layer.index,
+                f"{layer.error:.4f}",
+                f"{layer.restored:.4f}",
+                f"{layer.softmax_ms:.2f}",
+                f"{layer.mhla_ms:.2f}",
+                "softmax" if layer.kept else None,
+            )
+            for layer in report.layers
+        ],
+        err=True,
+    )
+    say(
+        f"Error of the model's output: {report.errors[0]:.4f} with every layer MHLA, {report.errors[-1]:.4f} with "
+        f"this selection. Time per batch: softmax {report.softmax_ms:.1f} ms, MHLA {report.mhla_ms:.1f} ms, this "
+        f"selection {report.chosen_ms:.1f} ms.",
+        err=True,
+    )
+
+
+def draw_selection(report: "SelectionReport", path: Path) -> None:
+    """Draw a bar chart of each layer's error after calibration, and of the error that keeping it softmax restores.
+
+    Args:
+        report: See `select_layers`.
+        path: PNG file to write.
+    """
+    from ..utils.figures import new_figure, save_figure
+
+    places = range(len(report.layers))
+    figure = new_figure(max(6.0, 0.35 * len(report.layers)), 5.5)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    colours = ["#444444" if layer.kept else "#1f77b4" for layer in report.layers]
+    upper.bar(places, [layer.error for layer in report.layers], color=colours)
+    upper.set_ylabel("error of the layer")
+    lower.bar(places, [layer.restored for layer in report.layers], color=colours)
+    lower.set_ylabel("model error restored\nby softmax there")
+    lower.axhline(0, color="black", linewidth=0.6)
+    lower.set_xticks(list(places), [str(layer.index) for layer in report.layers])
+    lower.set_xlabel("layer")
+    kept = ", ".join(map(str, sorted(report.order))) or "none"
+    upper.set_title(f"Calibrated MHLA layers; kept softmax (grey): {kept}")
+    save_figure(figure, path)

@@ -20,7 +20,7 @@ import yaml
 
 from ..config import MHLAConfig
 from ..training.config import DISTILL_TARGETS, LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
-from ..utils.messages import check_choice, check_names, shorten_text, shorten_value
+from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text, shorten_value
 from ..utils.options import Options, option
 
 
@@ -37,8 +37,8 @@ _LAYERS = re.compile(r"all|(auto:)?\s*\d{1,9}\s*/\s*\d{1,9}|\d{1,9}(\s*,\s*\d{1,
 _KEEP = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
-FAST = "fast"
-"""The preset that starts from the default recipe."""
+VARIANTS = ("fast", "paper")
+"""Names of other recipes for many families; `fast` is changes to the default recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,11 +278,14 @@ def load_recipe(location: str | Path) -> Recipe:
         ValueError: If there is none, the file is not YAML, or something in it is wrong. The message names the file,
             the path of the key (`match.steps`) and what is allowed.
     """
-    path, names = Path(location).expanduser(), recipe_names()
-    if str(location) in names:
+    path, names = Path(location).expanduser(), [*VARIANTS, *recipe_names()]
+    if str(location) in recipe_names():
         path = _FOLDER / f"{location}.yaml"
     elif path.suffix not in (".yaml", ".yml") or not path.is_file():
-        raise ValueError(f"recipe {shorten_text(str(location))} is neither a .yaml file nor one of {', '.join(names)}")
+        raise ValueError(
+            f"recipe={shorten_text(str(location))} is neither a .yaml file nor one of {', '.join(names)}."
+            f"{did_you_mean(str(location), names)}"
+        )
     return parse_recipe(_read_yaml(path), f"recipe {path}")
 
 
@@ -316,41 +319,39 @@ _Loader.add_implicit_resolver(
 
 @functools.cache
 def default_settings() -> dict[str, Any]:
-    """Return the recipes by family under `defaults`, and under `presets` by preset and family."""
+    """Return the recipes by family under `defaults`, and under `variants` by variant and family."""
     return _read_yaml(Path(__file__).with_name("defaults.yaml"))
 
 
-def default_recipe(family: str, preset: str | None = None, window: str | None = None) -> Recipe:
+def default_recipe(family: str, variant: str | None = None, window: str | None = None) -> Recipe:
     """Return the recipe of a family.
 
     Args:
         family: One of [`FAMILIES`].
-        preset: `paper` for the settings of arXiv 2601.07832, `fast` for ReLU, which is faster than the default
+        variant: `paper` for the settings of arXiv 2601.07832, `fast` for ReLU, which is faster than the default
             and recovers less; `None` for the settings that measured best here.
         window: Softmax window beside MHLA; see [`MHLAConfig`].
 
     Raises:
-        ValueError: If there is no such preset, or it has no settings for the family.
+        ValueError: If the variant has no settings for the family.
     """
     settings = default_settings()
-    presets = settings["presets"]
-    if preset is not None:
-        check_choice("preset", preset, presets)
-        if family not in presets[preset]:
-            raise ValueError(
-                f"preset {preset!r} has no setting for models of the family {family}, only for "
-                f"{', '.join(presets[preset])}"
-            )
-    content = {} if preset not in (None, FAST) else settings["defaults"][family]
-    if preset is not None:
-        content = _merged(content, presets[preset][family])
+    variants = settings["variants"]
+    if variant is not None and family not in variants[variant]:
+        raise ValueError(
+            f"recipe {variant} has no setting for models of the family {family}, only for "
+            f"{', '.join(variants[variant])}"
+        )
+    content = {} if variant not in (None, "fast") else settings["defaults"][family]
+    if variant is not None:
+        content = _merged(content, variants[variant][family])
     if window is not None:
-        if preset in (None, FAST) and family in settings["window"]["families"]:
+        if variant in (None, "fast") and family in settings["window"]["families"]:
             # Only of stages that the recipe has.
             changes = settings["window"]["changes"]
             content = _merged(content, {name: changes[name] for name in changes if name in content})
         content = _merged(content, {"mhla": {"window": window}})
-    name = "default recipe" if preset is None else f"preset {preset}"
+    name = "default recipe" if variant is None else f"variant {variant}"
     return parse_recipe({"family": family, **content}, f"the {name} of {family}")
 
 

@@ -15,12 +15,13 @@ from ..conversion.planning import PlanOptions
 from ..models.registry import family_for
 from ..models.source import Component, Source, open_source
 from ..models.weight_files import check_weights
-from ..training.config import DEVICES, DIGITS, TrainingConfig
+from ..training.config import DIGITS, TrainingConfig
 from ..training.processes import TrainingStopped
 from ..utils.locations import is_hub_id
+from ..utils.machine import choose_device
 from ..utils.messages import check_count, shorten_list, shorten_text
 from .data import DATA_FREE, GENERATED, RecoveryData
-from .recipes import Recipe, default_recipe, load_recipe, parse_keep
+from .recipes import VARIANTS, Recipe, default_recipe, load_recipe, parse_keep
 from .report import RecoveryReport
 from .run import MakeSource, RecoveryRun
 from .work_folder import CONVERTED, DATA, WorkFolder
@@ -36,7 +37,6 @@ def recover(
     *,
     prompts: str | Path | None = None,
     recipe: str | Path | None = None,
-    preset: str | None = None,
     layers: str | None = None,
     keep: str | None = None,
     window: str | None = None,
@@ -72,10 +72,9 @@ def recover(
             program also a function from the converted model to a
             [`BatchSource`][mhla_hf.training.data.batch_sources.BatchSource].
         prompts: Text file with one prompt a line, for samples that the original makes.
-        recipe: A YAML file, or the name of a recipe that comes with the package. `None` takes the default of the
-            model's family.
-        preset: `fast` for ReLU, which is faster and recovers less, or `paper` for the settings of arXiv 2601.07832, in
-            place of a recipe.
+        recipe: A YAML file, or the name of a recipe that comes with the package; `fast` is the default with ReLU,
+            which is faster and recovers less, `paper` has the settings of arXiv 2601.07832. `None` takes the default
+            of the model's family.
         layers: Which layers become MHLA, in place of the recipe's.
         keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; in place of
             `layers`.
@@ -90,7 +89,7 @@ def recover(
         component: Which transformer of a pipeline; the others are copied.
         resume: Resume the run in `output`.
         seed: Of everything random.
-        device: `auto` takes the GPU if there is one, or `cpu`.
+        device: `cpu`, `cuda`, one of several GPUs such as `cuda:1`, or `auto`: a GPU if there is one.
         save_every: Steps between checkpoints.
         progress: Show progress.
         on_stage: Called with the name of each stage when it begins.
@@ -104,15 +103,13 @@ def recover(
         FloatingPointError: If a loss is no longer finite; the message names step, batch and last good checkpoint.
         TrainingStopped: After Ctrl-C or SIGTERM; what was done is kept.
     """
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r:.100}")
+    place = choose_device(device)
     # As the stages take them.
     TrainingConfig(seed=seed)
     check_count("save_every", save_every)
     cast = parse_dtype(dtype)
-    given = load_recipe(recipe) if recipe is not None else None
-    if given is not None and preset is not None:
-        raise ValueError("recipe and preset are both given; give one of them")
+    variant = str(recipe) if recipe in VARIANTS else None
+    given = load_recipe(recipe) if recipe is not None and variant is None else None
     opened, part, family = find_model(source, component, **hub)
     if given is not None and given.family != family:
         raise ValueError(
@@ -128,7 +125,7 @@ def recover(
     for name, other, value in (("blocks", "block_size", blocks), ("block_size", "blocks", block_size)):
         if value is not None:
             own = {f"mhla.{other}": None, **own, f"mhla.{name}": value}
-    chosen = (given or default_recipe(family, preset, window)).changed({**own, **(changes or {})})
+    chosen = (given or default_recipe(family, variant, window)).changed({**own, **(changes or {})})
     if stages is not None:
         chosen = chosen.only(tuple(stages))
     if budget is not None:
@@ -177,7 +174,6 @@ def recover(
             given_data.check()
         open_source = given_data.open
     with work.claimed(identity, resume):
-        place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
         run = RecoveryRun(opened, part, work, chosen, seed, place, save_every, progress, hub, on_stage, cast)
         try:
             return run.run(open_source, _origin(named))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..utils.json_files import check_fields, parse_json, read_json
 from ..utils.messages import shorten_value
-from ..utils.options import Options, option
+from ..utils.options import DEVICE_HELP, Options, option
 from .data.folders import parse_buckets
 
 
@@ -23,7 +23,6 @@ COMPONENTS = ("transformer", "transformer_2")
 PRECISIONS = ("no", "fp16", "bf16")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("none", "tensorboard", "wandb")
-DEVICES = ("auto", "cpu")
 TRANSFER_CACHES = ("auto", "memory", "disk", "none")
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 # Value of `mhla` for a model that is not converted.
@@ -153,7 +152,7 @@ class TrainingConfig(Options):
         None, "Autocast type over fp32 weights. Default: what `accelerate launch` says.", choices=PRECISIONS
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
-    device: str = option("auto", "Where to run; auto takes the GPU if there is one.", choices=DEVICES)
+    device: str = option("auto", DEVICE_HELP, values=("auto", "cpu", "cuda"))
     seed: int = option(0, "Seed of data order, noise and new parameters.", minimum=0, maximum=2**32 - 1)
 
     resume: str | None = option(

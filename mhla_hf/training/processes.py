@@ -33,6 +33,7 @@ from accelerate.utils import (
 )
 from torch import distributed
 
+from ..utils.machine import choose_device
 from . import sharding
 from .config import TrainingConfig
 
@@ -76,7 +77,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     # Held until the process group is made.
     meeting = wait_for_processes(config.startup_timeout)
     accelerator = Accelerator(
-        cpu=config.device == "cpu",
+        cpu=config.device != "auto" and choose_device(config.device).type == "cpu",
         mixed_precision="no" if sharding.uses_deepspeed() else config.mixed_precision,
         log_with=None if config.report_to == "none" else config.report_to,
         project_config=project,

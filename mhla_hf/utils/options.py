@@ -36,6 +36,8 @@ _NOUNS = {
     "tuple[str, ...]": "texts",
 }
 _MISFIT = object()
+DEVICE_HELP = "cpu, cuda, one of several GPUs such as cuda:1, or auto: a GPU if there is one."
+"""Help of every option called `device`."""
 
 
 def option(default: Any, help: str, *, advanced: bool = False, **rules: Any) -> Any:
@@ -46,7 +48,8 @@ def option(default: Any, help: str, *, advanced: bool = False, **rules: Any) -> 
         help: One or two sentences, shown by `--help`.
         advanced: Whether few users need it; help lists such options last.
         **rules: Allowed values, each rule optional: `choices` (strings), `minimum`, `maximum` (inclusive), `above`,
-            `below` (exclusive), and `families`, the kinds of models that have the option.
+            `below` (exclusive), `families`, the kinds of models that have the option,
+            and `values`, which a shell completes among others.
     """
     return dataclasses.field(default=default, metadata={"help": help, "advanced": advanced, **rules})
 

@@ -99,7 +99,7 @@ def test_one_expert_after_the_other(softmax_dir, tmp_path):
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "one")
     perturb_mhla(pipeline.transformer)
     pipeline.save_pretrained(tmp_path / "trained")
-    arguments = ["--component", "transformer_2", "--blocks", "1,2,2", "--gate", "--quiet"]
+    arguments = ["--component", "transformer_2", "--blocks", "1,2,2", "--output-gate", "--quiet"]
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "trained"), str(tmp_path / "two"), *arguments])
     assert result.exit_code == 0, result.output
     again = DiffusionPipeline.from_pretrained(tmp_path / "two")
@@ -164,7 +164,7 @@ def test_command_names_mistakes(arguments, message, softmax_dir, tmp_path):
 
 def test_command_lays_options_of_components_over_those_of_all(softmax_dir, tmp_path):
     (tmp_path / "mhla.json").write_text('{"transformer": {}, "transformer_2": {"blocks": [1, 2, 2]}}')
-    arguments = ["--blocks", "2,1,2", "--gate", "--mhla", str(tmp_path / "mhla.json"), "--quiet"]
+    arguments = ["--blocks", "2,1,2", "--output-gate", "--mhla", str(tmp_path / "mhla.json"), "--quiet"]
     result = CliRunner().invoke(app, ["convert", str(softmax_dir), str(tmp_path / "mhla"), *arguments])
     assert result.exit_code == 0, result.output
     options = [json.loads((tmp_path / "mhla" / name / "config.json").read_text())["mhla"] for name in EXPERTS]

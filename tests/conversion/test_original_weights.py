@@ -206,7 +206,7 @@ def test_models_that_diffusers_has_no_conversion_for(tmp_path):
 
 def test_command_writes_what_from_single_file_loads(tmp_path):
     write_original(tmp_path / "wan.safetensors", prefix="model.diffusion_model.")
-    result = command(tmp_path / "wan.safetensors", tmp_path / "mhla", "--blocks", "1,2,2", "--gate")
+    result = command(tmp_path / "wan.safetensors", tmp_path / "mhla", "--blocks", "1,2,2", "--output-gate")
     assert result.exit_code == 0, result.output
     model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
     expected = MHLAWanTransformer3DModel.from_single_file(

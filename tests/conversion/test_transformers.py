@@ -649,8 +649,8 @@ def run(*arguments, code=0):
 def test_command(llama_dir, tmp_path):
     output = run(
         "convert", llama_dir, tmp_path / "mhla", "--block-size", "8", "--layers", "2/3", "--feature-map", "relu",
-        "--normalizer", "none", "--output-norm", "--gate", "--mixing-init", "local", "--mixing-heads", "per_head",
-        "--mixing-constraint", "none", "--rope", "before_feature_map", "--dtype", "bf16",
+        "--normalizer", "none", "--output-norm", "--output-gate", "--mixing-init", "local", "--mixing-heads",
+        "per_head", "--mixing-constraint", "none", "--rope", "before_feature_map", "--dtype", "bf16",
     )  # fmt: skip
     assert "2 of 3" in output and "of 8 tokens" in output and "fine-tune the model" in " ".join(output.split())
     expected = {
@@ -672,9 +672,9 @@ def test_command(llama_dir, tmp_path):
 
 
 def test_command_refuses_in_one_line(llama_dir, tmp_path):
-    output = run("convert", llama_dir, tmp_path / "mhla", "--blocks", "2", code=1)
-    assert "error: blocks has no meaning for sequences" in output
-    assert "one to three positive integers" in run("convert", llama_dir, tmp_path / "mhla", "--blocks", "x", code=1)
+    output = run("convert", llama_dir, tmp_path / "mhla", "--blocks", "2", code=2)
+    assert "error: --blocks has no meaning for sequences" in output
+    assert "one to three positive integers" in run("convert", llama_dir, tmp_path / "mhla", "--blocks", "x", code=2)
     assert not (tmp_path / "mhla").exists()
 
 

@@ -109,7 +109,7 @@ class ImagePipelineChecks:
         pipeline = convert(
             DiffusionPipeline.from_pretrained(ordinary_dir), {**self.mhla, "layers": [1], "lepe_kernel": 3}
         )
-        options = ("--layers", "1", "--lepe", "3")
+        options = ("--layers", "1", "--lepe-kernel", "3")
         result = command("convert", ordinary_dir, tmp_path / "mhla", *self.typed(), *options)
         assert result.exit_code == 0, result.output
         converted = DiffusionPipeline.from_pretrained(tmp_path / "mhla")

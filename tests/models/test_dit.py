@@ -122,6 +122,6 @@ class TestDiTPipeline(ImagePipelineChecks):
         assert self.generate(pipeline).shape == (1, 24, 24, 3)
 
     def test_the_training_for_wan_is_refused(self, mhla_dir, tmp_path):
-        arguments = ("--model", mhla_dir, "--data", "digits", "--output", tmp_path / "run", "--max-steps", "1")
+        arguments = (mhla_dir, tmp_path / "run", "--data", "digits", "--max-steps", "1")
         result = command("train", "wan", *arguments)
-        assert result.exit_code == 1 and "use `mhla-hf train dit`" in result.output, result.output
+        assert result.exit_code == 2 and "use `mhla-hf train dit`" in result.output, result.output

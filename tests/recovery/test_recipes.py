@@ -58,7 +58,7 @@ TRANSFORMERS = {
     ),
 }  # fmt: skip
 PARAMETERS = {"wan-1.3b": 1.42e9, "sana-0.6b": 5.9e8, "dit-xl-2": 6.75e8, "qwen3-0.6b": 5.96e8, "minilm": 2.27e7}
-PRESETS = default_settings()["presets"]
+VARIANTS = default_settings()["variants"]
 MINIMAL = {"family": "wan", "match": {"steps": 600}}
 
 
@@ -119,26 +119,24 @@ def test_default_recipes(family):
     recipe = default_recipe(family)
     assert recipe.family == family and bool(recipe.stages()) == (family != "sana-video")
     assert parse_recipe(recipe.to_dict(), "again") == recipe
-    for preset in PRESETS:
-        if family in PRESETS[preset]:
-            shared = default_recipe(family, preset).mhla.get("mixing_heads") == "shared"
-            assert shared == (preset == "paper")
+    for variant in VARIANTS:
+        if family in VARIANTS[variant]:
+            shared = default_recipe(family, variant).mhla.get("mixing_heads") == "shared"
+            assert shared == (variant == "paper")
         else:
-            message = f"preset '{preset}' has no setting for models of the family {family}"
+            message = f"recipe {variant} has no setting for models of the family {family}"
             with pytest.raises(ValueError, match=message):
-                default_recipe(family, preset)
+                default_recipe(family, variant)
     assert set(default_settings()["defaults"]) == set(FAMILIES)
-    with pytest.raises(ValueError, match="preset='papers' is not one of 'fast', 'paper'. Did you mean 'paper'"):
-        default_recipe(family, "papers")
 
 
-@pytest.mark.parametrize("family", PRESETS["fast"])
-def test_the_fast_preset_changes_the_attention_alone(family):
+@pytest.mark.parametrize("family", VARIANTS["fast"])
+def test_the_fast_recipe_changes_the_attention_alone(family):
     fast, default = default_recipe(family, "fast"), default_recipe(family)
     assert fast.mhla != default.mhla
     assert {**fast.to_dict(), "mhla": None} == {**default.to_dict(), "mhla": None}
     # Beside a window stages change as they do without it.
-    window, wide = (default_recipe(family, preset, "block") for preset in ("fast", None))
+    window, wide = (default_recipe(family, variant, "block") for variant in ("fast", None))
     assert window.mhla["window"] == wide.mhla["window"] == "block"
     assert window.match == wide.match and window.distill == wide.distill and window.stages() == fast.stages()
     assert MHLAConfig.from_dict({**window.mhla, "blocks": [2, 2]}).mixing_heads == "per_head"
@@ -214,7 +212,9 @@ def test_files(tmp_path: Path):
     with pytest.raises(ValueError, match="is not valid YAML"):
         load_recipe(path)
     for name in ("nothing", "../recipes/minilm", "nothing.yaml"):
-        with pytest.raises(ValueError, match="is neither a .yaml file nor one of dit-xl-2, minilm, qwen3-0.6b"):
+        with pytest.raises(
+            ValueError, match="is neither a .yaml file nor one of fast, paper, dit-xl-2, minilm, qwen3-0.6b"
+        ):
             load_recipe(name)
 
 

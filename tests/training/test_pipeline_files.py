@@ -126,7 +126,7 @@ def test_what_is_no_file_is_not_waited_for(directory, name):
 
 def test_a_command_says_it_in_one_line(directory, tmp_path):
     path = directory("dit", SCHEDULER, {"prediction_type": "\x1b[31m" + "x" * 100_000})
-    arguments = ["train", "dit", "--model", path, "--output", tmp_path / "run", "--data", "digits", "--mhla", "none"]
+    arguments = ["train", "dit", path, tmp_path / "run", "--data", "digits", "--mhla", "none"]
     result = CliRunner().invoke(app, list(map(str, arguments)))
     assert result.exit_code == 1 and len(result.output) < 1000
     assert "\x1b" not in result.output and "must be 'epsilon'" in result.output

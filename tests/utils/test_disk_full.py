@@ -156,8 +156,8 @@ def pipeline(tmp_path_factory):
     return directory
 
 
-CACHE = ["--data", "digits", "--num-samples", "3", "--height", "16", "--width", "16", "--num-frames", "5"]
-CACHE += ["--max-sequence-length", "8", "--no-progress", "--device", "cpu"]
+CACHE = ["--data", "digits", "--samples", "3", "--height", "16", "--width", "16", "--num-frames", "5"]
+CACHE += ["--max-sequence-length", "8", "--quiet", "--device", "cpu"]
 
 
 def command(*arguments):
@@ -171,7 +171,7 @@ def command(*arguments):
 
 class TestCommands:
     def test_the_cache(self, pipeline, disk):
-        arguments = ["train", "cache", "--model", pipeline, "--cache", disk / "cache", *CACHE]
+        arguments = ["train", "cache", pipeline, disk / "cache", *CACHE]
         fill(disk, leave=3 * BLOCK)
         code, output = command(*arguments)
         assert code == 1 and "Traceback" not in output
@@ -182,7 +182,7 @@ class TestCommands:
 
     def test_the_export(self, pipeline, disk, tmp_path):
         arguments = [
-            "train", "wan", "--model", pipeline, "--cache", tmp_path / "cache", *CACHE, "--output", disk / "run",
+            "train", "wan", pipeline, disk / "run", "--cache", tmp_path / "cache", *CACHE,
             "--mhla", "none", "--train", "lora", "--lora-rank", 1, "--max-steps", 1, "--resume", "latest",
         ]  # fmt: skip
         size = sum(path.stat().st_size for path in pipeline.rglob("*") if path.is_file())

@@ -157,7 +157,7 @@ class DiT(Family):
 
     objective = DiTObjective
     help = (
-        "Fine-tune a DiT pipeline by noise prediction.\n\nWith --transfer-steps, its layers are first matched to the "
+        "Fine-tune a DiT pipeline by noise prediction.\n\nWith --match-steps, its layers are first matched to the "
         "softmax model."
     )
     folders = ("vae",)

@@ -75,7 +75,7 @@ class Sana(Family):
 
     objective = SanaObjective
     help = (
-        "Fine-tune a SANA pipeline by flow matching.\n\nWith --transfer-steps, layers that do not start from SANA's "
+        "Fine-tune a SANA pipeline by flow matching.\n\nWith --match-steps, layers that do not start from SANA's "
         "linear attention are first matched to it."
     )
     options = FLOW_OPTIONS | TEXT_OPTIONS

@@ -72,7 +72,7 @@ class Wan(Family):
 
     objective = WanObjective
     help = (
-        "Fine-tune a Wan pipeline by flow matching.\n\nWith --transfer-steps, its layers are first matched to the "
+        "Fine-tune a Wan pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
         "softmax model."
     )
     options = FLOW_OPTIONS | TEXT_OPTIONS | {"component", "num_frames", "fps"}

@@ -194,10 +194,10 @@ class TestCaches:
             Image.fromarray(np.full((height, width, 3), 40 * number, np.uint8)).save(images / f"{number}.png")
             (images / f"{number}.txt").write_text("a wall")
         options = [
-            "--model", source, "--data", images, "--cache", tmp_path / "cache", "--buckets", "64,64;64,128;128,64",
-            "--max-sequence-length", 8, "--no-progress", "--device", "cpu",
+            "--data", images, "--buckets", "64,64;64,128;128,64", "--max-sequence-length", 8, "--quiet", "--device",
+            "cpu",
         ]  # fmt: skip
-        run("cache", *options)
+        run("cache", source, tmp_path / "cache", *options)
         manifest = json.loads((tmp_path / "cache" / "cache.json").read_text())
         assert manifest["settings"]["buckets"] == "64,64;64,128;128,64"
         assert (manifest["settings"]["height"], manifest["settings"]["width"]) == (64, 64)
@@ -207,12 +207,12 @@ class TestCaches:
         groups = Counter(dataset.buckets)
         assert sorted(groups.values()) == [1, 2, 3] and len(set(zip(dataset.buckets, named))) == 3
         output = run(
-            "sana", *options, "--output", tmp_path / "run", "--mhla", '{"blocks": [2, 2]}', "--max-steps", 4,
-            "--batch-size", 2,
+            "sana", source, tmp_path / "run", "--cache", tmp_path / "cache", *options, "--mhla",
+            '{"blocks": [2, 2]}', "--max-steps", 4, "--batch-size", 2,
         )  # fmt: skip
         assert "finetune: loss" in output
         # Another choice of buckets is another cache.
-        changed = [*options[:7], "64,64", *options[8:]]
+        changed = [source, tmp_path / "cache", *options[:3], "64,64", *options[4:]]
         result = CliRunner().invoke(app, ["train", "cache", *map(str, changed)], env={"COLUMNS": "400"})
         assert result.exit_code == 1 and "was made with buckets '64,64;64,128;128,64'" in " ".join(
             result.output.split()

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf convert`, `import-official` and `models`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import mhla_hf
+from mhla_hf import MHLAWanTransformer3DModel
+from mhla_hf.cli.main import app
+from mhla_hf.cli.options import parse_axes
+from mhla_hf.config import parse_layers
+from mhla_hf.conversion.options import parse_size
+from mhla_hf.models.registry import TransformersFamily
+from mhla_hf.presets import PRESETS
+from tests import GOLDEN, tiny
+
+
+@pytest.fixture(scope="module")
+def pipeline_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("softmax") / "pipeline"
+    tiny.wan_pipeline(num_layers=3).save_pretrained(folder)
+    return folder
+
+
+def run(*arguments, code=0, columns=200):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": str(columns)})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def mhla_of(folder):
+    return json.loads((folder / "config.json").read_text())["mhla"]
+
+
+def test_every_option(pipeline_dir, tmp_path):
+    output = run(
+        "convert", pipeline_dir, tmp_path / "mhla", "--blocks", "1,2,2", "--layers", "2/3", "--grid", "3x2x4",
+        "--feature-map", "hedgehog", "--normalizer", "none", "--rope", "before_feature_map", "--output-norm",
+        "--output-gate", "--lepe-kernel", "3", "--mixing-init", "gaussian", "--mixing-heads", "per_head",
+        "--mixing-constraint", "nonnegative", "--mixing-range", "2", "--window", "cross", "--window-size", "1,2,2",
+        "--window-gains", "per_channel", "--dtype", "bf16", "--max-shard-size", "1MB",
+    ).output  # fmt: skip
+    assert "2 of 3" in output and "1×2×2" in output and "mhla-hf calibrate" in output
+    mhla = mhla_of(tmp_path / "mhla/transformer")
+    expected = {
+        "blocks": [1, 2, 2],
+        "layers": [1, 2],
+        "grid": [3, 2, 4],
+        "feature_map": "hedgehog",
+        "normalizer": "none",
+        "rope": "before_feature_map",
+        "output_norm": True,
+        "output_gate": True,
+        "lepe_kernel": 3,
+        "mixing_init": "gaussian",
+        "mixing_heads": "per_head",
+        "mixing_constraint": "nonnegative",
+        "mixing_range": 2.0,
+        "window": "cross",
+        "window_size": [1, 2, 2],
+        "window_gains": "per_channel",
+    }
+    assert {name: mhla[name] for name in expected} == expected
+    MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla", subfolder="transformer")
+
+
+def test_block_size_and_json(pipeline_dir, tmp_path):
+    result = run("convert", pipeline_dir / "transformer", tmp_path / "mhla", "--block-size", "7,6,13", "--json", "-")
+    assert json.loads(result.stdout) == json.loads((tmp_path / "mhla/conversion.json").read_text())
+    assert "of 7×6×13 tokens" in result.stderr
+    mhla = mhla_of(tmp_path / "mhla")
+    assert mhla["block_size"] == [7, 6, 13] and mhla["grid"] == list(MHLAWanTransformer3DModel.default_grid)
+
+
+def test_defaults_and_quiet(pipeline_dir, tmp_path):
+    assert run("convert", pipeline_dir / "transformer", tmp_path / "mhla", "--quiet").output == ""
+    assert mhla_of(tmp_path / "mhla") == dict(MHLAWanTransformer3DModel(**tiny.WAN).config.mhla)
+    refused = run("convert", pipeline_dir / "transformer", tmp_path / "mhla", code=1).stderr
+    assert "--overwrite" in refused and "overwrite=True" not in refused
+
+
+def test_unconvert(pipeline_dir, tmp_path):
+    run("convert", pipeline_dir / "transformer", tmp_path / "mhla", "--quiet")
+    assert "without MHLA" in run("unconvert", tmp_path / "mhla", tmp_path / "softmax").output
+    assert "mhla" not in json.loads((tmp_path / "softmax/config.json").read_text())
+
+
+def test_import_official(tmp_path):
+    checkpoint = GOLDEN / "wan_hybrid_gated/model.safetensors"
+    output = run("import-official", checkpoint, tmp_path / "out").output
+    assert "2 of 3" in output and "calibrate" not in output and mhla_of(tmp_path / "out")["normalizer"] == "none"
+    options = ("--overwrite", "-q", "--normalizer", "query", "--blocks", "5,5,6")
+    run("import-official", checkpoint, tmp_path / "out", *options)
+    mhla = mhla_of(tmp_path / "out")
+    assert mhla["normalizer"] == "query" and mhla["blocks"] == [5, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--blocks", "1,2"], "for 2 axes, but this model's token grid has 3"),
+        (["--blocks", "1,2,2", "--block-size", "1,1,1"], "blocks or block_size, not both"),
+        (["--layers", "0,3"], "--layers names 3, but the model has layers 0 to 2"),
+        (["--mhla", '{"lepe": 3}'], "lepe"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, pipeline_dir, tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(pipeline_dir), str(tmp_path / "mhla"), *arguments])
+    assert result.exit_code in (1, 2) and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and message in result.stderr
+    assert not (tmp_path / "mhla").exists()
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (lambda text: parse_axes(text, "blocks"), "9" * 5000),
+        (lambda text: parse_axes(text, "blocks"), "1,2,3,4"),
+        (lambda text: parse_axes(text, "blocks"), "2,-1"),
+        (lambda text: parse_layers(text, 4), "1/" + "9" * 5000),
+        (parse_size, "9" * 5000 + "GB"),
+        (parse_size, "nanGB"),
+        (parse_size, "0.5B"),
+    ],
+)
+def test_numbers_in_texts(parse, text):
+    with pytest.raises(ValueError, match="must be") as caught:
+        parse(text)
+    assert len(str(caught.value)) < 250
+
+
+def test_models():
+    output = run("models", columns=80).output
+    assert max(map(len, output.splitlines())) <= 80
+    for name, family in mhla_hf.supported_models().items():
+        words = [name] if isinstance(family, TransformersFamily) else [name, family.mhla_class, *family.pipelines]
+        assert not [word for word in words if word not in output]
+    listed = json.loads(run("models", "--json").output)
+    expected = {"upstream": "WanTransformer3DModel", "mhla_class": "MHLAWanTransformer3DModel"}
+    assert expected.items() <= listed[0].items()
+
+
+def test_models_by_name():
+    output = run("models", "WAN").output
+    assert "diffusers: 1 of" in output and "WanTransformer3DModel" in output and "llama" not in output
+    assert "No model here contains 't5'; mhla-hf models --refused" in run("models", "t5").output
+    assert "soft-capped" in run("models", "gemma2", "--refused").output
+
+
+def test_presets():
+    listed = json.loads(run("models", "--presets", "--json").output)
+    assert [entry["name"] for entry in listed] == list(PRESETS) and listed[0]["mhla"]["blocks"] == [4, 4]
+    output = run("models", "--presets").output
+    assert all(name in output for name in PRESETS)
+
+
+def test_supported_models_print_as_a_list():
+    models = mhla_hf.supported_models()
+    lines = str(models).splitlines()
+    assert repr(models) == str(models) and len(lines) == len(models) + 2 and lines[0] == "diffusers"
+    assert ["modernbert", "encoder", "sliding-window layers stay softmax"] in [
+        line.split(maxsplit=2) for line in lines
+    ]
