@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import CHOICES, MHLAConfig
+from ..config import CHOICES
 from .options import (
     BLOCKS,
     CONVERSION,
     DIRECTORY,
-    DTYPES,
+    DTYPE,
     HUB,
     LAYERS,
+    WEIGHTS,
     Hub,
     Overwrite,
     Quiet,
     argument,
     given,
     listed,
+    mhla_options,
     option,
     parse_axes,
     with_options,
@@ -33,19 +35,10 @@ from .output import JsonFile, progress_bars, say, show_table, write_report
 if TYPE_CHECKING:
     from ..conversion import ConversionReport
 
-_WEIGHTS = "Weights"
 _ORIGINAL_WEIGHTS = "Original weights of Wan"
 _COMPONENTS = "Pipelines of several transformers"
 
-DTYPE = option(
-    f"Cast the weights to {listed(DTYPES)}. Default: keep their types.",
-    panel=_WEIGHTS,
-    choices=(*DTYPES, "fp32", "bf16", "fp16"),
-    values=DTYPES,
-)
-_MAX_SHARD_SIZE = option(
-    "Largest weight file, such as 5GB. Default: as in the source.", metavar="SIZE", panel=_WEIGHTS
-)
+_MAX_SHARD_SIZE = option("Largest weight file, such as 5GB. Default: as in the source.", metavar="SIZE", panel=WEIGHTS)
 
 
 @with_options(CONVERSION, HUB)
@@ -74,7 +67,7 @@ def convert_command(
         "Directory of the model's config.json, if --base is not given.", metavar=DIRECTORY, panel=_ORIGINAL_WEIGHTS
     ),
     dtype: str | None = DTYPE,
-    variant: str | None = option("Only these weight files, such as fp16.", metavar="NAME", panel=_WEIGHTS),
+    variant: str | None = option("Only these weight files, such as fp16.", metavar="NAME", panel=WEIGHTS),
     max_shard_size: str | None = _MAX_SHARD_SIZE,
     subfolder: str | None = option("Only this folder of SOURCE.", metavar="NAME", panel="Hub"),
     calibrate: bool = option("Fit the result to the original, as calibrate does.", "--calibrate", default=False),
@@ -281,37 +274,6 @@ def models_command(
         show_table(columns, [(key, *cells) for key, (_, cells) in entries.items()], title=f"{title}: {count}")
     if not any(found.values()):
         typer.echo(f"No model here contains {name!r}; mhla-hf models --refused lists those without MHLA.")
-
-
-def mhla_options(text: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """MHLA options from `--mhla` over those from single options, checked before anything heavy is imported.
-
-    Args:
-        text: JSON of options, or of options by component or tower, where `null` keeps a component as it is; also the
-            name of a file of such JSON.
-        options: Values of a command's parameters.
-
-    Returns:
-        Options, or options by component.
-
-    Raises:
-        ValueError: If the text is neither JSON of an object nor the name of a file of it, or an option is wrong.
-    """
-    from ..models.options import merge_options
-    from ..utils.json_files import check_fields, parse_json, read_json
-
-    fields = given(options, MHLAConfig)
-    MHLAConfig.from_dict(fields)
-    if text is None:
-        return fields
-    if text.lstrip().startswith(("{", "[")):
-        content = check_fields(parse_json(text, "--mhla"), "--mhla")
-    else:
-        content = read_json(Path(text).expanduser(), "the file of --mhla")
-    by_component = {name: value for name, value in content.items() if isinstance(value, dict)}
-    if not by_component:
-        return merge_options(fields, content)
-    return {**content, **{name: merge_options(fields, value) for name, value in by_component.items()}}
 
 
 def _write_record(json_file: Path | None, directory: Path) -> None:

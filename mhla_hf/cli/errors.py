@@ -112,11 +112,13 @@ def _name_options(text: str, command: Any) -> tuple[str, bool]:
     text = re.sub(r"(--[\w-]+) \(\w+=\)", r"\1", text)
     if not names:
         return text, False
-    known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    known = "|".join(["--[a-z-]+", *sorted(names, key=len, reverse=True)])
     start = re.match(rf"(?:{known})(?:(?:, | and | or )(?:{known}))*(?==| (?:{_VERBS})\b|: )", text)
     if start:
-        text = re.sub(known, lambda found: names[found[0]], start[0]) + re.sub("^=", " ", text[start.end() :])
-    text = re.sub(rf"(?<![\w.-])({known})=(?=\S)", lambda found: f"{names[found[1]]} ", text)
+        text = re.sub(known, lambda found: names.get(found[0], found[0]), start[0]) + re.sub(
+            "^=", " ", text[start.end() :]
+        )
+    text = re.sub(rf"(?<![\w.-])({known})=(?=\S)", lambda found: f"{names.get(found[1], found[1])} ", text)
     return text, bool(start)
 
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +24,7 @@ FILE, DIRECTORY = "FILE", "DIRECTORY"
 """What stands for paths in the help of options."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-BLOCKS, OPERATOR, PROBE, ADVANCED = "Blocks", "Operator", "Probe", "Advanced"
+BLOCKS, OPERATOR, WEIGHTS, PROBE, ADVANCED = "Blocks", "Operator", "Weights", "Probe", "Advanced"
 """Panels of the help that several commands have."""
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -219,6 +220,37 @@ def given(options: Mapping[str, Any], cls: type, prefix: str = "") -> dict[str, 
     }
 
 
+def mhla_options(text: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """MHLA options from `--mhla` over those from single options, checked before anything heavy is imported.
+
+    Args:
+        text: JSON of options, or of options by component or tower, where `null` keeps a component as it is; also the
+            name of a file of such JSON.
+        options: Values of a command's parameters.
+
+    Returns:
+        Options, or options by component.
+
+    Raises:
+        ValueError: If the text is neither JSON of an object nor the name of a file of it, or an option is wrong.
+    """
+    from ..models.options import merge_options
+    from ..utils.json_files import check_fields, parse_json, read_json
+
+    fields = given(options, MHLAConfig)
+    MHLAConfig.from_dict(fields)
+    if text is None:
+        return fields
+    if text.lstrip().startswith(("{", "[")):
+        content = check_fields(parse_json(text, "--mhla"), "--mhla")
+    else:
+        content = read_json(Path(text).expanduser(), "the file of --mhla")
+    by_component = {name: value for name, value in content.items() if isinstance(value, dict)}
+    if not by_component:
+        return merge_options(fields, content)
+    return {**content, **{name: merge_options(fields, value) for name, value in by_component.items()}}
+
+
 def parse_axes(text: str | None, name: str) -> tuple[int, ...] | None:
     """Read `"3,5,10"` or `"3x5x10"` as one positive integer per axis.
 
@@ -266,9 +298,9 @@ class Probe(Options):
         "Texts (a folder, a JSONL file, a data set's id), images (a folder or digits), or the cache of a training. "
         "Pipelines need none: they generate samples.",
     )
-    samples: int = field(32, "Number of samples.", minimum=2)
-    batch_size: int = field(4, "Batch size for --data.", minimum=1)
-    seed: int = field(0, "Seed of all random numbers.", minimum=0)
+    samples: int = field(32, "Number of samples.")
+    batch_size: int = field(4, "Batch size for --data.")
+    seed: int = field(0, "Seed of all random numbers.")
     device: str = field("auto", DEVICE_HELP, values=_DEVICES)
     prompts: tuple[str, ...] = field((), "Prompt of a sample; may be repeated.")
 
@@ -307,6 +339,12 @@ LAYERS = option(
     values=("all", "1/2", "2/3", "3/4", "auto:"),
 )
 
+DTYPE = option(
+    f"Cast the weights to {listed(DTYPES)}. Default: keep their types.",
+    panel=WEIGHTS,
+    choices=(*DTYPES, "fp32", "bf16", "fp16"),
+    values=DTYPES,
+)
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it exists.")]
 Seed = Annotated[int, option("Seed of all random numbers.", default=...)]

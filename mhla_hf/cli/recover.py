@@ -10,11 +10,11 @@ import typer
 from ..config import CHOICES, MHLAConfig
 from ..recovery.recipes import STAGES, VARIANTS, DataOptions, recipe_names
 from .card import write_first_card
-from .convert import DTYPE, mhla_options
 from .options import (
     AXES,
     BLOCKS,
     CONVERSION,
+    DTYPE,
     FILE,
     HUB,
     LAYERS,
@@ -31,6 +31,7 @@ from .options import (
     argument,
     given,
     listed,
+    mhla_options,
     option,
     options_from,
     with_options,

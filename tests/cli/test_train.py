@@ -59,7 +59,7 @@ def test_cache_train_and_resume(wan, tmp_path):
     config = json.loads((tmp_path / "run" / "pipeline" / "transformer" / "config.json").read_text())
     assert config["mhla"]["layers"] == [1, 2] and config["mhla"]["output_gate"] is True
     refused = invoke(*arguments, "--max-steps", 2)
-    assert refused.exit_code == 1 and "already holds the run" in refused.output
+    assert refused.exit_code == 2 and "already holds the run" in refused.output
     # The options of the first run come from its file, except for those on the command line.
     stored = tmp_path / "run" / "training_config.json"
     resumed = invoke("wan", "--config", stored, "--max-steps", 2, "--resume", "latest", "--json", "-")
@@ -93,7 +93,7 @@ def test_a_folder_of_videos(wan, tmp_path):
     ("arguments", "message"),
     [
         (["wan", "x"], "OUTPUT must be given"),
-        (["wan", "--train", "some"], "train='some' is not one of 'mhla', 'lora', 'full'"),
+        (["wan", "--train", "some"], "'--train': 'some' is not one of 'mhla', 'lora', 'full'"),
         (["wan", "x", "y", "--mhla", "{"], "--mhla is not valid JSON"),
         (["cache", "x", "--data", "digits"], "OUTPUT must be given"),
         (["cache", "x", "y"], "--data must be given"),

@@ -301,9 +301,9 @@ def test_configuration_of_a_directory_or_file(wan22, tmp_path):
         ("high.safetensors", ["--base", "base", "--component", "vae"], "of base .*: transformer, transformer_2"),
         ("high.safetensors", ["--config", "base/vae"], "config.json is of a AutoencoderKLWan"),
         ("high.safetensors", ["--config", "absent"], "absent is missing"),
-        ("high.safetensors", ["--variant", "fp16"], "variant='fp16' has no effect: .* original weights"),
-        ("high.safetensors", ["--subfolder", "x"], "subfolder='x' has no effect: .* is a file"),
-        ("base", ["--base", "base"], "base=.* has no effect: .* configuration of its own"),
+        ("high.safetensors", ["--variant", "fp16"], "--variant 'fp16' has no effect: .* original weights"),
+        ("high.safetensors", ["--subfolder", "x"], "--subfolder 'x' has no effect: .* is a file"),
+        ("base", ["--base", "base"], "--base .* has no effect: .* configuration of its own"),
         ("high.safetensors", ["--mhla", '{"transformer_2": {}}'], "names 'transformer_2'.*: transformer"),
     ],
 )
@@ -311,7 +311,7 @@ def test_options_that_do_not_fit(source, arguments, message, wan22, tmp_path):
     arguments = [str(wan22 / word) if (wan22 / word).exists() else word for word in arguments]
     result = command(wan22 / source, tmp_path / "out", *arguments)
     text = " ".join(result.output.split())
-    assert result.exit_code == 1 and not (tmp_path / "out").exists()
+    assert result.exit_code in (1, 2) and not (tmp_path / "out").exists()
     assert re.search(message, text), text
 
 

@@ -336,11 +336,11 @@ def test_command(sources, tmp_path, caplog):
     for text in ("softmax (original)", "converted", "calibrated", "matched", "cosine to the original", "CPU seconds"):
         assert text in done.output
     wrong = CliRunner().invoke(app, [*command, "--match-steps", "0"])
-    assert wrong.exit_code == 1 and "match.steps must be at least 1, got 0" in " ".join(wrong.output.split())
+    assert wrong.exit_code == 2 and "'--match-steps': must be at least 1, got 0" in " ".join(wrong.output.split())
 
 
 def _option(name: str) -> str:
-    return f"--{name.replace('.', '-').replace('_', '-')}"
+    return f"--{name.removeprefix('data.').replace('.', '-').replace('_', '-')}"
 
 
 def test_layers_that_are_worst_to_replace_stay(sources, tmp_path):
