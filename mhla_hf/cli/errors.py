@@ -115,9 +115,8 @@ def _name_options(text: str, command: Any) -> tuple[str, bool]:
     known = "|".join(["--[a-z-]+", *sorted(names, key=len, reverse=True)])
     start = re.match(rf"(?:{known})(?:(?:, | and | or )(?:{known}))*(?==| (?:{_VERBS})\b|: )", text)
     if start:
-        text = re.sub(known, lambda found: names.get(found[0], found[0]), start[0]) + re.sub(
-            "^=", " ", text[start.end() :]
-        )
+        head = re.sub(known, lambda found: names.get(found[0], found[0]), start[0])
+        text = head + re.sub("^=", " ", text[start.end() :])
     text = re.sub(rf"(?<![\w.-])({known})=(?=\S)", lambda found: f"{names.get(found[1], found[1])} ", text)
     return text, bool(start)
 
