@@ -121,10 +121,8 @@ def check_new_size(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[i
 def _check_entry(name: str, value: Any, parameter: inspect.Parameter, where: str) -> None:
     default, annotation = parameter.default, str(parameter.annotation)
     if value is None:
-        if default is not None and "None" not in annotation and "Optional" not in annotation:
-            raise ValueError(f"{where}: {name} is null, but must be like {default!r}.")
-        return
-    if isinstance(default, bool) or annotation.startswith("bool"):
+        expected = default is None or "None" in annotation or "Optional" in annotation
+    elif isinstance(default, bool) or annotation.startswith("bool"):
         expected = isinstance(value, bool)
     elif isinstance(default, float):
         expected = _is_number(value)

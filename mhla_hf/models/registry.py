@@ -25,28 +25,34 @@ class ModelFamily:
     Attributes:
         name: Short name used on the command line.
         upstream: Name of the diffusers class.
-        mhla_class: Name of the MHLA class.
-        module: Module of this package that defines it.
         pipelines: Diffusers pipelines that the family was tested in.
-        layers: Location of the MHLA layers, `{index}` standing for the layer's number.
         kind: Kind of output, such as `"video"`.
+        layers: Location of the MHLA layers, `{index}` standing for the layer's number.
         note: Remarks for users, or an empty string.
-        legacy_norm_type: The `norm_type` by which old checkpoints, which call the model `Transformer2DModel`, say
-            that they are of this family; empty where there are none.
+        legacy_norm_type: The `norm_type` that marks old checkpoints of this family, whose class is
+            `Transformer2DModel`; empty where there are none.
     """
 
     name: str
     upstream: str
-    mhla_class: str
-    module: str
     pipelines: tuple[str, ...]
-    layers: str
     kind: str
+    layers: str = "transformer_blocks.{index}.attn1.mhla"
     note: str = ""
     legacy_norm_type: str = ""
 
+    @property
+    def mhla_class(self) -> str:
+        """Name of the MHLA class."""
+        return f"MHLA{self.upstream}"
+
+    @property
+    def module(self) -> str:
+        """Module that defines the MHLA class."""
+        return f"mhla_hf.models.{self.name.replace('-', '_')}"
+
     def load_class(self) -> Any:
-        """Imports and returns the MHLA class; `ImportError` without a supported version of diffusers."""
+        """Import the MHLA class; `ImportError` without a supported version of diffusers."""
         check_version("diffusers")
         return getattr(importlib.import_module(self.module), self.mhla_class)
 
@@ -80,61 +86,45 @@ def _read_transformers(status: str) -> dict[str, TransformersFamily]:
     }
 
 
-_WAN = ModelFamily(
-    name="wan",
-    upstream="WanTransformer3DModel",
-    mhla_class="MHLAWanTransformer3DModel",
-    module="mhla_hf.models.wan",
-    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
-    layers="blocks.{index}.attn1.mhla",
-    kind="video",
+_FAMILIES = (
+    ModelFamily(
+        name="wan",
+        upstream="WanTransformer3DModel",
+        pipelines=("WanPipeline", "WanImageToVideoPipeline"),
+        kind="video",
+        layers="blocks.{index}.attn1.mhla",
+    ),
+    ModelFamily(
+        name="dit",
+        upstream="DiTTransformer2DModel",
+        pipelines=("DiTPipeline",),
+        kind="image",
+        legacy_norm_type="ada_norm_zero",
+    ),
+    ModelFamily(
+        name="pixart",
+        upstream="PixArtTransformer2DModel",
+        pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
+        kind="image",
+        legacy_norm_type="ada_norm_single",
+    ),
+    ModelFamily(
+        name="sana",
+        upstream="SanaTransformer2DModel",
+        pipelines=("SanaPipeline", "SanaSprintPipeline"),
+        kind="image",
+        note="linear already: the same images until fine-tuned",
+    ),
+    ModelFamily(
+        name="sana-video",
+        upstream="SanaVideoTransformer3DModel",
+        pipelines=("SanaVideoPipeline",),
+        kind="video",
+        note="linear already: the same videos until fine-tuned",
+    ),
 )
 
-_DIT = ModelFamily(
-    name="dit",
-    upstream="DiTTransformer2DModel",
-    mhla_class="MHLADiTTransformer2DModel",
-    module="mhla_hf.models.dit",
-    pipelines=("DiTPipeline",),
-    layers="transformer_blocks.{index}.attn1.mhla",
-    kind="image",
-    legacy_norm_type="ada_norm_zero",
-)
-
-_SANA = ModelFamily(
-    name="sana",
-    upstream="SanaTransformer2DModel",
-    mhla_class="MHLASanaTransformer2DModel",
-    module="mhla_hf.models.sana",
-    pipelines=("SanaPipeline", "SanaSprintPipeline"),
-    layers="transformer_blocks.{index}.attn1.mhla",
-    kind="image",
-    note="linear already: the same images until fine-tuned",
-)
-
-_PIXART = ModelFamily(
-    name="pixart",
-    upstream="PixArtTransformer2DModel",
-    mhla_class="MHLAPixArtTransformer2DModel",
-    module="mhla_hf.models.pixart",
-    pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
-    layers="transformer_blocks.{index}.attn1.mhla",
-    kind="image",
-    legacy_norm_type="ada_norm_single",
-)
-
-_SANA_VIDEO = ModelFamily(
-    name="sana-video",
-    upstream="SanaVideoTransformer3DModel",
-    mhla_class="MHLASanaVideoTransformer3DModel",
-    module="mhla_hf.models.sana_video",
-    pipelines=("SanaVideoPipeline",),
-    layers="transformer_blocks.{index}.attn1.mhla",
-    kind="video",
-    note="linear already: the same videos until fine-tuned",
-)
-
-FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in (_WAN, _DIT, _PIXART, _SANA, _SANA_VIDEO)}
+FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in _FAMILIES}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
 
 TRANSFORMERS_FAMILIES = _read_transformers("works")
