@@ -107,7 +107,7 @@ class CalibrationReport:
         return sum(layer.error_after for layer in self.layers) / max(1, len(self.layers))
 
     def add(self, other: CalibrationReport, prefix: str) -> None:
-        """Adds the report of another model, the names of its layers behind a prefix."""
+        """Add the report of another model, with a prefix before the names of its layers."""
         for layer in other.layers:
             layer.name = f"{prefix}{layer.name}"
         self.layers += other.layers
@@ -115,7 +115,7 @@ class CalibrationReport:
         self.seconds += other.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON types."""
+        """Return plain JSON types."""
         return {**asdict(self), "seconds": round(self.seconds, 2)}
 
 
@@ -127,7 +127,7 @@ def calibrate(
     progress: Progress | None = None,
     **probe_options: Any,
 ) -> CalibrationReport:
-    """Fits the linear parts of a converted model to its original in closed form, in place and without training.
+    """Fit the linear parts of a converted model to its original in closed form, in place and without training.
 
     The projections of a freshly converted model are those of its original, so the model itself provides the outputs of
     its softmax attention. For each layer, from sums over a small probe: the temperature of a hedgehog feature map,
@@ -163,23 +163,17 @@ def calibrate(
         >>> report.error_before, report.error_after  # doctest: +SKIP
     """
     options: dict[str, Any] = {"memory_limit": memory_limit, "progress": progress}
+    if probe_options and (batches is not None or isinstance(model_or_pipeline, nn.Module)):
+        raise ValueError(f"{', '.join(probe_options)}: only for pipelines without batches.")
     if isinstance(model_or_pipeline, nn.Module):
-        if batches is None:
-            raise ValueError("batches must be given: dicts of keyword arguments of the model's forward.")
-        if probe_options:
-            raise ValueError(f"{', '.join(probe_options)}: for pipelines without batches alone.")
-        if isinstance(batches, Mapping):
-            raise ValueError("batches must be a list of dicts; a dict is for pipelines, by component.")
-        return calibrate_model(model_or_pipeline, batches, **options)
-    if not hasattr(model_or_pipeline, "components"):
-        raise ValueError(f"model_or_pipeline must be a model or a pipeline, got {type(model_or_pipeline).__name__}.")
+        return calibrate_model(model_or_pipeline, batches, **options)  # type: ignore[arg-type]
     return _calibrate_pipeline(model_or_pipeline, batches, probe_options, options)
 
 
 def _calibrate_pipeline(
     pipeline: Any, batches: Any, probe_options: dict[str, Any], options: dict[str, Any]
 ) -> CalibrationReport:
-    """Calibrates every MHLA model of a pipeline, each with batches of its own."""
+    """Calibrate every MHLA model of a pipeline on its own batches."""
     from .probes import mhla_components, pipeline_batches
 
     models = mhla_components(pipeline)
@@ -205,7 +199,7 @@ def calibrate_model(
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     progress: Progress | None = None,
 ) -> CalibrationReport:
-    """Calibrates one model in place; arguments and errors are those of [`calibrate`][mhla_hf.calibrate]."""
+    """Calibrate one model in place; arguments and errors are those of [`calibrate`][mhla_hf.calibrate]."""
     started = time.monotonic()
     batches = _check_batches(batches)
     limit = parse_size(memory_limit, "memory_limit")
@@ -215,7 +209,7 @@ def calibrate_model(
     check_mhla(model)
     report, changes = CalibrationReport(batches=len(batches)), {}
     parameters = base_parameters(model)
-    # What an earlier calibration or matching has changed begins anew.
+    # Starts from the original's values of what an earlier calibration or matching has changed.
     originals: Changes = {
         parameters[name]: value.to(parameters[name])
         for name, value in original_values(model, "calibrate the model").items()
@@ -250,7 +244,7 @@ class _Probe:
 
     @torch.no_grad()
     def show(self, fits: Mapping[str, Sequence[_Fit]], most_samples: int | None = None) -> None:
-        """Shows every fit the calls of its layer, of all batches or of so many samples at least."""
+        """Pass the calls of each layer to its fits, over all batches or at least `most_samples` samples."""
         seen = dict.fromkeys(fits, 0)
 
         def observe(
@@ -287,13 +281,13 @@ class _Probe:
             self.progress(self.done, 2 * self.groups * len(self.batches))
 
     def skip(self) -> None:
-        """Leaves a pass out."""
+        """Skip one pass over the data."""
         for _ in self.batches:
             self._advance()
 
 
 def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator[tuple[LayerCalibration, Changes]]:
-    """Solves some layers, without changing the model."""
+    """Solve a group of layers without changing the model."""
     temperatures = {layer.name: TemperatureFit(layer) for layer in group if TemperatureFit.applies(layer)}
     if temperatures:
         probe.show({name: [fit] for name, fit in temperatures.items()}, _TEMPERATURE_SAMPLES)
@@ -328,7 +322,7 @@ def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator
 def _solved(
     layer: AttentionLayer, ridges: Sequence[float | None], fits: Sequence[ProjectionFit]
 ) -> tuple[LayerCalibration, Changes]:
-    """Chooses the new values of a layer: none if they would not lower the held-out error.
+    """Choose the new values of a layer: none if they would not lower the held-out error.
 
     Args:
         layer: The layer.
@@ -381,7 +375,7 @@ def _describe(layer: AttentionLayer, report: LayerCalibration, changes: Changes)
 
 
 def _groups(layers: Sequence[AttentionLayer], limit: int) -> list[list[AttentionLayer]]:
-    """Layers whose sums fit into memory together."""
+    """Group layers whose sums fit into memory together."""
     groups: list[list[AttentionLayer]] = [[]]
     used = 0
     for layer in layers:
@@ -397,20 +391,15 @@ def _groups(layers: Sequence[AttentionLayer], limit: int) -> list[list[Attention
     return groups
 
 
-def _check_batches(batches: Iterable[Batch]) -> list[Batch]:
-    batches = list(batches)
-    wrong = next((batch for batch in batches if not isinstance(batch, Mapping)), None)
-    if wrong is not None:
-        raise ValueError(
-            f"batches must be dicts of keyword arguments of the model's forward, got {type(wrong).__name__}."
-        )
-    if not batches:
-        raise ValueError("batches is empty: calibration needs a few samples to run.")
-    return batches
+def _check_batches(batches: Iterable[Batch] | None) -> list[Batch]:
+    found = [] if batches is None or isinstance(batches, Mapping) else list(batches)
+    if not found or not all(isinstance(batch, Mapping) for batch in found):
+        raise ValueError("batches must be a list of dicts of keyword arguments of the model's forward, one at least.")
+    return found
 
 
 def _check_weights(layers: Sequence[AttentionLayer]) -> None:
-    """Refuses weights that cannot be read or written."""
+    """Refuse weights that cannot be read or written: offloaded, quantised, sharded, or with an adapter."""
     for layer in layers:
         modules: dict[str, nn.Module] = {f"{layer.name}.mhla": layer.mhla}
         if layer.projection is not None:
@@ -436,7 +425,7 @@ def _check_weights(layers: Sequence[AttentionLayer]) -> None:
 
 @torch.no_grad()
 def _write(changes: Changes) -> None:
-    """Writes all parameters, or none where something stops it."""
+    """Write all parameters, or none if an error interrupts it."""
     before = {parameter: parameter.clone() for parameter in changes}
     try:
         for parameter, value in changes.items():

@@ -65,20 +65,17 @@ class RecoveryData:
     prompts: str | None
 
     def check(self) -> None:
-        """Checks what shows before anything is converted, encoded or drawn.
+        """Check the data before anything is converted, encoded or generated.
 
         Raises:
             ValueError: If there are no such data, or they do not fit the model.
         """
         family, options, data = self.recipe.family, self.recipe.data, self.data
-        if family in TRANSFORMERS and self.prompts is not None:
-            raise ValueError(f"prompts have no effect on models of the family {family}; leave them out")
+        unused = "prompts" if family in TRANSFORMERS and self.prompts is not None else ""
+        unused = "data" if family in DATA_FREE and data is not None else unused
+        if unused:
+            raise ValueError(f"{unused} have no effect on models of the family {family}; leave them out")
         if family in DATA_FREE:
-            if data is not None:
-                raise ValueError(
-                    f"data have no effect on models of the family {family}, which learn from calls of their own "
-                    "pipeline; leave them out"
-                )
             if self.prompts is not None:
                 read_prompts(self.prompts)
             return
@@ -100,7 +97,7 @@ class RecoveryData:
             open_samples(source, cache_config, self.seed, torch.device("cpu"))
 
     def open(self, model: nn.Module) -> BatchSource:
-        """Prepares them once, as tokens, or as latents and embeddings, and opens them for the converted model.
+        """Prepare the data once, as tokens or as latents and embeddings, and open them for the converted model.
 
         Raises:
             ValueError: If there are no such data, or they do not fit the model.
@@ -121,7 +118,7 @@ class RecoveryData:
         return _latents(model, self.root, self.cache, options.held_out, TrainingConfig(seed=self.seed))
 
     def _make_cache(self, model: nn.Module) -> None:
-        """Keeps latents and embeddings of images or videos."""
+        """Encode images or videos to latents and embeddings."""
         from ..training.data.cache import make_cache
         from ..training.processes import make_accelerator
 
@@ -145,7 +142,7 @@ class RecoveryData:
         return config, CacheConfig(data=self.data, num_samples=options.samples + options.held_out, **given)
 
     def _recorded(self, model: nn.Module) -> BatchSource:
-        """Inputs of the model while the pipeline makes samples with the original attention."""
+        """Record inputs of the model while the pipeline samples with the original attention."""
         from diffusers import DiffusionPipeline
 
         options, name = self.recipe.data, self.component.name
@@ -161,7 +158,7 @@ class RecoveryData:
         return RecordedCalls(calls[name], options.held_out, self.seed)
 
     def _generated_text(self, model: nn.Module) -> BatchSource:
-        """Rows that the original writes."""
+        """Generate rows of text with the original."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         options = self.recipe.data
@@ -181,7 +178,7 @@ def probe_batches(
     component: str,
     seed: int,
 ) -> list[Batch]:
-    """Makes batches of given data to calibrate on.
+    """Make batches of given data to calibrate on.
 
     Args:
         model: The converted model.
@@ -210,7 +207,7 @@ def probe_batches(
 
 
 def _latents(model: nn.Module, directory: Path, cache: Path, held_out: int, config: TrainingConfig) -> Latents:
-    """Cached latents, noised by the objective of the model's pipeline."""
+    """Open cached latents with the objective of the model's pipeline, which adds noise."""
     from ..training.data.cache import LatentDataset
 
     pipeline = directory if (directory / PIPELINE_INDEX).is_file() else None

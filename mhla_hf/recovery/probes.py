@@ -38,7 +38,7 @@ _MOST_STEPS = 1000
 
 
 def mhla_components(pipeline: Any) -> dict[str, nn.Module]:
-    """The MHLA models of a diffusers pipeline by name.
+    """Return the MHLA models of a diffusers pipeline by name.
 
     Raises:
         ValueError: If there is none.
@@ -63,10 +63,10 @@ def pipeline_batches(
     original: bool = True,
     **call_options: Any,
 ) -> dict[str, list[Batch]]:
-    """Records the inputs of a pipeline's MHLA models while it makes samples.
+    """Record the inputs of a pipeline's MHLA models while it makes samples.
 
-    Of every sample some denoising steps are kept, drawn at random, so that all noise levels occur. The samples stay
-    latents, and nothing is decoded where the pipeline allows that.
+    Random denoising steps of every sample are kept, so that all noise levels occur. Samples are not decoded if the
+    pipeline can return latents.
 
     Args:
         pipeline: A diffusers pipeline from text, or from classes.
@@ -93,9 +93,6 @@ def pipeline_batches(
         name: value for name, value in sample_size(pipeline, models).items() if name in parameters
     }
     options.update({name: value for name, value in call_options.items() if value is not None})
-    unknown = sorted(set(options) - set(parameters))
-    if unknown:
-        raise ValueError(f"{type(pipeline).__name__} takes no {', '.join(unknown)}.")
     if "output_type" in parameters:
         options.setdefault("output_type", "latent")
     if "use_resolution_binning" in parameters:
@@ -114,7 +111,7 @@ def pipeline_batches(
                         pipeline(**subject, **options, num_inference_steps=steps, generator=generator)
                     except TypeError as error:
                         raise ValueError(
-                            f"{type(pipeline).__name__} makes no samples from a prompt alone ({error}); give batches."
+                            f"{type(pipeline).__name__} cannot be called to make samples ({error}); give batches."
                         ) from error
                 for name in models:
                     taken[name].append(calls[name])
@@ -134,7 +131,7 @@ def _subjects(
     steps: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Prompt or class of each sample: one for each prompt at least, and enough for the requested calls."""
+    """Choose the prompt or class of each sample: at least one per prompt, and enough for the requested calls."""
     if isinstance(prompts, str) or (prompts is not None and not prompts):
         raise ValueError(f"prompts must be a list of one prompt at least, got {prompts!r:.100}.")
     # At most half of the steps of a sample are kept; a multiple of four keeps held-out samples apart.
@@ -153,7 +150,7 @@ def _subjects(
 
 
 def sample_size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int]:
-    """Height, width and number of frames for the token grid that the mixing weights were made for."""
+    """Return height, width and number of frames for the token grid that the mixing weights were made for."""
     model: Any = next(iter(models.values()))
     grids = {layer.mhla.config.grid for layer in mhla_layers(model)}
     grid = (grids.pop() if len(grids) == 1 else None) or model.config_grid(model.config)
@@ -173,7 +170,7 @@ def sample_size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int
 
 @contextmanager
 def _recorded(models: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Batch]]]:
-    """A context in which the arguments of all calls of models are kept, on the CPU."""
+    """Record the arguments of all calls of models within a context, on the CPU."""
     calls: dict[str, list[Batch]] = {name: [] for name in models}
 
     def keep(name: str, names: Sequence[str]) -> Any:
@@ -200,7 +197,7 @@ def _kept(value: Any) -> Any:
 
 
 def _drawn(calls: Sequence[Sequence[Batch]], samples: int, seed: int) -> list[Batch]:
-    """Some calls of every sample, those of one sample as far apart as there are samples."""
+    """Pick random calls of every sample, those of one sample as far apart as there are samples."""
     # An expert that sees a part of the noise levels alone is not called for all of them.
     each = min(-(-samples // len(calls)), *map(len, calls))
     generator = torch.Generator().manual_seed(stable_seed(seed, "steps"))

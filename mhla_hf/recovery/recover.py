@@ -55,12 +55,12 @@ def recover(
     on_stage: Callable[[str], None] | None = None,
     **hub: Any,
 ) -> RecoveryReport:
-    """Converts a model to MHLA and makes it as good as the original: calibration, matching, distillation.
+    """Convert a model to MHLA and recover the quality of the original: calibration, matching, distillation.
 
-    Options, recipe and data are checked before anything is written. Each stage leaves its result in `output/work`, so
-    a run that was killed resumes with `resume=True`. Until a stage has finished or saved a checkpoint, a run with
-    other options takes its place. At the end `output` is a directory for `from_pretrained`, with `conversion.json`,
-    `report.json` and a plot.
+    Options, recipe and data are checked before anything is written. Each stage saves its result in `output/work`, so
+    a killed run resumes with `resume=True`. A run with other options replaces one that has neither finished a stage
+    nor saved a checkpoint. When all stages are done, `output` is a directory for `from_pretrained`, with
+    `conversion.json`, `report.json` and a plot.
 
     Args:
         source: A pipeline of diffusers or a model of transformers; a directory or a Hub id.
@@ -71,7 +71,7 @@ def recover(
             makes. `None` is `generated` for DiT, PixArt and language models, and for others with `prompts`. In a
             program also a function from the converted model to a
             [`BatchSource`][mhla_hf.training.data.batch_sources.BatchSource].
-        prompts: Text file with one prompt a line, for samples that the original makes.
+        prompts: Text file with one prompt per line, for samples of the original; unused if `data` is a function.
         recipe: A YAML file, or the name of a recipe that comes with the package; `fast` is the default with ReLU,
             which is faster and recovers less, `paper` has the settings of arXiv 2601.07832. `None` takes the default
             of the model's family.
@@ -134,13 +134,11 @@ def recover(
     learns = bool(chosen.stages()) or share is not None
     if not learns and (data is not None or prompts is not None):
         raise ValueError("data and prompts have no effect: the recipe has no stage, and its layers are named")
-    if callable(data) and prompts is not None:
-        raise ValueError("prompts have no effect beside data from a function; leave them out")
-    if isinstance(data, str) and not data.strip():
-        raise ValueError(f"data is empty: give {_what_to_give(chosen)}")
-    if data is None and learns and chosen.family not in DATA_FREE:
-        if chosen.family not in ("dit", "causal") and (prompts is None or chosen.family not in ("wan", "sana")):
-            raise ValueError(f"data must be given: {_what_to_give(chosen)}")
+    can_generate = family in ("dit", "causal") or (prompts is not None and family in ("wan", "sana"))
+    needs_data = learns and family not in DATA_FREE
+    if data == "" or (data is None and needs_data and not can_generate):
+        raise ValueError(f"data must be given: {_what_to_give(chosen)}")
+    if data is None and needs_data:
         data = GENERATED
     work = WorkFolder(Path(output).expanduser())
     open_source: MakeSource | None = data if callable(data) else None
@@ -185,7 +183,7 @@ def recover(
 
 
 def _origin(data: str | None) -> dict[str, str]:
-    """What may be published of where data come from: paths are the user's own business."""
+    """Return the part of the data's origin that may be published: ids and names, never a user's paths."""
     if data is None or Path(data).expanduser().exists():
         return {}
     known = data in (GENERATED, DIGITS) or is_hub_id(data.partition(":")[0])
@@ -203,7 +201,7 @@ def _what_to_give(recipe: Recipe) -> str:
 
 
 def find_model(location: str | Path, component: str | None = None, **hub: Any) -> tuple[Source, Component, str]:
-    """Finds the model to recover, without loading weights.
+    """Find the model to recover, without loading weights.
 
     Args:
         location: A pipeline of diffusers or a model of transformers, directory or Hub id.

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -54,9 +53,9 @@ class WorkFolder:
 
     @contextmanager
     def claimed(self, identity: Mapping[str, Any], resume: bool) -> Iterator[None]:
-        """A context in which this run alone writes here.
+        """Claim the folder: within the context only this run writes here.
 
-        A run without progress gives way to one with other options, and needs no `resume` to go on.
+        A run without progress is replaced by one with other options, and resumes without `resume`.
 
         Args:
             identity: Options that distinguish this run from others, as plain JSON values.
@@ -84,7 +83,7 @@ class WorkFolder:
                 )
             if different:
                 if stored:
-                    logger.warning("%s: begun anew, for a run with %s finished no stage", self.output, different)
+                    logger.warning("%s: restarted, since a run with %s finished no stage", self.output, different)
                 self.clear()
                 write_json(self.path / RUN, dict(identity))
             yield
@@ -107,7 +106,7 @@ class WorkFolder:
         return not _differences(self._identity() or {}, identity)
 
     def clear(self, *kept: str) -> None:
-        """Removes what a run has left here, but for the files and folders of some names."""
+        """Remove the files of a run, except those named in `kept`."""
         for entry in _entries(self.path):
             if entry.name in (LOCK, *kept):
                 continue
@@ -120,7 +119,7 @@ class WorkFolder:
         return self.read("run") if (self.path / RUN).is_file() else None
 
     def read(self, name: str) -> dict[str, Any]:
-        """The record of a finished stage.
+        """Read the record of a finished stage.
 
         Raises:
             ValueError: If it is damaged.
@@ -132,7 +131,7 @@ class WorkFolder:
         return (self.path / f"{name}.json").is_file()
 
     def finish(self, name: str, record: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Marks a stage finished.
+        """Mark a stage as finished.
 
         Args:
             name: The stage.
@@ -148,29 +147,14 @@ class WorkFolder:
         write_json(self.path / f"{name}.json", dict(record))
 
     def load_weights(self, name: str, model: nn.Module) -> None:
-        """Puts the weights of a finished stage into the model.
-
-        Raises:
-            ValueError: If the file is missing, damaged or of another model.
-        """
-        path = self.path / f"{name}.safetensors"
+        """Load the weights of a finished stage into the model."""
         parameters = dict(model.named_parameters())
-        try:
-            stored = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{path} cannot be read ({error}); remove {path.with_suffix('.json').name} beside it, and --resume "
-                "runs the stage again"
-            ) from error
-        for key, value in stored.items():
-            if key not in parameters or parameters[key].shape != value.shape:
-                raise ValueError(f"{path} has {key[:200]}, which does not fit the model; choose another output")
         with torch.no_grad():
-            for key, value in stored.items():
+            for key, value in load_file(self.path / f"{name}.safetensors").items():
                 parameters[key].copy_(value)
 
     def publish(self) -> None:
-        """Moves the result into the output directory; what makes it loadable comes last."""
+        """Move the result into the output directory, the files that make it loadable last."""
         result = self.path / RESULT
         for path in sorted(_entries(result), key=lambda entry: (entry.name in _MOVED_LAST, entry.name)):
             destination = self.output / path.name
@@ -182,7 +166,7 @@ class WorkFolder:
         result.rmdir()
 
     def remove_large(self, names: Iterable[str], *, weights: bool = True) -> None:
-        """Removes files that only an unfinished run needs; the records stay.
+        """Remove files that only an unfinished run needs; the records stay.
 
         Args:
             names: Stages or folders.
@@ -199,7 +183,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _differences(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-    """Options that differ, with both values; empty if there are none."""
+    """Describe the options that differ, with both values; empty if there are none."""
     before, now = _flat(stored), _flat(identity)
     different = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     changes = [f"{name} {_shown(before, name)} (now {_shown(now, name)})" for name in different[:4]]
@@ -211,7 +195,7 @@ def _shown(values: Mapping[str, Any], name: str) -> str:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested objects by their paths; lists count as values."""
+    """Flatten nested objects to values by path; lists count as values."""
     flat: dict[str, Any] = {}
     for name, value in content.items():
         if isinstance(value, Mapping):

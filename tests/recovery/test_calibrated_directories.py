@@ -78,7 +78,7 @@ def test_mistakes_with_pipelines():
     for options, message in (
         ({"prompts": ["a dog"]}, "makes samples of classes; leave prompts out"),
         ({"samples": 2}, "samples=2 must be a whole number of at least 4 and at most 65,536"),
-        ({"colour": 3}, "takes no colour"),
+        ({"colour": 3}, "cannot be called to make samples .*colour"),
         ({"batches": {"text": []}}, "batches names text; the pipeline has transformer"),
     ):
         with pytest.raises(ValueError, match=message):
