@@ -18,10 +18,10 @@ from .utils.files import path_inside
 from .utils.hub import HubError
 from .utils.json_files import read_json
 from .utils.locations import SourceNotFoundError, find_pipeline
-from .utils.messages import shorten_value
+from .utils.messages import check_choice, shorten_value
 
 
-ATTN_IMPLEMENTATIONS = ("mhla", "softmax", None)
+ATTN_IMPLEMENTATIONS = ("mhla", "softmax")
 
 # Arguments of `DiffusionPipeline.download` that locate the files of a Hub repository.
 _DOWNLOAD_OPTIONS = (
@@ -42,7 +42,7 @@ def load_pipeline(
     mhla: MHLAConfig | Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Loads an ordinary diffusers pipeline whose denoiser is MHLA.
+    """Load a diffusers pipeline with MHLA in its denoiser.
 
     Args:
         repo_or_dir: A pipeline directory or a Hub id, of an ordinary checkpoint or an MHLA one.
@@ -73,17 +73,10 @@ def load_pipeline(
         >>> type(pipe.transformer).__name__
         'MHLAWanTransformer3DModel'
     """
-    if attn_implementation not in ATTN_IMPLEMENTATIONS:
-        allowed = ", ".join(map(repr, ATTN_IMPLEMENTATIONS))
-        raise ValueError(f"attn_implementation={attn_implementation!r} is not one of {allowed}.")
+    if attn_implementation is not None:
+        check_choice("attn_implementation", attn_implementation, ATTN_IMPLEMENTATIONS, ", None")
     if mhla is not None and attn_implementation != "mhla":
         raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
-    if not isinstance(repo_or_dir, (str, os.PathLike)):
-        raise ValueError(
-            f"repo_or_dir must be a directory or a Hub id, got {type(repo_or_dir).__name__}; mhla_hf.convert takes a "
-            "loaded pipeline."
-        )
-
     check_version("diffusers")
     import diffusers
 
@@ -131,9 +124,9 @@ def load_pipeline(
 
 
 def _checked_options(folder: str, name: str, class_name: str, mhla: Any) -> dict[str, Any]:
-    """Returns arguments for `from_pretrained` of a component.
+    """Return the arguments for `from_pretrained` of a component.
 
-    It is built without memory for its weights, so that wrong options show before anything is loaded.
+    The model is first built on the meta device, so that wrong options fail before weights are loaded.
     """
     from accelerate import init_empty_weights
 
@@ -154,7 +147,7 @@ def _checked_options(folder: str, name: str, class_name: str, mhla: Any) -> dict
 
 @contextmanager
 def _explained_pickles(location: Any, use_safetensors: bool | None) -> Iterator[None]:
-    """Adds advice to the error about a checkpoint whose weights are pickles."""
+    """Extend the error for a checkpoint whose weights are pickles with advice."""
     try:
         yield
     except OSError as error:
@@ -169,7 +162,7 @@ def _explained_pickles(location: Any, use_safetensors: bool | None) -> Iterator[
 
 @contextmanager
 def _damage_named(folder: Path, index: Mapping[str, Any]) -> Iterator[None]:
-    """Names the file when a library meets a damaged one in a pipeline's folders."""
+    """Name the damaged file when loading a pipeline fails."""
     from safetensors import SafetensorError
 
     from .models.weight_files import check_weights
@@ -184,7 +177,7 @@ def _damage_named(folder: Path, index: Mapping[str, Any]) -> Iterator[None]:
 
 
 def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None, **options: Any) -> Any:
-    """Converts a loaded softmax model, or every supported component of a diffusers pipeline, to MHLA in place.
+    """Convert a loaded softmax model, or every supported component of a diffusers pipeline, to MHLA in place.
 
     The model keeps a record of its pretrained weights: checksums, and the values that calibration and matching replace
     (in memory on the CPU, for Wan 14B about 8 GB). [`unconvert`][mhla_hf.unconvert] restores them.
@@ -247,13 +240,13 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
         chosen[name] = mhla_class_for(type(model).__name__).options_in_pipeline(own, model.config, compression)
         check_options(model, chosen[name])
     for name, own in chosen.items():
-        # Registered anew, or a saved index would go on naming the softmax class.
+        # Registered again, so that a saved index names the MHLA class.
         model_or_pipeline.register_modules(**{name: convert_model(found[name], own)})
     return model_or_pipeline
 
 
 def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
-    """Turns a converted model, or every MHLA model of a pipeline, back into its softmax original, in place.
+    """Restore the softmax original of a converted model, or of every MHLA model of a pipeline, in place.
 
     Args:
         model_or_pipeline: A model of transformers or diffusers with MHLA layers, or a diffusers pipeline with one.
@@ -309,13 +302,13 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
             take_original(model, values[name])
         restore(model)
         if name:
-            # Registered anew, or a saved index would go on naming the MHLA class.
+            # Registered again, so that a saved index names the softmax class.
             model_or_pipeline.register_modules(**{name: model})
     return model_or_pipeline
 
 
 def _is_pipeline(model_or_pipeline: Any) -> bool:
-    """Returns whether an object is a pipeline of diffusers, and not a model.
+    """Return whether an object is a pipeline of diffusers rather than a model.
 
     Raises:
         ValueError: If it is neither.
@@ -330,12 +323,12 @@ def _is_pipeline(model_or_pipeline: Any) -> bool:
 
 
 def _has_base(value: Any, module: str, name: str) -> bool:
-    """Returns whether an object has a class among its bases, without importing the library."""
+    """Return whether an object has a class among its bases, without importing the library."""
     return any(base.__module__ == module and base.__name__ == name for base in type(value).__mro__)
 
 
 def _check_given_component(name: str, component: Any, attn_implementation: str | None, mhla: Any) -> None:
-    """Refuses a component passed in that contradicts the other arguments."""
+    """Refuse a component passed in that contradicts the other arguments."""
     if component is None or attn_implementation is None:
         return
     if mhla is not None:
@@ -347,7 +340,7 @@ def _check_given_component(name: str, component: Any, attn_implementation: str |
 
 
 def _denoisers(index: Mapping[str, Any]) -> dict[str, str]:
-    """Components of a pipeline index that have (or may have) an MHLA version, with the index's class name."""
+    """Return the components of a pipeline index that have (or may have) an MHLA version, with their class names."""
     entries = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and len(entry) == 2}
     return {
         name: entry[1]
@@ -357,7 +350,7 @@ def _denoisers(index: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chosen_components(found: Mapping[str, str], mhla: Any) -> dict[str, Any]:
-    """The components that are loaded as MHLA, with their options."""
+    """Return the components to load as MHLA, with their options."""
     converted = [name for name, component_class in found.items() if is_mhla_class(component_class)]
     if converted and not is_by_component(mhla, found):
         # Where one expert was converted and the other was not, that choice stays until the other is named.

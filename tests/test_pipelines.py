@@ -7,13 +7,11 @@ import subprocess
 import sys
 import textwrap
 
-import accelerate
 import numpy as np
 import pytest
 import torch
 from diffusers import (
     DiffusionPipeline,
-    SanaPipeline,
     StableDiffusionPipeline,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
@@ -25,7 +23,7 @@ from diffusers.hooks import apply_layerwise_casting
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
-from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, load_pipeline, supported_models
+from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, load_pipeline
 from tests import ROOT, tiny
 from tests.models.adapter_checks import randomize_lora
 from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
@@ -89,11 +87,6 @@ def test_mhla_from_an_ordinary_pipeline(softmax_dir):
     assert np.abs(generate(pipeline) - generate(stock)).max() > 1e-4
 
 
-def test_options_as_a_config_object(softmax_dir):
-    pipeline = load_pipeline(softmax_dir, "mhla", MHLAConfig(blocks=(1, 1, 2), layers=(1,)))
-    assert pipeline.transformer.mhla_layers == [1]
-
-
 @pytest.mark.parametrize("attn_implementation", [None, "mhla"])
 def test_mhla_checkpoint_loads_as_saved(attn_implementation, mhla_dir):
     with recorded_warnings() as warnings:
@@ -122,7 +115,6 @@ def test_options_override_those_of_an_mhla_checkpoint(mhla_dir):
         ({"attn_implementation": "flash"}, "attn_implementation='flash' is not one of 'mhla', 'softmax', None"),
         ({"attn_implementation": "softmax"}, "transformer of .* is an MHLA checkpoint"),
         ({"attn_implementation": None, "mhla": MHLA}, "mhla options have no effect"),
-        ({"attn_implementation": "softmax", "mhla": MHLA}, "mhla options have no effect"),
         ({"mhla": {"blocks": [1, 1, 1]}}, "blocks"),
         ({"mhla": {"no_such": 1}}, "no_such"),
         ({"quantization_config": object()}, "quantization_config"),
@@ -146,7 +138,6 @@ def test_missing_directories_are_named(tmp_path):
     [
         ("StableDiffusionPipeline", "No component of StableDiffusionPipeline"),
         ("NoSuchPipeline", "NoSuchPipeline, which this version of diffusers does not have"),
-        (["pipeline_file", "NoSuchPipeline"], "NoSuchPipeline, which this version of diffusers does not have"),
     ],
     ids=str,
 )
@@ -158,27 +149,14 @@ def test_unsupported_pipelines_are_refused(class_name, message, tmp_path):
         load_pipeline(tmp_path)
 
 
-def test_supported_models_names_the_class():
-    assert supported_models()["WanTransformer3DModel"].mhla_class == "MHLAWanTransformer3DModel"
-
-
 # Arguments that are passed on
 
 
-@pytest.mark.parametrize("argument", ["torch_dtype", "dtype"])
-@pytest.mark.parametrize("source", ["softmax_dir", "mhla_dir"])
-def test_dtype(argument, source, request):
-    pipeline = load_pipeline(request.getfixturevalue(source), **{argument: torch.bfloat16})
+def test_dtype(softmax_dir):
+    pipeline = load_pipeline(softmax_dir, torch_dtype=torch.bfloat16)
     assert pipeline.transformer.dtype == pipeline.text_encoder.dtype == pipeline.vae.dtype == torch.bfloat16
     assert pipeline.transformer.blocks[0].attn1.mhla.mixing.dtype == torch.float32
     assert generate(pipeline).shape == (5, 16, 32, 3)
-
-
-def test_dtype_by_component(mhla_dir):
-    pipeline = load_pipeline(mhla_dir, torch_dtype={"transformer": torch.bfloat16, "default": torch.float16})
-    assert pipeline.transformer.dtype == torch.bfloat16 and pipeline.vae.dtype == torch.float16
-    pipeline = load_pipeline(mhla_dir, torch_dtype={"vae": torch.bfloat16})
-    assert pipeline.transformer.dtype == torch.float32 and pipeline.vae.dtype == torch.bfloat16
 
 
 def test_variant(mhla_dir, softmax_dir, tmp_path):
@@ -210,18 +188,10 @@ def test_components_of_the_caller(mhla_dir):
 # Shapes of video
 
 
-@pytest.mark.parametrize(
-    "height, width, num_frames", [(16, 16, 1), (32, 48, 9), (48, 16, 13)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize("height, width, num_frames", [(16, 16, 1), (32, 48, 9)], ids=str)
 def test_text_to_video_at_any_size(height, width, num_frames, mhla_dir):
     video = generate(load_pipeline(mhla_dir), height, width, num_frames)
     assert video.shape == (num_frames, height, width, 3)
-
-
-def test_guidance_and_batches(mhla_dir):
-    pipeline = load_pipeline(mhla_dir)
-    frames = generate(pipeline, num_videos_per_prompt=2, guidance_scale=3.0, negative_prompt="blurred")
-    assert frames.shape == (5, 16, 32, 3)
 
 
 @pytest.mark.parametrize("with_image_encoder", [True, False], ids=["wan2.1", "wan2.2"])
@@ -274,9 +244,8 @@ def test_two_transformers(tmp_path):
 # Conversion in place
 
 
-@pytest.mark.parametrize("second_transformer", [False, True], ids=["one", "two"])
-def test_convert_in_place_then_save_and_reload(second_transformer, tmp_path):
-    pipeline = tiny.wan_pipeline(second_transformer=second_transformer)
+def test_convert_in_place_then_save_and_reload(tmp_path):
+    pipeline = tiny.wan_pipeline(second_transformer=True)
     transformer = pipeline.transformer
     assert convert(pipeline, MHLA) is pipeline and pipeline.transformer is transformer
     perturb_mhla(transformer)
@@ -284,20 +253,12 @@ def test_convert_in_place_then_save_and_reload(second_transformer, tmp_path):
     pipeline.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
-    assert (index["transformer_2"] == index["transformer"]) == second_transformer
+    assert index["transformer_2"] == index["transformer"]
     again = DiffusionPipeline.from_pretrained(tmp_path)
     assert_same_parameters(again.transformer, transformer)
     np.testing.assert_allclose(generate(again), video, atol=1e-5)
     with pytest.raises(ValueError, match="MHLA already"):
         convert(pipeline, MHLA)
-
-
-def test_convert_of_a_half_converted_pipeline_touches_nothing():
-    pipeline = tiny.wan_pipeline(second_transformer=True)
-    convert(pipeline.transformer_2, MHLA)
-    with pytest.raises(ValueError, match="transformer_2 .* MHLA already"):
-        convert(pipeline, MHLA)
-    assert type(pipeline.transformer) is WanTransformer3DModel
 
 
 def test_convert_of_an_offloaded_pipeline_touches_nothing(tmp_path):
@@ -308,15 +269,6 @@ def test_convert_of_an_offloaded_pipeline_touches_nothing(tmp_path):
         convert(pipeline, MHLA)
     assert type(pipeline.transformer) is type(pipeline.transformer_2) is WanTransformer3DModel
     np.testing.assert_allclose(generate(pipeline), expected, atol=1e-5)
-    # Hooks that the pipeline put on come off again, and then it converts.
-    pipeline = tiny.wan_pipeline()
-    accelerate.cpu_offload_with_hook(pipeline.transformer, CPU)
-    with pytest.raises(ValueError, match="transformer .* has hooks .*remove_all_hooks"):
-        convert(pipeline, MHLA)
-    pipeline.remove_all_hooks()
-    np.testing.assert_allclose(
-        generate(convert(pipeline, MHLA)), generate(convert(tiny.wan_pipeline(), MHLA)), atol=1e-5
-    )
 
 
 def test_convert_refuses_what_it_does_not_know():
@@ -342,11 +294,6 @@ def test_from_pipe_takes_mhla_transformers_over(mhla_dir, softmax_dir):
     # Ordinary pipelines as before.
     stock = load_pipeline(softmax_dir, None)
     assert WanVideoToVideoPipeline.from_pipe(stock).transformer is stock.transformer
-
-
-def test_from_pipe_still_refuses_another_kind_of_transformer(mhla_dir):
-    with pytest.raises(ValueError, match="transformer"):
-        SanaPipeline.from_pipe(load_pipeline(mhla_dir))
 
 
 # LoRA through the pipeline
@@ -398,13 +345,7 @@ def test_plain_diffusers_generates_the_same_in_a_fresh_process(mhla_dir, tmp_pat
     np.testing.assert_allclose(np.load(tmp_path / "video.npy"), generate(load_pipeline(mhla_dir)), atol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", ["path", None, 3, WanTransformer3DModel])
+@pytest.mark.parametrize("wrong", ["path", WanTransformer3DModel])
 def test_convert_takes_what_is_loaded(wrong):
     with pytest.raises(ValueError, match="must be a loaded model or pipeline, got .*; load it with from_pretrained"):
         convert(wrong)
-
-
-@pytest.mark.parametrize("wrong", [None, 3, b"path"])
-def test_load_pipeline_takes_a_location(wrong):
-    with pytest.raises(ValueError, match="repo_or_dir must be a directory or a Hub id, got"):
-        load_pipeline(wrong)

@@ -300,8 +300,6 @@ def _read_yaml(path: Path) -> Any:
     if len(content) > _MOST_BYTES:
         raise ValueError(f"recipe {path} is larger than {_MOST_BYTES:,} bytes")
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, Loader=_Loader)):
-            raise ValueError("aliases are not allowed")
         return yaml.load(content, Loader=_Loader)
     # Wrong tags and dates raise anything.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -309,7 +307,12 @@ def _read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose numbers may be `3e-3`, a string to YAML 1.1."""
+    """YAML without aliases, whose numbers may be `3e-3`, a string to YAML 1.1."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        return super().compose_node(parent, index)
 
 
 _Loader.add_implicit_resolver(

@@ -59,7 +59,7 @@ class RecoveryRun:
     dtype: torch.dtype | None = None
 
     def run(self, open_source: MakeSource | None, origin: Mapping[str, Any]) -> RecoveryReport:
-        """Does what is not done yet.
+        """Run whatever is not done yet.
 
         Args:
             open_source: Opens the data for the converted model; `None` where stages and layers need none.
@@ -97,14 +97,14 @@ class RecoveryRun:
         return self._report()
 
     def _is_begun_with_other(self, source: BatchSource) -> bool:
-        """Whether there are stages to run, and the run began with other data."""
+        """Whether stages are left to run, and the run began with other data."""
         work = self.work
         if not work.is_done("start") or all(work.is_done(name) for name in self.recipe.stages()):
             return False
         return work.read("start").get("fingerprint") != source.fingerprint
 
     def _convert(self, open_source: Callable[[nn.Module], BatchSource] | None) -> None:
-        """Converts the source, if that is not done; layers that are to be chosen are tried before."""
+        """Convert the source unless that is done, after selecting layers if the recipe asks for it."""
         if self.work.is_done(CONVERTED):
             return
         layers = self.recipe.layers
@@ -129,7 +129,7 @@ class RecoveryRun:
         self.work.finish(CONVERTED, {"seconds": seconds, **record})
 
     def _convert_with(self, layers: str | list[int]) -> list[int]:
-        """Writes the converted directory; returns the indices of the layers that are MHLA in it."""
+        """Write the converted directory and return the indices of its MHLA layers."""
         report = convert_pretrained(
             self.source.location,
             self.work.path / CONVERTED,
@@ -150,7 +150,7 @@ class RecoveryRun:
         return part.load().to(self.device).eval()
 
     def _stages(self, model: nn.Module, source: BatchSource, origin: Mapping[str, Any]) -> None:
-        """Runs what is left of the stages; the model ends with the weights of the last."""
+        """Run the remaining stages; the model ends with the weights of the last."""
         names, work = self.recipe.stages(), self.work
         pending = [name for name in names if not work.is_done(name)]
         done = [name for name in names if work.is_done(name)]
@@ -175,18 +175,7 @@ class RecoveryRun:
             if self.on_stage is not None:
                 self.on_stage(name)
             with _timed() as seconds:
-                run = StageRun(
-                    recipe=self.recipe,
-                    model=model,
-                    layers=layers,
-                    teacher=teacher,
-                    source=source,
-                    directory=work.path / name,
-                    device=self.device,
-                    seed=self.seed,
-                    save_every=self.save_every,
-                    progress=self.progress,
-                )
+                run = StageRun(run=self, name=name, model=model, layers=layers, teacher=teacher, source=source)
                 details = run_stage(name, run)
             measured = quality.measure(model)
             # What earlier stages changed is in it too: the last file alone makes the model.
@@ -200,7 +189,7 @@ class RecoveryRun:
         model.requires_grad_(True).eval()
 
     def _report(self) -> RecoveryReport:
-        """The report, from the records of the finished stages."""
+        """Build the report from the records of the finished stages."""
         report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.seed)
         conversion = self.work.read(CONVERTED)
         report.seconds[CONVERTED] = conversion.pop("seconds")
@@ -221,7 +210,7 @@ class RecoveryRun:
 
 @contextmanager
 def _timed() -> Iterator[dict[str, float]]:
-    """Yields a dict that holds the seconds when the block ends."""
+    """Yield a dict that holds the seconds when the block ends."""
     seconds: dict[str, float] = {}
     began, cpu = time.perf_counter(), time.process_time()
     yield seconds
@@ -234,73 +223,70 @@ class StageRun:
     """Inputs of a stage.
 
     Attributes:
-        recipe: The recipe.
-        model: The model, with the weights that the stage before left.
+        run: The recovery.
+        name: Name of the stage.
+        model: The model, with the weights of the previous stage.
         layers: Its MHLA layers, with their projections.
-        teacher: The original, in the model itself.
+        teacher: The original, stored in the model itself.
         source: The data.
-        directory: Folder of its checkpoints.
-        device: Device of the model.
-        seed: Of everything random.
-        save_every: Steps between checkpoints.
-        progress: Show progress.
     """
 
-    recipe: Recipe
+    run: RecoveryRun
+    name: str
     model: nn.Module
     layers: Sequence[AttentionLayer]
     teacher: SharedTeacher
     source: BatchSource
-    directory: Path
-    device: torch.device
-    seed: int
-    save_every: int
-    progress: bool
+
+    @property
+    def directory(self) -> Path:
+        """Folder of the stage's checkpoints."""
+        return self.run.work.path / self.name
 
 
 def changed_parameters(model: nn.Module, layers: Sequence[AttentionLayer], stage: str) -> set[str]:
-    """Names of the parameters of a model that a stage may change; its layers come with their projections."""
+    """Return the names of the parameters that a stage may change."""
     if stage in ("calibrate", "match"):
         return {name for layer in layers for name in layer.parameters()}
     return {name for name, _ in model.named_parameters()}
 
 
-def run_stage(name: str, run: StageRun) -> dict[str, Any]:
-    """Runs a stage, from its last checkpoint if there is one; changes the model in place.
+def run_stage(name: str, stage: StageRun) -> dict[str, Any]:
+    """Run a stage, from its last checkpoint if there is one; change the model in place.
 
     Returns:
         Its details for the report, as plain JSON values.
     """
-    return _STAGES[name](run, getattr(run.recipe, name))
+    return _STAGES[name](stage, getattr(stage.run.recipe, name))
 
 
-def _calibrate(run: StageRun, options: CalibrateOptions) -> dict[str, Any]:
-    batches = run.source.batches("calibrate", options.batches, options.batch_size)
-    return calibrate_model(run.model, batches).to_dict()
+def _calibrate(stage: StageRun, options: CalibrateOptions) -> dict[str, Any]:
+    batches = stage.source.batches("calibrate", options.batches, options.batch_size)
+    return calibrate_model(stage.model, batches).to_dict()
 
 
-def _match(run: StageRun, options: MatchOptions) -> dict[str, Any]:
+def _match(stage: StageRun, options: MatchOptions) -> dict[str, Any]:
     from ..training.matching.matching import match_layers
 
     report = match_layers(
-        run.model,
-        lambda index: run.source.batch("match", index, options.batch_size),
+        stage.model,
+        lambda index: stage.source.batch("match", index, options.batch_size),
         num_batches=options.batches,
         steps=options.steps,
         learning_rate=options.learning_rate,
         mhla_learning_rate=options.mhla_learning_rate,
         # Calibration has changed projections; the original is recorded.
-        original_parameters=run.teacher.weights,
+        original_parameters=stage.teacher.weights,
         cache=options.cache,
-        output=run.directory,
-        save_every=run.save_every,
-        seed=run.seed,
-        progress=_bar(run, len(run.layers) * options.steps, "match"),
+        output=stage.directory,
+        save_every=stage.run.save_every,
+        seed=stage.run.seed,
+        progress=_bar(stage, len(stage.layers) * options.steps, "match"),
     )
     return report.to_dict()
 
 
-def _distill(run: StageRun, options: DistillOptions) -> dict[str, Any]:
+def _distill(stage: StageRun, options: DistillOptions) -> dict[str, Any]:
     chosen = {
         "distill_steps": options.steps,
         "distill_ratio": options.ratio,
@@ -308,15 +294,15 @@ def _distill(run: StageRun, options: DistillOptions) -> dict[str, Any]:
         "lr_schedule": "cosine",
         **_rates(options),
     }
-    if not isinstance(run.source, Latents):
+    if not isinstance(stage.source, Latents):
         chosen["distill_target"] = options.target
         if options.temperature is not None:
             chosen["distill_temperature"] = options.temperature
-    return _train(run, chosen)
+    return _train(stage, chosen)
 
 
-def _finetune(run: StageRun, options: FinetuneOptions) -> dict[str, Any]:
-    return _train(run, {"max_steps": options.steps, "lr_schedule": "constant", **_rates(options)})
+def _finetune(stage: StageRun, options: FinetuneOptions) -> dict[str, Any]:
+    return _train(stage, {"max_steps": options.steps, "lr_schedule": "constant", **_rates(options)})
 
 
 def _rates(options: DistillOptions | FinetuneOptions) -> dict[str, Any]:
@@ -328,46 +314,46 @@ def _rates(options: DistillOptions | FinetuneOptions) -> dict[str, Any]:
     }
 
 
-def _train(run: StageRun, options: dict[str, Any]) -> dict[str, Any]:
-    """A stage of the training engine."""
+def _train(stage: StageRun, options: dict[str, Any]) -> dict[str, Any]:
+    """Run a stage with the trainers of `mhla_hf.training`."""
     from ..training.trainer import DiffusionTrainer, TransformersTrainer
 
-    source = run.source
+    source = stage.source
     config = TrainingConfig(
-        output=str(run.directory),
+        output=str(stage.directory),
         resume="latest",
         adam_beta2=_SECOND_BETA,
         weight_decay=0.0,
         condition_dropout=source.condition_dropout if isinstance(source, Latents) else 0.1,
-        checkpointing_steps=run.save_every,
+        checkpointing_steps=stage.run.save_every,
         checkpoints_total_limit=2,
-        device="cpu" if run.device.type == "cpu" else "auto",
-        seed=run.seed,
-        progress=run.progress,
+        device="cpu" if stage.run.device.type == "cpu" else "auto",
+        seed=stage.run.seed,
+        progress=stage.run.progress,
         **options,
     )
-    teacher = run.teacher if config.distill_steps else None
+    teacher = stage.teacher if config.distill_steps else None
     trainer: DiffusionTrainer | TransformersTrainer
     if isinstance(source, Latents):
         trainer = DiffusionTrainer(
-            config, run.model, source.samples, teacher=teacher, null_condition=source.null_condition
+            config, stage.model, source.samples, teacher=teacher, null_condition=source.null_condition
         )
         # That of the pipeline's scheduler; the trainer knows the model alone.
         trainer.objective = source.objective
     else:
-        trainer = TransformersTrainer(config, source, run.model, teacher=teacher)
+        trainer = TransformersTrainer(config, source, stage.model, teacher=teacher)
     (losses,) = trainer.run().losses.values()
     return losses_record(losses)
 
 
 def losses_record(losses: Sequence[float]) -> dict[str, Any]:
-    """The first, the last, and the mean of the last tenth."""
+    """Summarise losses: the first, the last, and the mean of the last tenth."""
     last = losses[-max(1, len(losses) // 10) :]
     return {"steps": len(losses), "first": losses[0], "last": losses[-1], "last_tenth": sum(last) / len(last)}
 
 
-def _bar(run: StageRun, total: int, description: str) -> Callable[[str, int, float], None] | None:
-    if not run.progress:
+def _bar(stage: StageRun, total: int, description: str) -> Callable[[str, int, float], None] | None:
+    if not stage.run.progress:
         return None
     from tqdm.auto import tqdm
 

@@ -19,19 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..utils.destinations import atomic_directory, remove_directory
-from ..utils.json_files import check_fields, read_json
+from ..utils.json_files import read_json
 from .data.fingerprints import file_fingerprint
 from .sharding import full_moments, full_shape, full_tensor, load_moment, shard_like
 
 
 # In the order that a run goes through them; it may leave some out.
 STAGES = ("transfer", "distill", "finetune")
-FORMAT_VERSION = 1
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 # The average of the weights, and the entry of `state.json` with the number of steps in it.
 AVERAGES, AVERAGE_STEPS = "ema.safetensors", "ema_steps"
@@ -78,7 +76,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
-    """The checkpoint to resume from, with its files verified.
+    """Find the checkpoint to resume from and verify its files.
 
     Args:
         resume: None, `latest`, `previous`, the name of a checkpoint in `directory`, or a path.
@@ -114,13 +112,11 @@ def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
             raise ValueError(f"resume='previous': {directory} has no whole checkpoint before the newest")
         return older
     for candidate in (Path(resume), directory / resume):
-        if candidate.is_dir():
-            if checkpoint_position(candidate) is None:
-                raise ValueError(f"resume={resume!r} is not a checkpoint: its name must be like transfer-00000100")
+        if candidate.is_dir() and checkpoint_position(candidate) is not None:
             read_state(candidate)
             return candidate
     names = ", ".join(path.name for path in available[-10:]) or "none"
-    raise ValueError(f"resume={resume!r} does not exist; 'latest', 'previous' or one of: {names}")
+    raise ValueError(f"resume={resume!r} is not a checkpoint; give 'latest', 'previous' or one of: {names}")
 
 
 def _newest_whole(available: Sequence[Path]) -> Path | None:
@@ -136,7 +132,7 @@ def _newest_whole(available: Sequence[Path]) -> Path | None:
 def collect_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], keep: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Collects what a checkpoint holds of a model and its optimizer. Every process must call it.
+    """Collect the tensors of a checkpoint from a model and its optimizer. Every process must call it.
 
     Args:
         model: The model.
@@ -167,7 +163,7 @@ def save_checkpoint(
     total_limit: int | None = None,
     averages: tuple[dict[str, torch.Tensor], int] | None = None,
 ) -> Path:
-    """Writes a checkpoint atomically, then removes the oldest beyond the limit.
+    """Write a checkpoint atomically, then remove the oldest beyond the limit.
 
     Args:
         directory: Where the run keeps its checkpoints.
@@ -192,7 +188,6 @@ def save_checkpoint(
         record = {
             **state,
             AVERAGE_STEPS: averages[1] if averages is not None else None,
-            "format_version": FORMAT_VERSION,
             "stage": position.stage,
             "step": position.step,
             "files": {name: file_fingerprint(temporary / name) for name in files},
@@ -206,32 +201,18 @@ def save_checkpoint(
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Reads `state.json` of a checkpoint, and checks that its files are those that it was written with.
+    """Read `state.json` of a checkpoint and verify its files.
 
     Raises:
-        ValueError: If it is missing, unreadable or of another format version, the checkpoint was renamed, or one of
-            its files is missing or another one.
+        ValueError: If it is missing or unreadable, the checkpoint was renamed, or one of its files is missing or
+            differs from what was written.
     """
     path = checkpoint / STATE
-    state = read_json(path, "checkpoint file", required={"format_version": int})
-    if state["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"checkpoint {checkpoint} has format {state['format_version']}, this version reads {FORMAT_VERSION}"
-        )
-    check_fields(
-        state,
-        f"checkpoint file {path}",
-        required={"stage": str, "step": int},
-        optional={
-            "config": dict,
-            "dataset_size": int,
-            "files": dict,
-            "inputs": dict,
-            "objective": dict,
-            "scaler": (dict, type(None)),
-            "world_size": int,
-            AVERAGE_STEPS: (int, type(None)),
-        },
+    state = read_json(
+        path,
+        "checkpoint file",
+        required={"stage": str, "step": int, "files": dict},
+        optional={"config": dict, "inputs": dict, "scaler": (dict, type(None)), AVERAGE_STEPS: (int, type(None))},
     )
     position = checkpoint_position(checkpoint)
     if position is not None and (position.stage, position.step) != (state["stage"], state["step"]):
@@ -241,12 +222,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         )
     for name in (WEIGHTS, MOMENTS, *([AVERAGES] if state.get(AVERAGE_STEPS) is not None else [])):
         file = checkpoint / name
-        if not file.is_file():
-            raise ValueError(f"checkpoint {checkpoint} is damaged: it lacks {name}")
-        # Checkpoints of earlier versions hold no fingerprints.
-        written = state.get("files", {}).get(name)
-        if written is not None and written != file_fingerprint(file):
-            raise ValueError(f"checkpoint {checkpoint} is damaged: {name} is not what was written")
+        if not file.is_file() or state["files"].get(name) != file_fingerprint(file):
+            raise ValueError(f"checkpoint {checkpoint} is damaged: {name} is missing or not what was written")
     return state
 
 
@@ -261,13 +238,13 @@ def last_good_checkpoint(directory: Path, position: Position) -> Path | None:
         reached = checkpoint_position(path)
         if reached is None or reached >= position or _newest_whole([path]) is None:
             continue
-        if all(bool(value.isfinite().all()) for value in _read(path / WEIGHTS).values()):
+        if all(bool(value.isfinite().all()) for value in load_file(path / WEIGHTS).values()):
             return path
     return None
 
 
 def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str], averages: bool = False) -> None:
-    """Puts a checkpoint's weights into a model, in place.
+    """Load a checkpoint's weights into a model, in place.
 
     Args:
         checkpoint: The checkpoint.
@@ -284,52 +261,39 @@ def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str], avera
 
 
 def load_tensors(checkpoint: Path, file: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Puts what a checkpoint's file holds into tensors of the same names, in place.
+    """Load a checkpoint's file into tensors of the same names, in place.
 
     Raises:
         ValueError: If names or shapes are others.
     """
-    saved = _read(checkpoint / file)
+    saved = load_file(checkpoint / file)
     _check_names(checkpoint, saved, tensors)
     with torch.no_grad():
         for name, value in saved.items():
-            _check_shape(checkpoint, name, value, tensors[name])
+            expected = full_shape(tensors[name])
+            # Copying would broadcast.
+            if value.shape != expected:
+                raise ValueError(
+                    f"checkpoint {checkpoint}: {name} has shape {list(value.shape)}, not {list(expected)}"
+                )
             tensors[name].copy_(shard_like(value, tensors[name]))
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Puts a checkpoint's moments into an optimizer over the model's parameters.
+    """Load a checkpoint's moments into an optimizer over the model's parameters.
 
     Raises:
-        ValueError: If a tensor belongs to no parameter that trains or has the wrong shape, or moments are missing.
+        ValueError: If moments of a parameter that trains are missing, or there are others.
     """
     parameters = dict(model.named_parameters())
-    names = set(names)
-    found: dict[str, set[str]] = {}
-    for key, value in _read(checkpoint / MOMENTS).items():
+    saved = load_file(checkpoint / MOMENTS)
+    # Parameters that never had a gradient have no moments.
+    found = {key.rpartition("::")[0] for key in saved}
+    expected = [f"{name}::{kind}" for name in names if name in found for kind in _KINDS]
+    _check_names(checkpoint, saved, expected if found else [f"{name}::{kind}" for name in names for kind in _KINDS])
+    for key, value in saved.items():
         name, _, kind = key.rpartition("::")
-        if name not in names:
-            raise ValueError(f"checkpoint {checkpoint} has optimizer state of {name}, which does not train here")
-        found.setdefault(name, set()).add(kind)
-        parameter = parameters[name]
-        if kind != "step":
-            _check_shape(checkpoint, key, value, parameter)
-        elif value.ndim:
-            raise ValueError(f"checkpoint {checkpoint} has {key} of shape {tuple(value.shape)}, and not one number")
-        load_moment(optimizer, parameter, kind, value)
-    position = checkpoint_position(checkpoint)
-    broken = next((name for name, kinds in found.items() if not kinds >= _KINDS), None)
-    if broken is not None or (not found and (position is None or position.step)):
-        raise ValueError(
-            f"checkpoint {checkpoint} is damaged: {MOMENTS} lacks the moments of {broken or 'every parameter'}"
-        )
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"checkpoint file {path} cannot be read: {error}") from error
+        load_moment(optimizer, parameters[name], kind, value)
 
 
 def _check_names(checkpoint: Path, saved: Iterable[str], names: Iterable[str]) -> None:
@@ -339,9 +303,3 @@ def _check_names(checkpoint: Path, saved: Iterable[str], names: Iterable[str]) -
             f"checkpoint {checkpoint} is of another run: it lacks {missing[:3] or 'nothing'} and has "
             f"{unexpected[:3] or 'nothing'} that does not train here"
         )
-
-
-def _check_shape(checkpoint: Path, name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    if value.shape != full_shape(parameter):
-        expected = tuple(full_shape(parameter))
-        raise ValueError(f"checkpoint {checkpoint} has {name} of shape {tuple(value.shape)}, the model has {expected}")

@@ -8,11 +8,9 @@ the run asks for `device="cpu"`.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +32,7 @@ from accelerate.utils import (
 from torch import distributed
 
 from ..utils.machine import choose_device
+from ..utils.messages import one_line
 from . import sharding
 from .config import TrainingConfig
 
@@ -44,25 +43,18 @@ PROJECT = "mhla-hf"
 # Other processes wait while the main one makes validation samples or copies a pipeline.
 TIMEOUT = timedelta(hours=4)
 
-_ADDRESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_POLL_SECONDS = 0.1
-# Set by `accelerate launch` and torchrun.
-_LAUNCHER_MARKS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
-_SET_PARENT_DEATH_SIGNAL = 1
-# One Ctrl-C can arrive twice: from the terminal, and from a launcher that hands it on.
+# One Ctrl-C can arrive twice: from the terminal, and from a launcher that forwards it.
 _ONE_PRESS_SECONDS = 0.2
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
-    """An `Accelerator` for the options; under a launcher, it joins the other processes.
+    """Make an `Accelerator` for the options; under a launcher, join the other processes.
 
     Raises:
-        ValueError: If the tracker or DeepSpeed is asked for and not installed, or the launcher has started one process
-            of several.
-        OSError: If other processes of the run do not come; see `wait_for_processes`.
+        ValueError: If the tracker is not installed, or the launcher has started one process of several.
+        TimeoutError: If other processes of the run do not start within `startup_timeout`.
     """
-    end_with_launcher()
     if config.report_to != "none":
         if find_spec(config.report_to) is None:
             raise ValueError(f"report_to={config.report_to!r} needs that package: pip install {config.report_to}")
@@ -71,30 +63,34 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     project = None
     if config.output is not None:
         project = ProjectConfiguration(project_dir=config.output, logging_dir=str(Path(config.output) / "logs"))
-    if sharding.uses_deepspeed() and find_spec("deepspeed") is None:
-        raise ValueError("distributed_type: DEEPSPEED needs that package: pip install deepspeed")
     _check_launcher()
-    # Held until the process group is made.
-    meeting = wait_for_processes(config.startup_timeout)
-    accelerator = Accelerator(
-        cpu=config.device != "auto" and choose_device(config.device).type == "cpu",
-        mixed_precision="no" if sharding.uses_deepspeed() else config.mixed_precision,
-        log_with=None if config.report_to == "none" else config.report_to,
-        project_config=project,
-        kwargs_handlers=[
-            # Gradients need no second copy.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=TIMEOUT),
-        ],
-    )
-    del meeting
+    try:
+        accelerator = Accelerator(
+            cpu=config.device != "auto" and choose_device(config.device).type == "cpu",
+            mixed_precision="no" if sharding.uses_deepspeed() else config.mixed_precision,
+            log_with=None if config.report_to == "none" else config.report_to,
+            project_config=project,
+            kwargs_handlers=[
+                # Gradients need no second copy.
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                InitProcessGroupKwargs(timeout=timedelta(minutes=config.startup_timeout)),
+            ],
+        )
+    except distributed.DistError as error:
+        raise TimeoutError(
+            f"the processes of the run did not find one another within {config.startup_timeout:g} minutes "
+            f"(startup_timeout); see what each printed, and start all of them again ({one_line(error, 200)})"
+        ) from error
+    if distributed.is_available() and distributed.is_initialized():
+        # Afterwards, processes may wait for much longer.
+        distributed.distributed_c10d._set_pg_timeout(TIMEOUT)
     _shard_on_cpus(accelerator)
     sharding.set_deepspeed_options(accelerator, config)
     return accelerator
 
 
 def _check_launcher() -> None:
-    """Refuses to be the only one of several processes.
+    """Refuse to run alone when several processes were asked for.
 
     Raises:
         ValueError: The message says how to start them all.
@@ -109,64 +105,8 @@ def _check_launcher() -> None:
         )
 
 
-def wait_for_processes(minutes: float) -> distributed.TCPStore | None:
-    """Waits until every process of the run has come this far; does nothing for a single one, or under MPI.
-
-    A process group would wait for as long as one of its collectives may take, which is hours.
-
-    Args:
-        minutes: How long to wait.
-
-    Returns:
-        The store that they met at. Keep it until the process group is made, which then uses the same server.
-
-    Raises:
-        TimeoutError: If some did not come; the message says which.
-        OSError: If the first process could not be reached, or cannot listen.
-    """
-    if not distributed.is_available() or distributed.is_initialized():
-        return None
-    if any(name not in os.environ for name in _ADDRESS) or int(os.environ["WORLD_SIZE"]) < 2:
-        return None
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _open_store(rank, count, minutes)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = [f"mhla_hf/{attempt}/{number}" for number in range(count)]
-    deadline = time.monotonic() + 60 * minutes
-    try:
-        store.set(keys[rank], "here")
-        while not store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
-                raise TimeoutError(
-                    f"process {', '.join(missing[:8])} of {count} did not start within {minutes:g} minutes "
-                    "(startup_timeout); see what it printed, and start all processes again"
-                )
-            time.sleep(_POLL_SECONDS)
-    except distributed.DistError as error:
-        raise ConnectionError(f"process {rank} lost the first process before the run began ({error})") from error
-    return store
-
-
-def _open_store(rank: int, count: int, minutes: float) -> distributed.TCPStore:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # Under torchrun its agent listens; several stores of one process can share one server.
-    listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    try:
-        return distributed.TCPStore(
-            host, port, count, listens, timedelta(minutes=minutes), wait_for_workers=False, multi_tenant=True
-        )
-    except distributed.DistError as error:
-        if listens:
-            raise OSError(f"port {port} of {host} cannot be used by the run ({error}); choose another one") from error
-        raise TimeoutError(
-            f"process {rank} of {count} did not reach the first one at {host}:{port} within {minutes:g} minutes "
-            "(startup_timeout); see what that one printed, and start all processes again"
-        ) from error
-
-
 def _shard_on_cpus(accelerator: Accelerator) -> None:
-    """Lets CPU processes shard where FSDP 2 is asked for, which accelerate (1.15) does for GPUs alone."""
+    """Enable FSDP 2 for CPU processes; accelerate (1.15) supports it on GPUs only."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if not asked or accelerator.distributed_type != DistributedType.MULTI_CPU:
         return
@@ -180,7 +120,7 @@ def _shard_on_cpus(accelerator: Accelerator) -> None:
 
 
 def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Refuses ways of running that would fail hours later.
+    """Refuse configurations that would fail hours later.
 
     Raises:
         ValueError: For FSDP 1 and others, and what sharded models cannot do here; the message names the option.
@@ -195,17 +135,19 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
     elif not getattr(accelerator, "is_fsdp2", False):
         raise ValueError("training under FSDP 1 is not supported; set fsdp_version: 2 in accelerate's configuration")
     name = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP"
-    for option in ("transfer_steps", "distill_steps"):
-        if getattr(config, option):
-            raise ValueError(f"{option} must be 0 under {name}: run that stage first, without sharding")
-    if config.train == "lora":
-        raise ValueError(f"train='lora' does not run under {name}; use DDP, or train full")
-    if config.validation_prompts:
-        raise ValueError(f"validation_prompts do not run under {name}: generate from a checkpoint's pipeline instead")
+    unsupported = {
+        "transfer_steps": "run that stage first, without sharding" if config.transfer_steps else None,
+        "distill_steps": "run that stage first, without sharding" if config.distill_steps else None,
+        "train='lora'": "use DDP, or train full" if config.train == "lora" else None,
+        "validation_prompts": "generate from a checkpoint's pipeline instead" if config.validation_prompts else None,
+    }
+    for option, way_out in unsupported.items():
+        if way_out is not None:
+            raise ValueError(f"{option} cannot be used under {name}: {way_out}")
 
 
 def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Opens the tracker, if there is one, with the options as its hyperparameters."""
+    """Open the tracker, if any, with the options as its hyperparameters."""
     if config.report_to == "none":
         return
     plain: dict[str, Any] = {
@@ -217,7 +159,7 @@ def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """A run that a signal has ended after a step.
+    """Raised when a signal has ended a run after a step.
 
     Args:
         message: State of the run and how to resume it; empty in all processes but the first.
@@ -290,7 +232,7 @@ class Processes:
 
 
 class StopSignals:
-    """Remembers Ctrl-C and SIGTERM, for the loop to stop after the step; a context manager.
+    """Context manager that records Ctrl-C and SIGTERM, so that the loop can stop after the step.
 
     A second Ctrl-C raises `KeyboardInterrupt` at once. A signal that the process ignores stays ignored. Outside the
     main thread, where Python handles no signals, nothing changes.
@@ -321,21 +263,5 @@ class StopSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._time = number, now
-            # A launcher that the same signal ends must not take this process along.
-            _set_parent_death_signal(0)
         elif number == signal.SIGINT and now - self._time > _ONE_PRESS_SECONDS:
             raise KeyboardInterrupt
-
-
-def end_with_launcher() -> None:
-    """Has this process stop, as by SIGTERM, when the launcher that started it dies, and save a last checkpoint.
-
-    A launcher that is killed leaves its processes behind otherwise. Does nothing outside a launcher.
-    """
-    _set_parent_death_signal(signal.SIGTERM)
-
-
-def _set_parent_death_signal(number: int) -> None:
-    """Has Linux send a launched process a signal when its parent dies, or none for 0; other systems cannot."""
-    if sys.platform.startswith("linux") and any(name in os.environ for name in _LAUNCHER_MARKS):
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, number)

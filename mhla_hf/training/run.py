@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as its stages see it: where it resumes, and the messages with which it stops or diverges."""
+"""A run as its stages see it: where it resumes, its metrics (one line of `metrics.jsonl` per optimizer step,
+consistent across kills and resumed runs), and the messages with which it stops or diverges."""
 
 from __future__ import annotations
 
-import logging
+import json
 import math
 import signal
 from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,34 +18,26 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..utils.destinations import lock_output
+from ..utils.files import atomic_file, clear_write_errors
+from ..utils.json_files import Types, check_fields, parse_json
 from . import checkpoints, parameters
 from .checkpoints import Position
 from .config import TrainingConfig
 from .data.cache import LatentDataset
-from .metrics import Metrics
 from .optimization import make_optimizer
 from .processes import StopSignals, TrainingStopped
 from .stages.prediction import Stage
 from .validation import Validator
 
 
-logger = logging.getLogger(__name__)
-
 # A checkpoint made under one of these options cannot go on under another.
 IDENTITY = ("component", "train", "lora_rank", "lora_alpha", "mhla")
-# Another value lets the run go on, but it will not end where an uninterrupted one would.
-TRAJECTORY = (
-    "adam_beta1", "adam_beta2", "adam_epsilon", "condition_dropout", "distill_learning_rate", "distill_ratio",
-    "distill_steps", "distill_target", "distill_temperature", "ema_decay", "ema_inv_gamma", "ema_power",
-    "gradient_accumulation_steps", "learning_rate", "lr_schedule", "max_grad_norm", "max_steps",
-    "mhla_learning_rate", "mixed_precision", "seed", "transfer_cache", "transfer_learning_rate", "transfer_steps",
-    "warmup_steps", "weight_decay",
-)  # fmt: skip
+_METRICS: dict[str, Types] = {"stage": str, "step": int, "loss": float}
 _SHOWN = 8
 
 
 def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
-    """Checks that a checkpoint belongs to this run, and warns of options that changed since.
+    """Check that a checkpoint belongs to this run.
 
     Args:
         checkpoint: The checkpoint.
@@ -66,31 +60,12 @@ def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
             f"resume: {checkpoint} was made with other {', '.join(others)} than this run has; go on with the same or "
             "choose another output"
         )
-    changed = [name for name in TRAJECTORY if saved.get(name) != now[name]]
-    changed += [name for name in ("dataset_size",) if state.get(name) != current[name]]
-    # Two processes see what one with the doubled batch sees.
-    if _batch_of_all(state) != _batch_of_all(current):
-        changed += ["batch_size times the number of processes"]
-    saved_objective, objective = state.get("objective", {}), current["objective"]
-    changed += [name for name in objective if saved_objective.get(name) != objective[name]]
-    if changed:
-        logger.warning(
-            "%s was made with other values of %s: the run will not end where an uninterrupted one would",
-            checkpoint.name,
-            ", ".join(changed),
-        )
-
-
-def _batch_of_all(state: dict[str, Any]) -> Any:
-    """Samples in one micro-step of all processes; None if a checkpoint does not say."""
-    batch_size, world_size = state.get("config", {}).get("batch_size"), state.get("world_size")
-    return batch_size * world_size if isinstance(batch_size, int) and isinstance(world_size, int) else None
 
 
 def find_start(
     config: TrainingConfig, accelerator: Accelerator, current: dict[str, Any], dataset: Any = None
 ) -> tuple[Path | None, Position | None, list[Any]]:
-    """Locks the output, and the cache for reading, and finds where to go on.
+    """Lock the output, and the cache for reading, and find where to resume.
 
     The main process decides, so that all agree even while files appear; an error it meets is raised in all.
 
@@ -135,6 +110,71 @@ def find_start(
         return None, None, held
     checkpoint = Path(found[0])
     return checkpoint, checkpoints.checkpoint_position(checkpoint), held
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a metrics file; a half-written last line, which a kill can leave, is dropped.
+
+    Raises:
+        ValueError: If another line is damaged; the message names it.
+    """
+    if not path.is_file():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        where = f"line {number} of {path} (remove the file to start another)"
+        rows.append(check_fields(parse_json(line.decode(errors="replace"), where), where, required=_METRICS))
+    return rows
+
+
+class Metrics:
+    """The rows of the metrics so far, in memory.
+
+    Args:
+        rows: Those of earlier steps.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]] = ()) -> None:
+        self.rows = list(rows)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row, with at least `stage`, `step` and `loss`."""
+        self.rows.append(row)
+
+
+class MetricsFile(Metrics):
+    """Appends rows to a metrics file.
+
+    Args:
+        path: The file.
+        position: Position that the run resumes from; rows of later steps are cut off. None starts an empty file.
+    """
+
+    def __init__(self, path: Path, position: Position | None = None) -> None:
+        kept = []
+        if position is not None:
+            kept = [row for row in read_metrics(path) if Position.of(row["stage"], row["step"]) <= position]
+        with atomic_file(path) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        super().__init__(kept)
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row and flush it to the operating system, so that a killed process loses none.
+
+        Raises:
+            OSError: If there is no room for it.
+        """
+        super().append(row)
+        with clear_write_errors(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. Only a row that `append` failed to write can be lost now."""
+        with suppress(OSError):
+            self._file.close()
 
 
 Callback = Callable[[str, int, float], None]
@@ -196,7 +236,7 @@ class Run:
         return None if self.output is None else self.output / "checkpoints"
 
     def prepare_model(self, names: Iterable[str]) -> None:
-        """Lets parameters train, and the model recompute its activations where it is asked to."""
+        """Make parameters trainable and enable gradient checkpointing if asked to."""
         parameters.set_trainable(self.model, names)
         self.model.train()
         if self.config.gradient_checkpointing:
@@ -213,7 +253,7 @@ class Run:
         return moments
 
     def stopped(self, stage: Stage, step: int) -> TrainingStopped:
-        """The end of a run that was told to stop, with its message in the main process."""
+        """Return the exception that ends a stopped run, with its message in the main process."""
         message = ""
         if self.accelerator.is_main_process:
             message = f"stopped after step {step} of {stage.steps} ({stage.name}); "
@@ -230,7 +270,7 @@ class Run:
     def diverged(
         self, problem: str, position: Position, batches: Sequence[tuple[float, tuple[int, ...]]]
     ) -> FloatingPointError:
-        """The end of a run whose loss or gradient is not finite. Every process must call it.
+        """Return the exception that ends a run whose loss or gradient is not finite. Every process must call it.
 
         Args:
             problem: The quantity and its value, such as "loss is nan".
@@ -259,6 +299,6 @@ class Run:
 
 
 def samples_behind_bad_loss(batches: Sequence[tuple[float, tuple[int, ...]]]) -> list[int]:
-    """Samples of the micro-batches whose loss is not finite; of all where only the gradient is not."""
+    """Return the samples of micro-batches whose loss is not finite; of all if only the gradient is not."""
     bad = [indices for loss, indices in batches if not math.isfinite(loss)] or [indices for _, indices in batches]
     return list(dict.fromkeys(index for indices in bad for index in indices))

@@ -29,7 +29,7 @@ def uses_deepspeed() -> bool:
 
 
 def set_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Gives DeepSpeed the options of a run; does nothing without it."""
+    """Pass the options of a run to DeepSpeed, if it is in use."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return
     options = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -43,20 +43,22 @@ def set_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> N
 
 
 def check_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Refuses options that do not run under DeepSpeed.
+    """Refuse options that DeepSpeed does not support.
 
     Raises:
         ValueError: The message names the option.
     """
-    stage = accelerator.state.deepspeed_plugin.zero_stage
-    if stage != 3:
-        raise ValueError(f"zero_stage must be 3 in accelerate's DeepSpeed configuration, got {stage}")
-    if config.gradient_accumulation_steps != 1:
-        raise ValueError("gradient_accumulation_steps must be 1 under DeepSpeed; use FSDP 2, or a larger batch_size")
-    if config.ema_decay is not None:
-        raise ValueError("ema_decay does not run under DeepSpeed; use FSDP 2")
-    if "fp16" in (config.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION")):
-        raise ValueError("mixed_precision must be bf16 or no under DeepSpeed, got 'fp16'")
+    fp16 = "fp16" in (config.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION"))
+    problems = {
+        "zero_stage must be 3 in accelerate's configuration": accelerator.state.deepspeed_plugin.zero_stage != 3,
+        "gradient_accumulation_steps must be 1; use FSDP 2, or a larger batch_size": config.gradient_accumulation_steps
+        != 1,
+        "ema_decay cannot be used; use FSDP 2": config.ema_decay is not None,
+        "mixed_precision must be bf16 or no": fp16,
+    }
+    for problem, occurs in problems.items():
+        if occurs:
+            raise ValueError(f"under DeepSpeed, {problem}")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,10 +32,9 @@ from .loading import PipelineSource, TrainingSource, TransformersSource, objecti
 from .loop import StageLoop
 from .matching.layers import Batch
 from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights
-from .metrics import MetricsFile
 from .parameters import MHLA_FILE, save_adapter
 from .processes import StopSignals, TrainingStopped, check_distribution, make_accelerator, open_trackers
-from .run import Callback, ModelTracker, Run, find_start
+from .run import Callback, MetricsFile, ModelTracker, Run, find_start
 from .sharding import unsharded
 from .stages.matching import Transfer
 from .stages.prediction import DiffusionStage, PredictionStage, Stage
@@ -455,11 +454,10 @@ class DiffusionTrainer(Trainer):
 
     def _get_transfer_teacher(self) -> nn.Module:
         teacher = self.teacher
-        if isinstance(teacher, SharedTeacher):
-            raise ValueError("teacher must be a model of its own for transfer_steps, not a SharedTeacher")
+        if isinstance(teacher, SharedTeacher) or (teacher is None and self.source is None):
+            raise ValueError("transfer_steps needs teacher: the model before its conversion, not a SharedTeacher")
         if teacher is None:
-            if self.source is None:
-                raise ValueError("transfer_steps needs a teacher: the model before its conversion")
+            assert self.source is not None
             # In the type of the model, which then has most of its weights. Distillation loads it again, to share them.
             teacher = self.source.teacher.load()
         if not self.config.distill_steps:
@@ -525,10 +523,11 @@ class TransformersTrainer(Trainer):
         accelerator: Accelerator | None = None,
         tracker: ModelTracker | None = None,
     ) -> None:
-        if config.transfer_steps:
-            raise ValueError("transfer_steps must be 0 for models of transformers: use mhla_hf.recovery.match_layers")
-        if config.validation_prompts:
-            raise ValueError("validation_prompts are not for models of transformers")
+        if config.transfer_steps or config.validation_prompts:
+            raise ValueError(
+                "transfer_steps and validation_prompts are for diffusion models; match models of transformers with "
+                "mhla_hf.recovery.match_layers"
+            )
         check_options(config, TRANSFORMERS)
         super().__init__(config, model, batches, teacher, callback, accelerator, None, tracker)
 

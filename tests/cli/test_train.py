@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from mhla_hf.cli.main import app
 from mhla_hf.training.config import CacheConfig, TrainingConfig
 from mhla_hf.training.families import option_families
-from mhla_hf.training.metrics import read_metrics
+from mhla_hf.training.run import read_metrics
 from tests import ROOT
 
 from .. import tiny
@@ -171,17 +171,6 @@ def test_one_process_of_several_is_refused(tmp_path):
     assert done.returncode != 0 and not list(tmp_path.glob("rank*"))
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "launch with --multi_gpu in place of --cpu" in line and "torchrun --nproc_per_node N" in line
-
-
-def test_outside_a_launcher_nothing_changes(monkeypatch):
-    from mhla_hf.training import processes
-
-    for name in (*processes._LAUNCHER_MARKS, *processes._ADDRESS, *processes._WORLD_SIZES):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: pytest.fail("the process is changed"))
-    before = dict(os.environ)
-    processes.end_with_launcher()
-    assert processes.wait_for_processes(1) is None and dict(os.environ) == before
 
 
 @pytest.mark.slow

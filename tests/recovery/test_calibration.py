@@ -92,7 +92,7 @@ def test_ridge_of_columns_that_are_zero():
     assert torch.equal(solve_ridge(products, torch.zeros(1, 3, 2, dtype=torch.float64), 0.1), torch.zeros(1, 3, 2))
 
 
-@pytest.mark.parametrize("name", ["wan", "llama", "gpt2", "bert", "vit"])
+@pytest.mark.parametrize("name", ["wan", "gpt2", "bert"])
 def test_projection_equals_a_dense_solution(name):
     """The ridge solved over all rows at once, by `lstsq` in float64, with the penalty as rows of their own."""
     model, example = converted(name)
@@ -209,19 +209,19 @@ def test_convolution_and_gains_equal_a_dense_solution(gains):
 SETTINGS = {
     "wan": {"lepe_kernel": 3, "feature_map": "hedgehog", "rope": "before_feature_map"},
     "dit": {"lepe_kernel": 3},
-    "pixart": {},
     "sana": {"layers": [1]},
     "llama": {"feature_map": "hedgehog"},
     "qwen3": {"window": "adjacent"},
-    "gpt2": {},
     "bert": {"window": "block", "window_size": 3},
-    "modernbert": {},
     "vit": {"lepe_kernel": 3, "window": "block", "window_size": [2, 2]},
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in SETTINGS), ("dit", torch.bfloat16), ("bert", torch.bfloat16)],
+    ids=str,
+)
 def test_held_out_error_never_rises(name, dtype):
     model, example = converted(name, **SETTINGS[name])
     model = model.to(dtype)
@@ -263,15 +263,6 @@ def test_a_layer_that_gets_no_better_is_left_alone(monkeypatch):
             assert torch.equal(model.state_dict()[name], before[name])
 
 
-def test_sana_that_starts_as_upstream_has_nothing_to_do():
-    case = DIFFUSERS["sana"]()
-    model = mhla_hf.convert(case.make(case.upstream), {"blocks": [2, 2], "mixing_init": "uniform"}).eval()
-    before = state(model)
-    report = mhla_hf.calibrate(model, probe({**case.inputs(0), "return_dict": False}))
-    assert {layer.note for layer in report.layers} == {"computes what the original does already"}
-    assert_same_state(model, before)
-
-
 def test_groups_of_layers_give_the_same():
     model, example = converted("wan", lepe_kernel=3)
     other, batches, seen = copy.deepcopy(model), probe(example), []
@@ -283,32 +274,11 @@ def test_groups_of_layers_give_the_same():
     assert seen == [(done, count) for done in range(1, count + 1)]
 
 
-def test_dispatched_models():
-    from accelerate import dispatch_model
-    from accelerate.hooks import remove_hook_from_submodules
-
-    model, example = converted("llama", feature_map="hedgehog")
-    other, batches = copy.deepcopy(model), probe(example)
-    device_map = {name: "cpu" for name, _ in other.named_children()}
-    dispatch_model(other, device_map, main_device="cpu", force_hooks=True)
-    assert mhla_hf.calibrate(other, batches).layers == mhla_hf.calibrate(model, batches).layers
-    remove_hook_from_submodules(other)
-    assert_same_state(other, state(model))
-
-
-def test_training_mode_comes_back():
-    model, example = converted("bert")
-    model.train()
-    model.bert.encoder.layer[0].eval()
-    mhla_hf.calibrate(model, probe(example))
-    assert model.training and not model.bert.encoder.layer[0].training and model.bert.encoder.layer[1].training
-
-
 class Stopped(BaseException):
     pass
 
 
-@pytest.mark.parametrize("moment", [1, 5, 8])
+@pytest.mark.parametrize("moment", [1, 8])
 def test_interrupted(moment):
     model, example = converted("wan", lepe_kernel=3, feature_map="hedgehog")
     before = state(model)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import app
-from mhla_hf.recovery.selection import LayerScore, SelectionReport, select_layers
+from mhla_hf.recovery.selection import select_layers
 from mhla_hf.training.matching.layers import run
 from tests import tiny
 from tests.integrations.transformers.tiny_models import softmax_model
@@ -109,8 +109,3 @@ def test_mistakes_in_commands(tmp_path):
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
-
-
-def test_option_text():
-    layers = [LayerScore(index, f"blocks.{index}.attn1", 0.1, kept=index == 1) for index in range(4)]
-    assert SelectionReport(layers).option == "0,2,3"

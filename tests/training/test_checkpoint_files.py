@@ -17,7 +17,7 @@ from mhla_hf.training.checkpoints import (
     read_state,
     save_checkpoint,
 )
-from mhla_hf.training.metrics import MetricsFile, read_metrics
+from mhla_hf.training.run import MetricsFile, read_metrics
 
 
 class TestCheckpoints:
@@ -107,12 +107,6 @@ class TestCheckpoints:
         wider = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
         with pytest.raises(ValueError, match="shape"):
             load_weights(path, wider, names)
-        (path / "model.safetensors").write_bytes(b"x")
-        with pytest.raises(ValueError, match="cannot be read"):
-            load_weights(path, model, names)
-        (path / "state.json").write_text('{"format_version": 0}')
-        with pytest.raises(ValueError, match="format 0"):
-            read_state(path)
         (path / "state.json").unlink()
         with pytest.raises(ValueError, match=r"state\.json"):
             read_state(path)

@@ -5,14 +5,11 @@ import math
 import re
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_hf.training.checkpoints import Position, last_good_checkpoint, list_checkpoints
 from mhla_hf.training.data.batches import DataOrder
-from mhla_hf.training.data.cache import LatentDataset, write_tensors
 from mhla_hf.training.data.fingerprints import file_fingerprint
-from mhla_hf.utils.files import write_json
 
 from .training_process import make_trainer
 
@@ -95,14 +92,6 @@ def test_a_gradient_that_is_no_number(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["finetune-00000002"]
 
 
-def test_without_output_there_is_nothing_to_go_back_to(tmp_path):
-    trainer = make_trainer(tmp_path, transfer_steps=0)
-    trainer.config, trainer.output = trainer.config.replace(output=None, resume=None), None
-    trainer.dataset = [{**sample, "latents": sample["latents"] * math.nan} for sample in trainer.dataset]
-    with pytest.raises(FloatingPointError, match="nothing was saved, for there is no output"):
-        trainer.run()
-
-
 def test_a_checkpoint_with_weights_that_are_no_numbers_is_not_good(tmp_path):
     make_trainer(tmp_path, checkpoints_total_limit=None).run()
     newest = list_checkpoints(tmp_path / "checkpoints")[-1]
@@ -116,19 +105,3 @@ def test_a_checkpoint_with_weights_that_are_no_numbers_is_not_good(tmp_path):
     assert last_good_checkpoint(directory, Position.of("finetune", 7)).name == "finetune-00000004"
     assert last_good_checkpoint(directory, Position.of("finetune", 4)).name == "finetune-00000002"
     assert last_good_checkpoint(directory, Position.of("transfer", 1)) is None
-
-
-def test_samples_of_a_cache_have_names(tmp_path):
-    from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION
-
-    (tmp_path / "samples").mkdir()
-    names = ["000000.safetensors", "000002.safetensors"]
-    for number, name in enumerate(names):
-        metadata = {"key": "0", "source": f"cat {number}.png:10:20"} if number else None
-        write_tensors(tmp_path / "samples" / name, {"latents": torch.ones(4, 2, 2)}, torch.float32, metadata)
-    write_tensors(tmp_path / NULL_CONDITION, {"class_label": torch.tensor(1)}, torch.float32)
-    manifest = {"format_version": FORMAT_VERSION, "settings": {}, "complete": True}
-    write_json(tmp_path / MANIFEST, {**manifest, "samples": names, "latent_shape": [4, 2, 2]})
-    dataset = LatentDataset(tmp_path)
-    assert dataset.sample_name(1) == "1 (000002.safetensors from 'cat 1.png:10:20')"
-    assert dataset.sample_name(0) == "0 (000000.safetensors)"

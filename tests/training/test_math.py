@@ -197,28 +197,23 @@ def test_learning_rate_schedules():
     assert learning_rate_factor(20, schedule="cosine", warmup_steps=4, total_steps=12) == pytest.approx(0)
     # A warm-up over all steps ends at the peak.
     assert learning_rate_factor(3, schedule="linear", warmup_steps=4, total_steps=4) == 1
-    with pytest.raises(ValueError, match="constant, linear, cosine"):
-        learning_rate_factor(0, schedule="steps", warmup_steps=0, total_steps=1)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"train": "some"}, "train='some' is not one of 'mhla', 'lora', 'full'"),
-        ({"lr_schedule": "steps"}, "lr_schedule='steps' is not one of 'constant', 'linear', 'cosine'"),
         ({"learning_rate": 0.0}, "learning_rate must be greater than 0"),
         ({"learning_rate": math.nan}, "learning_rate must be a finite number"),
         ({"adam_beta2": 1.0}, "adam_beta2 must be less than 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"batch_size": 1.5}, "batch_size must be a whole number"),
-        ({"batch_size": None}, "batch_size must be a whole number"),
         ({"condition_dropout": 1.5}, "condition_dropout must be at most 1"),
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false"),
         ({"max_steps": 0}, "nothing to train"),
         ({"mhla": "none", "train": "mhla"}, "mhla='none' converts nothing"),
         ({"mhla": "none", "transfer_steps": 3}, "transfer_steps needs MHLA layers"),
         ({"transfer_cache": "disk", "transfer_steps": 3}, "transfer_cache='disk' needs output"),
-        ({"transfer_cache": "ram"}, "transfer_cache='ram' is not one of 'auto', 'memory', 'disk', 'none'"),
         ({"mhla": "{"}, "mhla is not valid JSON"),
         ({"mhla": "there-is-no-such-file"}, "mhla must be a JSON object"),
         ({"mhla": 3}, "mhla must be JSON"),

@@ -2,7 +2,6 @@
 """Configurations for several processes: two equal one, and checkpoints go on in another number of processes."""
 
 import shutil
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,8 @@ from accelerate import DistributedType
 from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.data.batches import DataOrder
-from mhla_hf.training.metrics import read_metrics
-from mhla_hf.training.processes import check_distribution, make_accelerator
+from mhla_hf.training.processes import check_distribution
+from mhla_hf.training.run import read_metrics
 from mhla_hf.training.sharding import set_deepspeed_options
 
 from .sharded_training import CONFIGURATIONS, OPTIONS, launch_arguments, launch_environment, train_together
@@ -126,15 +125,15 @@ class TestConfigurations:
         assert (options["train_micro_batch_size_per_gpu"], options["gradient_clipping"]) == (3, 0.5)
         assert options["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"} and "bf16" not in options
         for changes, message in (
-            ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps must be 1 under DeepSpeed"),
-            ({"ema_decay": 0.9}, "ema_decay does not run under DeepSpeed"),
-            ({"mixed_precision": "fp16"}, "mixed_precision must be bf16 or no under DeepSpeed, got 'fp16'"),
-            ({"transfer_steps": 1}, "transfer_steps must be 0 under DeepSpeed"),
+            ({"gradient_accumulation_steps": 2}, "under DeepSpeed, gradient_accumulation_steps must be 1"),
+            ({"ema_decay": 0.9}, "under DeepSpeed, ema_decay cannot be used"),
+            ({"mixed_precision": "fp16"}, "under DeepSpeed, mixed_precision must be bf16 or no"),
+            ({"transfer_steps": 1}, "transfer_steps cannot be used under DeepSpeed"),
         ):
             with pytest.raises(ValueError, match=message):
                 check_distribution(accelerator, config.replace(**changes))
         plugin.zero_stage = 2
-        with pytest.raises(ValueError, match="zero_stage must be 3 in accelerate's DeepSpeed configuration, got 2"):
+        with pytest.raises(ValueError, match="zero_stage must be 3 in accelerate's configuration"):
             check_distribution(accelerator, config)
 
     def test_tracking_under_deepspeed_is_refused(self, tmp_path):
@@ -144,19 +143,11 @@ class TestConfigurations:
         with pytest.raises(ValueError, match="tracker .* does not run under DeepSpeed; use FSDP 2"):
             trainer._prepare(None, None)
 
-    @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
-    def test_deepspeed_that_is_not_installed_is_named(self, monkeypatch):
-        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        with pytest.raises(ValueError, match="DEEPSPEED needs that package: pip install deepspeed"):
-            make_accelerator(TrainingConfig())
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"transfer_steps": 1}, "transfer_steps must be 0 under FSDP: run that stage first, without sharding"),
-            ({"distill_steps": 1}, "distill_steps must be 0 under FSDP"),
-            ({"train": "lora"}, "train='lora' does not run under FSDP"),
-            ({"validation_prompts": "a"}, "validation_prompts do not run under FSDP"),
+            ({"distill_steps": 1}, "distill_steps cannot be used under FSDP: run that stage first, without sharding"),
+            ({"train": "lora"}, "train='lora' cannot be used under FSDP"),
         ],
     )
     def test_what_does_not_run_sharded_is_refused(self, options, message):

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert
-from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, WanObjective, evaluate
+from mhla_hf.training import DiffusionTrainer, TrainingConfig, WanObjective, evaluate
 from mhla_hf.training.checkpoints import list_checkpoints
 from mhla_hf.training.data.batches import DataOrder, make_batch
 from mhla_hf.training.families.wan import sigma_range
@@ -23,7 +23,6 @@ from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.loop import MicroBatches, load_micro_batches
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.teacher import shared_teacher
-from mhla_hf.training.metrics import read_metrics
 from mhla_hf.training.parameters import (
     add_lora,
     is_lora_parameter,
@@ -32,6 +31,7 @@ from mhla_hf.training.parameters import (
     set_trainable,
     trainable_names,
 )
+from mhla_hf.training.run import read_metrics
 from mhla_hf.training.sharding import unsharded
 from mhla_hf.training.stages.matching import LayerMatching
 from mhla_hf.training.stages.prediction import DiffusionStage
@@ -140,8 +140,6 @@ class TestParameters:
         assert all(name.startswith("blocks.2.attn1.") for name in trainable_names(student, "lora", ["blocks.2.attn1"]))
         set_trainable(student, names)
         assert [name for name, parameter in student.named_parameters() if parameter.requires_grad] == names
-        with pytest.raises(ValueError, match="mhla, lora, full"):
-            trainable_names(student, "some")
 
     def test_a_softmax_model_has_nothing_of_mhla(self, teacher):
         with pytest.raises(ValueError, match="leaves nothing to train"):
@@ -218,7 +216,6 @@ class TestTransfer:
         for name, gradient in gradients[0].items():
             assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
 
-    @every_family
     @pytest.mark.parametrize("mode", ["lora", "full"])
     def test_records_in_memory_and_on_disk_are_one(self, mode, case, tmp_path):
         teacher, results = case.make_teacher(), []
@@ -237,18 +234,6 @@ class TestTransfer:
             results.append((result.losses["transfer"], result.model.state_dict()))
         assert results[0][0] == results[1][0]
         assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
-
-    def test_without_a_cache_every_step_has_new_noise(self):
-        case = CASES["dit"]
-        teacher, losses = case.make_teacher(), []
-        for cache in ("none", "none", "memory"):
-            config = options(transfer_steps=3, max_steps=0, transfer_cache=cache)
-            trainer = DiffusionTrainer(
-                config, case.student(teacher), case.dataset(), teacher=copy.deepcopy(teacher),
-                null_condition=case.null_condition,
-            )  # fmt: skip
-            losses.append(trainer.run().losses["transfer"])
-        assert losses[0] == losses[1] != losses[2] and losses[0][2] < losses[0][0] + 1
 
 
 class TestInProcess:
@@ -281,7 +266,6 @@ class TestInProcess:
             assert changed == expected
         assert all(parameter.requires_grad for parameter in result.model.parameters())
 
-    @every_family
     def test_training_lowers_the_losses(self, case, teacher, student, dataset):
         before = evaluate(student, dataset, draws_per_sample=4)
         result = DiffusionTrainer(
@@ -296,7 +280,6 @@ class TestInProcess:
         assert difference < -5 * error
         assert result.seconds_per_step["finetune"] > 0
 
-    @every_family
     def test_two_models_see_the_same_data(self, case, teacher, student, dataset):
         orders = []
         for model in (copy.deepcopy(teacher), student):
@@ -306,19 +289,6 @@ class TestInProcess:
             orders.append(recording.order[1:])
         assert orders[0] == orders[1] and sorted(orders[0][:5]) == [0, 1, 2, 3, 4]
 
-    @every_family
-    def test_accumulation_is_a_larger_batch(self, case, student, dataset):
-        losses = [
-            DiffusionTrainer(
-                options(condition_dropout=0.0, weight_decay=0.0, **sizes), copy.deepcopy(student), dataset
-            )
-            .run()
-            .losses["finetune"]
-            for sizes in ({"batch_size": 4}, {"batch_size": 1, "gradient_accumulation_steps": 4})
-        ]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-    @every_family
     def test_checkpointing_and_bf16_train_alike(self, case, teacher, student, dataset):
         plain = DiffusionTrainer(
             options(transfer_steps=2),
@@ -340,11 +310,6 @@ class TestInProcess:
         assert {parameter.dtype for parameter in lean.model.parameters()} == {torch.float32}
         assert evaluate(lean.model, dataset).loss > 0
 
-    def test_softmax_models_train_too(self, dataset):
-        model = tiny.wan_transformer(num_layers=1)
-        result = DiffusionTrainer(options(condition_dropout=0.0, max_grad_norm=0.0), model, dataset).run()
-        assert len(result.losses["finetune"]) == 4
-
     def test_what_is_missing_is_named(self, teacher, student, dataset):
         with pytest.raises(ValueError, match="model must be given"):
             DiffusionTrainer(options())
@@ -354,7 +319,7 @@ class TestInProcess:
             DiffusionTrainer(options(), student, [])
         with pytest.raises(ValueError, match="null_condition"):
             DiffusionTrainer(options(), student, dataset)
-        with pytest.raises(ValueError, match="needs a teacher"):
+        with pytest.raises(ValueError, match="needs teacher"):
             DiffusionTrainer(options(transfer_steps=1, condition_dropout=0.0), student, dataset).run()
         with pytest.raises(ValueError, match="at least one MHLA layer"):
             DiffusionTrainer(options(transfer_steps=1, condition_dropout=0.0), teacher, dataset).run()
@@ -363,12 +328,7 @@ class TestInProcess:
         with pytest.raises(ValueError, match="needs output"):
             DiffusionTrainer(options(report_to="tensorboard"), student, dataset)
 
-    def test_a_loss_that_is_no_number_stops_the_run(self, student, dataset):
-        broken = [{**sample, "latents": sample["latents"] * float("nan")} for sample in dataset]
-        with pytest.raises(FloatingPointError, match="finetune step 1"):
-            DiffusionTrainer(options(condition_dropout=0.0), student, broken).run()
-
-    @pytest.mark.parametrize("workers", [0, 1, 2])
+    @pytest.mark.parametrize("workers", [0, 2])
     def test_batches_can_be_built_ahead(self, workers):
         class Stage:
             def make_batch(self, order, step, micro_step):
@@ -420,11 +380,7 @@ def crash_at(stage, step):
 
 
 class TestResuming:
-    @pytest.mark.parametrize(
-        ("case", "mode"),
-        [("wan", "mhla"), ("wan", "lora"), ("wan", "full"), ("sana", "lora"), ("dit", "full")],
-        indirect=["case"],
-    )
+    @pytest.mark.parametrize(("case", "mode"), [("wan", "mhla"), ("sana", "lora"), ("dit", "full")], indirect=["case"])
     def test_interrupted_runs_end_where_uninterrupted_ones_do(self, mode, case, teacher, student, dataset, tmp_path):
         shared = {
             "train": mode,
@@ -473,7 +429,7 @@ class TestResuming:
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, again.model.state_dict()[name]), name
 
-    def test_other_runs_are_refused_and_changes_are_named(self, student, dataset, tmp_path, caplog):
+    def test_other_runs_are_refused(self, student, dataset, tmp_path):
         def trainer(**changes):
             config = options(output=tmp_path, condition_dropout=0.0, checkpointing_steps=2, **changes)
             return DiffusionTrainer(config, copy.deepcopy(student), dataset)
@@ -483,8 +439,7 @@ class TestResuming:
             trainer().run()
         with pytest.raises(ValueError, match="was made with train='full'"):
             trainer(resume="latest", train="mhla").run()
-        result = trainer(resume="finetune-00000002", max_steps=6, seed=1, flow_shift=5.0).run()
-        assert "max_steps, seed, flow_shift" in caplog.text
+        result = trainer(resume="finetune-00000002", max_steps=6).run()
         assert len(result.losses["finetune"]) == 6
 
 
@@ -507,14 +462,13 @@ def test_a_sharded_model_is_exported_whole(teacher):
 
 # Nothing changes what a unit returns in place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@every_family
-@pytest.mark.parametrize("converted", [True, False], ids=["mhla", "ordinary"])
-def test_sharded_models_train_in_low_precision(case, teacher, dataset, converted, monkeypatch):
+@pytest.mark.parametrize("case", ["wan", "dit"], indirect=True)
+def test_sharded_models_train_in_low_precision(case, teacher, dataset, monkeypatch):
     """Shards as accelerate does: the units that the module names, then what is left."""
     import torch.distributed as distributed
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = case.student(teacher) if converted else copy.deepcopy(teacher)
+    model = case.student(teacher)
     model.requires_grad_(True)
     order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
     stage = DiffusionStage(options(), model, case.objective, partial(make_batch, dataset, objective=case.objective))
@@ -630,30 +584,6 @@ class TestFiles:
         with pytest.raises(ValueError, match="pipeline with two"):
             DiffusionTrainer(config.replace(output=str(tmp_path / "other"), validation_prompts=("a",))).run()
 
-    def test_one_expert_is_trained_and_the_other_stays(self, cache_directory, tmp_path):
-        """Of a pipeline whose experts differ in kind, by way of files."""
-        source = tmp_path / "source"
-        pipeline = tiny.wan_pipeline(num_layers=1, second_transformer=True)
-        convert(pipeline, {"transformer_2": MHLA}).save_pretrained(source)
-        config = options(
-            model=source,
-            cache=str(cache_directory),
-            output=tmp_path / "run",
-            component="transformer_2",
-            max_steps=1,
-            checkpointing_steps=0,
-        )
-        result = DiffusionTrainer(config).run()
-        index = json.loads((result.pipeline / "model_index.json").read_text())
-        assert [index[name][1] for name in ("transformer", "transformer_2")] == [
-            "WanTransformer3DModel",
-            "MHLAWanTransformer3DModel",
-        ]
-        weights = "diffusion_pytorch_model.safetensors"
-        kept, trained = ((result.pipeline / name / weights).read_bytes() for name in ("transformer", "transformer_2"))
-        assert kept == (source / "transformer" / weights).read_bytes()
-        assert trained != (source / "transformer_2" / weights).read_bytes()
-
     def test_bad_sources_are_named(self, pipeline_directory, tmp_path):
         with pytest.raises(ValueError, match=r"model_index\.json"):
             find_pipeline(str(tmp_path), "model")
@@ -692,58 +622,3 @@ class TestFiles:
         (tmp_path / "other").rename(tmp_path / "softmax")
         with pytest.raises(ValueError, match="softmax, which .* comes from, is not there"):
             _ = PipelineSource(tmp_path / "softmax").teacher
-
-    def test_the_cache_gives_what_training_needs(self, cache_directory):
-        dataset = LatentDataset(cache_directory)
-        assert dataset[3]["prompt_embeds"].shape == (8, tiny.TEXT_DIM) == dataset.null_condition["prompt_embeds"].shape
-        assert dataset[3]["prompt_embeds"][5:].abs().max() == 0
-        (cache_directory / "samples" / "000003.safetensors").rename(cache_directory / "moved")
-        with pytest.raises(ValueError, match="lacks 1 samples"):
-            LatentDataset(cache_directory)
-        (cache_directory / "moved").rename(cache_directory / "samples" / "000003.safetensors")
-
-
-def test_a_source_is_found_and_read_once_in_a_run(cache_directory, tmp_path, monkeypatch):
-    """By student, teacher, validation samples and export together, in a run with every stage."""
-    from mhla_hf.conversion import convert_pretrained
-    from mhla_hf.training import loading
-    from mhla_hf.utils import json_files, locations
-
-    tiny.wan_pipeline(num_layers=2).save_pretrained(tmp_path / "softmax")
-    convert_pretrained(tmp_path / "softmax", tmp_path / "converted", MHLA, progress=False)
-    found, read = [], []
-
-    def find(location, argument, **hub):
-        found.append(location)
-        return locations.find_pipeline(location, argument, **hub)
-
-    def read_json(path, what, **fields):
-        read.append((str(path.relative_to(tmp_path)), what))
-        return json_files.read_json(path, what, **fields)
-
-    monkeypatch.setattr(loading, "find_pipeline", find)
-    monkeypatch.setattr(loading, "read_json", read_json)
-    config = options(
-        model=str(tmp_path / "converted"),
-        cache=str(cache_directory),
-        output=tmp_path / "run",
-        teacher=str(tmp_path / "softmax"),
-        transfer_steps=1,
-        distill_steps=1,
-        max_steps=1,
-        validation_prompts=("a three moves left",),
-        validation_inference_steps=1,
-        validation_guidance=1.0,
-    )
-    result = DiffusionTrainer(config).run()
-    assert set(result.losses) == {"transfer", "distill", "finetune"} and result.pipeline.is_dir()
-    assert list((tmp_path / "run" / "validation").iterdir())
-    # The pipeline and its teacher, once each.
-    assert found == [config.model, config.teacher]
-    # Files of encoders are checked once more where they are loaded.
-    assert sorted(each for each in read if each[1] != "the pipeline's file") == [
-        ("converted/model_index.json", "the pipeline's index"),
-        ("converted/scheduler/scheduler_config.json", "the scheduler's configuration"),
-        ("converted/transformer/config.json", "the model's configuration"),
-        ("softmax/transformer/config.json", "the model's configuration"),
-    ]

@@ -33,10 +33,9 @@ from ..matching.activations import ActivationCache, DiskCache, MemoryCache, Onli
 from ..matching.layers import AttentionLayer, LayerCall, evaluating, find_projections
 from ..matching.layers import mhla_layers as attention_layers
 from ..matching.teacher import SharedTeacher, shared_teacher
-from ..metrics import Metrics
 from ..parameters import mhla_layers, trainable_names
 from ..processes import Processes
-from ..run import Run, samples_behind_bad_loss
+from ..run import Metrics, Run, samples_behind_bad_loss
 from .prediction import Stage
 
 

@@ -15,7 +15,7 @@ from mhla_hf import convert
 from mhla_hf.cli.main import app
 from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, evaluate, objective_for
 from mhla_hf.training.loading import PipelineSource
-from mhla_hf.training.metrics import read_metrics
+from mhla_hf.training.run import read_metrics
 
 from ... import tiny_images
 
