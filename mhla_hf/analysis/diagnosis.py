@@ -12,8 +12,8 @@ from accelerate.utils import extract_model_from_parallel
 from safetensors import safe_open
 from torch import nn
 
-from ..conversion.diffusers_planning import empty_model
-from ..conversion.transformers_names import StoredNames
+from ..conversion.planning import empty_model
+from ..conversion.transformers_planning import StoredNames
 from ..models.source import Component, read_source
 from ..training.matching.layers import Batch, mhla_layers
 from .signatures import FailureSignature, weight_signatures

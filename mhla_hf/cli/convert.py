@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _ORIGINAL_WEIGHTS = "Original weights of Wan"
 _COMPONENTS = "Pipelines of several transformers"
 
-_MAX_SHARD_SIZE = option("Largest weight file, such as 5GB. Default: as in the source.", metavar="SIZE", panel=WEIGHTS)
+_MAX_SHARD_SIZE = option("Largest weight file, such as 2GB. Default: 5GB.", metavar="SIZE", panel=WEIGHTS)
 
 
 @with_options(CONVERSION, HUB)

@@ -26,10 +26,9 @@ from ..models.stub import softmax_config
 from ..utils.destinations import claim_destination
 from ..utils.locations import download_repository, find_directory, local_origin
 from ..utils.messages import shorten_list, shorten_text
-from .diffusers_planning import plan_component
-from .options import parse_dtype, parse_size
+from .options import MAX_SHARD_BYTES, parse_dtype, parse_size
 from .original_weights import find_weights, is_original_directory, plan_original
-from .planning import ComponentPlan, PlanOptions, plan_files
+from .planning import ComponentPlan, PlanOptions, plan_component, plan_files
 from .report import ComponentReport, ConversionReport
 from .writing import check_apart, write_result
 
@@ -61,7 +60,7 @@ def convert_pretrained(
     Language models, encoders (those of sentence-transformers too) and vision models become what
     `from_pretrained(source, attn_implementation="mhla", mhla=...)` gives and plain `from_pretrained` loads again.
 
-    Weights stream from the source's files to new ones, so memory stays at one tensor whatever the size of the model.
+    Weights are written file by file, so memory stays at `max_shard_size` whatever the size of the model.
     Projections, norms and feed-forward layers are taken over; the MHLA parameters start from their initial values, so
     the result needs fine-tuning (but SANA's, which computes what it did before). Everything else is copied (the other
     parts of a pipeline, tokenizers, generation settings, the modules of sentence-transformers), except the old weights
@@ -96,8 +95,7 @@ def convert_pretrained(
         token: Access token for the Hub.
         cache_dir: Where downloads go.
         local_files_only: Do not use the network.
-        max_shard_size: Largest weight file, in bytes or as `"5GB"`. By default the source's files keep their sizes;
-            where there are several, the new parameters get one of their own.
+        max_shard_size: Largest weight file, in bytes or as `"5GB"`, the default. The conversion needs as much memory.
         overwrite: Replace an existing destination.
         progress: Show a progress bar on standard error.
         finish: Called with the complete directory before it moves to `destination`, to add files such as a model card.
@@ -122,7 +120,7 @@ def convert_pretrained(
     started = time.monotonic()
     destination, local = Path(destination).expanduser(), Path(source).expanduser()
     mhla = with_given(mhla, given)
-    dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
+    dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size) or MAX_SHARD_BYTES
     hub: dict[str, Any] = {
         "revision": revision,
         "token": token,
@@ -139,7 +137,7 @@ def convert_pretrained(
         found: Source | None
         if original is not None or is_original_directory(root):
             _check_unused({"variant": variant}, f"{source} holds original weights")
-            options = PlanOptions(layers, dtype, None, max_bytes)
+            options = PlanOptions(max_bytes, layers, dtype)
             plan, found, origin = plan_original(
                 root, str(source), origin, mhla, options, component=component, hub=hub, **original_only
             )
@@ -149,7 +147,7 @@ def convert_pretrained(
             _check_unused(original_only, f"{source} has other files and a configuration of its own")
             check_apart(claimed, root)
             found = read_source(root, str(source), origin)
-            options = PlanOptions(layers, dtype, variant, max_bytes)
+            options = PlanOptions(max_bytes, layers, dtype, variant)
             chosen = _choose(found, mhla, component)
             compression = None if found.pipeline is None else vae_compression(root)
             plans = [
@@ -230,10 +228,10 @@ def _plan_original(source: Source, part: Component, given: Source | None, hub: M
     report = ComponentReport(part.class_name, origin.softmax_class_name)
     weights = []
     for stored in origin.weight_sets():
-        groups = [reader.entries() for reader in stored.open(floats_only=False)]
-        report.dropped += [entry.name for group in groups for entry in group if ".mhla." in entry.name]
-        kept = [[entry for entry in group if ".mhla." not in entry.name] for group in groups]
-        weights.append(plan_files(stored.variant, stored.files, [group for group in kept if group], [], None))
+        entries = [entry for reader in stored.open(floats_only=False) for entry in reader.entries()]
+        report.dropped += [entry.name for entry in entries if ".mhla." in entry.name]
+        kept = [entry for entry in entries if ".mhla." not in entry.name]
+        weights.append(plan_files(stored.variant, stored.files, kept, [], MAX_SHARD_BYTES, origin.names.stem))
     return ComponentPlan(part.name, softmax_config(origin), weights, report, origin.names)
 
 

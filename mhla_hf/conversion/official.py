@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,17 @@ from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip
 from ..utils.destinations import claim_destination
 from ..utils.messages import shorten_text, shorten_value
 from ..utils.tensor_files import TensorEntry
-from .checkpoint_files import UPSTREAM, open_checkpoint
-from .diffusers_planning import cast_entry, component_report, empty_model, kept_in_fp32
-from .options import parse_dtype, parse_size
-from .original_weights import read_base
-from .planning import ComponentPlan, compare_tensors, plan_files
+from .options import MAX_SHARD_BYTES, parse_dtype, parse_size
+from .original_weights import UPSTREAM, open_checkpoint, read_base
+from .planning import (
+    ComponentPlan,
+    cast_entry,
+    compare_tensors,
+    component_report,
+    empty_model,
+    kept_in_fp32,
+    plan_files,
+)
 from .report import ConversionReport
 from .writing import check_apart, write_result
 
@@ -70,7 +75,7 @@ def import_official(
         grid: Token grid the weights were trained for; lets other sizes be resampled, see `MHLAConfig.resize`.
         num_heads: Number of heads. By default from the output norm's width, or heads 128 wide without one.
         dtype: Cast the weights: float32, bfloat16 or float16; what diffusers keeps in fp32 keeps its type.
-        max_shard_size: Largest weight file, in bytes or as `"5GB"`. By default the files follow the checkpoint's.
+        max_shard_size: Largest weight file, in bytes or as `"5GB"`, the default. The import needs as much memory.
         revision: Branch, tag or commit of `base` on the Hub.
         token: Access token for the Hub.
         cache_dir: Where downloads of `base` go.
@@ -87,12 +92,12 @@ def import_official(
     """
     started = time.monotonic()
     checkpoint, destination = Path(checkpoint).expanduser(), Path(destination).expanduser()
-    dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size)
+    dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size) or MAX_SHARD_BYTES
     base_path = None if base is None or not Path(base).expanduser().exists() else Path(base).expanduser()
     with claim_destination(destination, overwrite=overwrite) as claimed:
         check_apart(claimed, checkpoint if checkpoint.exists() else None, base_path)
-        groups, files = open_checkpoint(checkpoint)
-        plan = _plan_import(groups, files, checkpoint, blocks, normalizer, grid, num_heads, dtype, max_bytes)
+        found, files = open_checkpoint(checkpoint)
+        plan = _plan_import(found, files, checkpoint, blocks, normalizer, grid, num_heads, dtype, max_bytes)
         source = None
         origin: dict[str, Any] = {"location": checkpoint.resolve().name}
         if base is not None:
@@ -107,7 +112,7 @@ def import_official(
 
 
 def _plan_import(
-    groups: list[list[TensorEntry]],
+    found: list[TensorEntry],
     files: tuple[Path, ...],
     checkpoint: Path,
     blocks: Sequence[int] | None,
@@ -115,10 +120,10 @@ def _plan_import(
     grid: Sequence[int] | None,
     num_heads: int | None,
     dtype: torch.dtype | None,
-    max_bytes: int | None,
+    max_bytes: int,
 ) -> ComponentPlan:
     entries: dict[str, TensorEntry] = {}
-    for entry in chain.from_iterable(groups):
+    for entry in found:
         if entry.name in entries:
             raise ValueError(f"{checkpoint} holds {shorten_text(entry.name)} twice.")
         if 0 in entry.shape:
@@ -151,7 +156,7 @@ def _plan_import(
         called=lambda name: renamed.get(name) or authors_name(name),
     )
     kept = kept_in_fp32(model)
-    shards = [[cast_entry(written[entry.name], dtype, kept) for entry in group] for group in groups]
+    copied = [cast_entry(entry, dtype, kept) for entry in written.values()]
     report = component_report("WanModel", model)
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
     config = to_stored(
@@ -161,7 +166,7 @@ def _plan_import(
             **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
         }
     )
-    return ComponentPlan("transformer", config, [plan_files(None, files, shards, [], max_bytes)], report)
+    return ComponentPlan("transformer", config, [plan_files(None, files, copied, [], max_bytes)], report)
 
 
 def _imported_entry(name: str, entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry:

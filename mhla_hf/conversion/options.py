@@ -21,6 +21,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The names `--dtype` takes."""
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""Largest weight file by default, as in `huggingface_hub`."""
+
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

@@ -1,46 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of conversions, made from headers alone: name, shape, type and origin of every tensor that is written."""
+"""Plans of conversions, made from configurations and headers: name, shape, dtype and source of every tensor."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..config import MHLAConfig, parse_layers
+from ..layers.original import STATE_KEY, STATES
+from ..models.bounds import check_layer_count, check_model_config, check_new_size
+from ..models.options import to_stored
+from ..models.registry import family_for
+from ..models.source import Component
 from ..models.weight_files import DIFFUSERS_FILES, FileNames
+from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.messages import shorten_list, shorten_value
-from ..utils.tensor_files import TensorEntry, split_into_shards
+from ..utils.tensor_files import TensorEntry, plan_shards
 from .report import ComponentReport, WeightSetReport
 
 
 @dataclass
 class WeightsPlan:
-    """One set of weight files that will be written: the tensors of each shard, the files read, and the report."""
+    """One set of weight files to write.
 
-    shards: list[list[TensorEntry]]
+    Attributes:
+        shards: The tensors of each file by its name.
+        sources: The files read.
+        report: Its part of `conversion.json`.
+    """
+
+    shards: dict[str, list[TensorEntry]]
     sources: tuple[Path, ...]
     report: WeightSetReport
 
     @property
     def nbytes(self) -> int:
         """Size of the tensors, in bytes."""
-        return sum(entry.nbytes for shard in self.shards for entry in shard)
+        return sum(entry.nbytes for shard in self.shards.values() for entry in shard)
 
 
 @dataclass
 class ComponentPlan:
-    """One model that will be written: its `config.json` and weights, and the report filled meanwhile.
+    """One model to write.
 
     Attributes:
         name: Name of the component.
         config: Contents of `config.json`.
         weights: The sets of weight files.
-        report: Its part of `conversion.json`.
+        report: Its part of `conversion.json`, completed while it is written.
         names: Names of the weight files.
     """
 
@@ -56,27 +70,127 @@ class PlanOptions:
     """Options of `convert_pretrained` that every plan takes.
 
     Attributes:
-        layers: Layers that become MHLA.
-        dtype: Type to cast to.
-        variant: The only variant to convert.
         max_bytes: Largest weight file.
+        layers: Layers that become MHLA.
+        dtype: Dtype to cast to.
+        variant: The only variant to convert.
     """
 
+    max_bytes: int
     layers: str | Iterable[int] | None = None
     dtype: torch.dtype | None = None
     variant: str | None = None
-    max_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """One complete set of a model's weights, whose values are read on demand.
+
+    Attributes:
+        variant: Part of the file names such as `fp16`; `None` for the main set.
+        files: The files.
+        entries: The tensors, under the names of diffusers.
+        where: Location of the weights, for errors.
+        names: Names in the files by names of diffusers, where they differ.
+    """
+
+    variant: str | None
+    files: tuple[Path, ...]
+    entries: list[TensorEntry]
+    where: str
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by the names of diffusers."""
+        return {entry.name: entry.shape for entry in self.entries}
+
+
+def plan_component(
+    component: Component,
+    mhla: MHLAConfig | Mapping[str, Any] | None,
+    options: PlanOptions,
+    weights: list[StoredWeights] | None = None,
+    compression: tuple[int, int] | None = None,
+) -> ComponentPlan:
+    """Plan the conversion of one diffusers transformer.
+
+    Options missing from `mhla` take the model's defaults, at its sample size or at that of a pipeline with a VAE of
+    this `compression`. Weights are by default those in the component's folder. Errors are those of
+    `convert_pretrained`.
+    """
+    import diffusers
+
+    if component.is_mhla:
+        raise ValueError(
+            f"{component.folder} is a {component.class_name} already; convert the model it was made from."
+        )
+    family = family_for(component.class_name)
+    target_class = family.load_class()
+    weight_sets = component.weight_sets(options.variant) if weights is None else []
+    # Before the model is built: a wrong size may ask for more memory than there is.
+    upstream_class, where = getattr(diffusers, family.upstream), str(component.folder / "config.json")
+    check_model_config(upstream_class, component.config, where)
+    arguments = inspect.signature(upstream_class.__init__).parameters
+    num_layers = component.config.get("num_layers", arguments["num_layers"].default)
+    weights = weights or [
+        StoredWeights(
+            found.variant,
+            found.files,
+            [entry for reader in found.open() for entry in reader.entries()],
+            str(component.folder),
+        )
+        for found in weight_sets
+    ]
+    config = target_class.coerce_options(target_class.options_in_pipeline(mhla, component.config, compression))
+    for stored in weights:
+        check_layer_count(num_layers, stored.shapes, where)
+    if options.layers is not None:
+        config = config.replace(layers=parse_layers(options.layers, num_layers))
+    model = empty_model(target_class, {**component.config, "mhla": config.given_options()})
+    target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # The softmax model has the same tensors but those of MHLA.
+    expected = {name: shape for name, shape in target.items() if ".mhla." not in name}
+    check_new_size(expected, target)
+    report = component_report(component.class_name, model)
+    plans = [_plan_weights(stored, model, expected, target, report, options) for stored in weights]
+    kept = component.config
+    if kept["_class_name"] != component.class_name:
+        # The configuration of a legacy checkpoint has entries for the other models that its class could be.
+        kept = {name: value for name, value in kept.items() if name in arguments or name.startswith("_")}
+    stored_config = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla, STATE_KEY: STATES[0]})
+    return ComponentPlan(component.name, stored_config, plans, report)
+
+
+def _plan_weights(
+    stored: StoredWeights,
+    model: Any,
+    expected: Mapping[str, tuple[int, ...]],
+    target: Mapping[str, tuple[int, ...]],
+    report: ComponentReport,
+    options: PlanOptions,
+) -> WeightsPlan:
+    ignored = declared(model, "_keys_to_ignore_on_load_unexpected")
+    names = stored.names
+    compare_tensors(
+        stored.shapes, expected, where=stored.where, ignored=ignored, called=lambda name: names.get(name, name)
+    )
+    kept = kept_in_fp32(model)
+    copied = [cast_entry(entry, options.dtype, kept) for entry in stored.entries]
+    new_dtype = options.dtype or dominant_dtype(copied)
+    fresh = [initial_entry(model, name, new_dtype, kept, report) for name in target if name not in expected]
+    return plan_files(stored.variant, stored.files, copied, fresh, options.max_bytes)
 
 
 def plan_files(
     variant: str | None,
     sources: tuple[Path, ...],
-    groups: list[list[TensorEntry]],
+    copied: list[TensorEntry],
     fresh: list[TensorEntry],
-    max_bytes: int | None,
+    max_bytes: int,
+    stem: str = DIFFUSERS_FILES.stem,
 ) -> WeightsPlan:
-    """Distributes the copied tensors of each file, and new ones: one file stays one file; several get one more."""
-    copied = [entry for group in groups for entry in group]
+    """Plan the files of copied and new tensors."""
     report = WeightSetReport(
         variant=variant,
         copied_tensors=len(copied),
@@ -84,9 +198,8 @@ def plan_files(
         dtypes=_count_dtypes([*copied, *fresh]),
         initialised_dtypes=_count_dtypes(fresh),
     )
-    if fresh:
-        groups = [groups[0] + fresh] if len(groups) == 1 else [*groups, fresh]
-    return WeightsPlan(split_into_shards(groups, max_bytes), sources, report)
+    shards = plan_shards([*copied, *fresh], max_bytes, stem=stem, variant=variant)
+    return WeightsPlan(shards, sources, report)
 
 
 def compare_tensors(
@@ -97,14 +210,14 @@ def compare_tensors(
     ignored: Iterable[str] = (),
     called: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """Checks that weights are exactly those of a model.
+    """Check that weights are exactly those of a model.
 
     Args:
         found: Shapes by name.
         expected: The model's shapes by name.
         where: Location of the weights, for the error.
         ignored: Parts of names that may be left over.
-        called: Returns the name for the error, where the file has another one.
+        called: Returns the name in the file for a name in the model.
 
     Raises:
         ValueError: If tensors are missing, left over or of another shape; the message names them.
@@ -116,19 +229,47 @@ def compare_tensors(
         for name in expected
         if name in found and found[name] != expected[name]
     ]
-    problems = []
-    if missing:
-        problems.append(f"lacks {shorten_list(missing)}")
-    if surplus:
-        problems.append(f"has tensors that the model does not know: {shorten_list(surplus)}")
-    if shapes:
-        problems.append(f"has tensors of another shape: {shorten_list(shapes)}")
+    kinds = ("lacks", "has tensors that the model does not know:", "has tensors of another shape:")
+    problems = [f"{kind} {shorten_list(names)}" for kind, names in zip(kinds, (missing, surplus, shapes)) if names]
     if problems:
         raise ValueError(f"{where} {'; '.join(problems)}.")
 
 
+def empty_model(model_class: type, config: Mapping[str, Any]) -> Any:
+    """Build a diffusers model from the contents of its `config.json`, without memory for its parameters."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        return model_class.from_config(dict(config))  # type: ignore[attr-defined]
+
+
+def component_report(source_class: str, model: Any) -> ComponentReport:
+    """Start the report on a model of an MHLA class."""
+    return ComponentReport(
+        source_class=source_class,
+        target_class=type(model).__name__,
+        mhla=dict(model.config.mhla),
+        mhla_layers=list(model.mhla_layers),
+        num_layers=model.config.num_layers,
+        warning=model.single_block_warning() or "",
+    )
+
+
+def kept_in_fp32(model: Any) -> Callable[[str], bool]:
+    """Return a test for parameters that diffusers keeps in fp32, by complete parts of the dotted name."""
+    parts = fp32_parts(model)
+    return lambda name: bool(parts & set(name.split(".")))
+
+
+def cast_entry(entry: TensorEntry, dtype: torch.dtype | None, kept: Callable[[str], bool]) -> TensorEntry:
+    """Set the dtype a tensor is written in; parameters that the library keeps in fp32 are written in fp32."""
+    if dtype is None:
+        return entry
+    return TensorEntry(entry.name, entry.shape, torch.float32 if kept(entry.name) else dtype, entry.load)
+
+
 def dominant_dtype(entries: Iterable[TensorEntry]) -> torch.dtype:
-    """Type of most values."""
+    """Return the dtype of most values."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         sizes[entry.dtype] += entry.nbytes // entry.dtype.itemsize
@@ -147,7 +288,7 @@ def initial_entry(
     report: ComponentReport,
     stored_name: str | None = None,
 ) -> TensorEntry:
-    """A new MHLA parameter with its initial values, noted in the report.
+    """Return a new MHLA parameter with its initial values, and note it in the report.
 
     Args:
         model: The model that has it, on the meta device.
@@ -160,7 +301,6 @@ def initial_entry(
     module_name, _, relative = name.rpartition(".mhla.")
     module = model.get_submodule(f"{module_name}.mhla")
     shape = tuple(model.get_parameter(name).shape)
-    dtype = torch.float32 if kept(name) else dtype
     note = {"shape": list(shape), "values": ""}
     report.initialised[stored_name or name] = note
 
@@ -175,4 +315,4 @@ def initial_entry(
             note["values"] = f"constant {tensor.flatten()[0].item():.6g}" if constant else "identity"
         return tensor
 
-    return TensorEntry(stored_name or name, shape, dtype, load)
+    return TensorEntry(stored_name or name, shape, torch.float32 if kept(name) else dtype, load)

@@ -76,10 +76,8 @@ def write_result(
             folder = staging if pipeline is None else staging / plan.name
             describe(f"converting {plan.name}")
             for weights in plan.weights:
-                noted = weights.report
-                noted.files = write_shards(
-                    folder, weights.shards, stem=plan.names.stem, variant=noted.variant, on_bytes=advance
-                )
+                write_shards(folder, weights.shards, advance)
+                weights.report.files = list(weights.shards)
             write_staged_json(folder / "config.json", plan.config)
             describe(f"hashing {plan.name}")
             for weights in plan.weights:

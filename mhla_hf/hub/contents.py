@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -26,7 +26,7 @@ from ..utils.files import list_files
 from ..utils.json_files import parse_json, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.model_cards import CARD, is_own_card
-from ..utils.tensor_files import TensorEntry, shard_names, split_into_shards, write_shards
+from ..utils.tensor_files import TensorEntry, plan_shards, write_shards
 from .weight_checks import PICKLES
 
 
@@ -54,23 +54,18 @@ class Sharding:
 
     Attributes:
         folder: The model's folder, relative to the directory.
-        stem: File name without type and variant.
-        variant: Part of the file names such as `fp16`.
-        shards: The tensors of each file.
+        shards: The tensors of each file by its name.
     """
 
     folder: PurePosixPath
-    stem: str
-    variant: str | None
-    shards: Sequence[Sequence[TensorEntry]]
+    shards: Mapping[str, Sequence[TensorEntry]]
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of the tensors of each file by its path."""
-        names = shard_names(len(self.shards), self.stem, self.variant)
         return {
             (self.folder / name).as_posix(): sum(entry.nbytes for entry in shard)
-            for name, shard in zip(names, self.shards)
+            for name, shard in self.shards.items()
         }
 
 
@@ -128,7 +123,7 @@ class Contents:
         with _temporary_folder(parent, self.root.resolve().name) as folder:
             for part in self.shardings:
                 target = folder / part.folder
-                write_shards(target, part.shards, stem=part.stem, variant=part.variant, on_bytes=on_bytes)
+                write_shards(target, part.shards, on_bytes or (lambda count: None))
                 self.files |= {
                     (part.folder / path.name).as_posix(): path for path in target.iterdir() if path.is_file()
                 }
@@ -234,8 +229,9 @@ def _shard_set(contents: Contents, folder: PurePosixPath, stem: str, weights: We
         return
     for path in (*weights.files, *([weights.index] if weights.index else [])):
         contents.files.pop(path.relative_to(contents.root).as_posix(), None)
-    shards = split_into_shards([reader.entries() for reader in readers], max_bytes)
-    contents.shardings.append(Sharding(folder, stem, weights.variant, shards))
+    entries = [entry for reader in readers for entry in reader.entries()]
+    shards = plan_shards(entries, max_bytes, stem=stem, variant=weights.variant)
+    contents.shardings.append(Sharding(folder, shards))
 
 
 def _default_size(names: FileNames) -> int:

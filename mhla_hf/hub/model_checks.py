@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..conversion.diffusers_planning import empty_model
-from ..conversion.transformers_names import StoredNames
+from ..conversion.planning import empty_model
+from ..conversion.transformers_planning import StoredNames
 from ..integrations.transformers.checks import check_layers, check_sizes
 from ..models.bounds import check_layer_count, check_model_config
 from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..utils.compat.diffusers import fp32_parts, loads_single_files, read_single_file
-from ..utils.gguf_file import SUFFIX as GGUF_SUFFIX
-from ..utils.gguf_file import GGUFFile
+from ..utils.compat.diffusers import fp32_parts, loads_single_files
 from ..utils.hub import hub_downloads
 from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
+from ..utils.tensor_files import SafetensorsReader, TensorEntry, gguf_entries
 from .bounds import check_layer_count, check_model_config
 from .converting import FLOATS, convert_model
 from .options import from_stored, merge_options
@@ -25,6 +24,8 @@ from .registry import family_for
 
 
 logger = logging.getLogger(__name__)
+
+GGUF_SUFFIX = ".gguf"
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _URLS = ("https://", "http://", "hf.co/", "huggingface.co/")
@@ -87,32 +88,32 @@ def load_single_file(
     """
     import diffusers
 
-    name = family_for(mhla_class.__name__).upstream
-    if not loads_single_files(name):
+    stock = getattr(diffusers, family_for(mhla_class.__name__).upstream)
+    if not loads_single_files(stock.__name__):
         raise ValueError(
             f"{mhla_class.__name__} does not load single files: diffusers has no conversion of original weights for "
-            f"{name}."
+            f"{stock.__name__}."
         )
     if options.get("quantization_config") is not None:
         raise ValueError(
             f"{mhla_class.__name__}.from_single_file takes no quantization_config: GGUF files are dequantised. "
             "Quantise the saved MHLA directory when it is loaded."
         )
-    # As upstream: float32 unless another type is asked for.
+    # As upstream: float32 unless another dtype is asked for.
     dtype = options.get("dtype") or options.get("torch_dtype") or torch.float32
-    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+    if dtype not in FLOATS:
         raise ValueError(f"torch_dtype={dtype!r} must be torch.float32, torch.bfloat16 or torch.float16.")
     if isinstance(location, Mapping):
         called, weights = "the state dict", dict(location)
     else:
         called = str(location)
-        weights = _read(find_single_file(location, **options), dtype, bool(options.get("disable_mmap")))
+        weights = {entry.name: entry.load() for entry in read_entries(find_single_file(location, **options))[0]}
     try:
         names = mhla_class.original_names(weights)
     except ValueError as error:
         raise ValueError(f"{called}: {error}") from error
     if names is None:
-        model = _load_upstream(getattr(diffusers, name), weights, called, {**options, "config": config})
+        model = _load_upstream(stock, weights, called, {**options, "config": config})
     else:
         weights = {name: weights[original] for name, original in names.items()}
         if config is not None:
@@ -120,11 +121,35 @@ def load_single_file(
         else:
             shapes = {name: tuple(value.shape) for name, value in weights.items()}
             content = read_config(mhla_class, shapes, called, "config")
-        mhla = _merged(content.pop("mhla", None), mhla)
-        model = _assign(getattr(diffusers, name), content, weights, dtype, called)
+        stored = content.pop("mhla", None)
+        if stored is not None and not isinstance(mhla, MHLAConfig):
+            mhla = merge_options(stored, mhla or {})
+        model = _assign(stock, content, weights, dtype, called)
         if options.get("device") is not None:
             model = model.to(options["device"])
     return convert_model(model, mhla, called)
+
+
+def read_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
+    """Read the tensors of a weight file without their values.
+
+    Args:
+        path: A safetensors or GGUF file.
+
+    Returns:
+        The tensors, and for GGUF the number of tensors by type.
+
+    Raises:
+        ValueError: If the file is damaged or quantised in safetensors, or has another suffix: it may be a pickle.
+    """
+    if path.suffix == GGUF_SUFFIX:
+        return gguf_entries(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(
+            f"{path} is not read: only .safetensors and .gguf files are, since others may run code. Save its weights "
+            "as safetensors first."
+        )
+    return SafetensorsReader(path).entries(), {}
 
 
 def read_config(mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], called: str, argument: str) -> dict[str, Any]:
@@ -165,12 +190,6 @@ def _assign(
     """A softmax model of given weights, which are not copied where they have the right type already."""
     from accelerate import init_empty_weights
 
-    quantised = sorted({str(tensor.dtype) for tensor in weights.values()} - set(map(str, FLOATS)))
-    if quantised:
-        raise ValueError(
-            f"{called} holds {', '.join(quantised)} weights: quantised weights are loaded from GGUF files alone. Take "
-            "the original weights, or a GGUF file."
-        )
     # Before anything is built: a wrong size may ask for more memory than there is.
     check_model_config(stock, config, f"the configuration for {called}")
     if "num_layers" in config:
@@ -196,26 +215,6 @@ def _assign(
         raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(str(error), LIST_LENGTH)}") from error
     # Weights that are assigned keep their own setting, and those read from files have none.
     return model.requires_grad_(True).eval()
-
-
-def _read(path: Path, dtype: torch.dtype | None, disable_mmap: bool) -> dict[str, torch.Tensor]:
-    if path.suffix == GGUF_SUFFIX:
-        file = GGUFFile(path)
-        return {name: file.load(name).to(dtype) for name in file.shapes}
-    try:
-        return read_single_file(path, disable_mmap)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a weight file: it is damaged, truncated, or not safetensors, GGUF or a torch "
-            "file of tensors alone."
-        ) from error
-
-
-def _merged(stored: Mapping[str, Any] | None, given: MHLAConfig | Mapping[str, Any] | None) -> Any:
-    """Options over those of a configuration that has some already."""
-    if stored is None or isinstance(given, MHLAConfig):
-        return given
-    return merge_options(stored, given or {})
 
 
 def _load_upstream(stock: Any, weights: dict[str, torch.Tensor], called: str, options: Mapping[str, Any]) -> Any:

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files, read and written one tensor at a time.
-
-`safetensors.torch.save_file` wants a whole shard in memory, and shards of published video models reach 10 GB. The
-format is simple (8 bytes of header length, a JSON header, the data), so the header can be written first from shapes
-and types alone, and each tensor read, cast and appended after it: memory stays at one tensor.
-"""
+"""Safetensors and GGUF files: headers read without values, tensors read on demand, weights written shard by shard."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from .files import atomic_file, write_staged_json
-from .messages import shorten_text
+from .messages import how_to_install, shorten_text
 
 
 FLOAT_TYPES: dict[str, torch.dtype] = {
@@ -42,31 +41,41 @@ _OTHER_TYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-# Pieces in which values are looked at: whole numbers of every type.
-_PIECE_BYTES = 64 * 2**20
 _TYPES = {**FLOAT_TYPES, **_OTHER_TYPES}
 _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Reads the header of a safetensors file, checked against the file's length.
+    """Read the header of a safetensors file, checked against the file's length.
 
     Returns:
-        `dtype`, `shape` and `data_offsets` of each tensor, sorted by name, and where in the file the data begin.
+        `dtype`, `shape` and `data_offsets` of each tensor, sorted by name, and the offset of the data in the file.
 
     Raises:
         OSError: If the file cannot be read.
         SafetensorError: If it is truncated or no safetensors file.
     """
-    # For torch it would be mapped to be written to, which systems refuse for files larger than their memory.
     with safe_open(str(path), framework="np"), path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
     return {name: header[name] for name in sorted(header) if name != "__metadata__"}, 8 + length
 
 
+def check_safetensors(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Read the header of a safetensors file; see [`read_header`].
+
+    Raises:
+        ValueError: If the file is truncated or not in the safetensors format.
+    """
+    try:
+        return read_header(path)
+    except (SafetensorError, OSError) as error:
+        reason = shorten_text(str(error), 200)
+        raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
+
+
 def read_tensors(path: Path, remedy: str, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """Reads a safetensors file.
+    """Read a safetensors file.
 
     Args:
         path: The file.
@@ -87,20 +96,20 @@ def read_tensors(path: Path, remedy: str, names: tuple[str, ...] = ()) -> dict[s
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file atomically."""
+    """Write a safetensors file atomically."""
     with atomic_file(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor that will be written: everything about it but its values.
+    """A tensor to be written: name, shape and dtype, without its values.
 
     Attributes:
         name: Its key in the file.
         shape: Its shape.
-        dtype: The type it is written in.
-        load: Returns the values in any floating-point type; called once, when its turn comes.
+        dtype: The dtype it is written in.
+        load: Returns the values in any floating-point dtype; called once.
     """
 
     name: str
@@ -120,9 +129,9 @@ class ValueCounts:
 
     Attributes:
         name: The tensor.
-        total: All of them.
-        nans: Those that are NaN.
-        infinities: Those that are infinite.
+        total: All values.
+        nans: NaN values.
+        infinities: Infinite values.
         nbytes: Size of the tensor in the file, in bytes.
     """
 
@@ -134,9 +143,9 @@ class ValueCounts:
 
 
 def count_values(path: Path) -> Iterator[ValueCounts]:
-    """Counts the NaN and the infinite values of each tensor in a safetensors file.
+    """Count the NaN and infinite values of each tensor in a safetensors file.
 
-    Memory stays at a piece of one tensor. Integers and 8-bit floats are not looked at.
+    Integers and 8-bit floats are skipped.
 
     Args:
         path: The file.
@@ -148,51 +157,43 @@ def count_values(path: Path) -> Iterator[ValueCounts]:
         ValueError: If the file is truncated or not in the safetensors format.
     """
     header, begin = check_safetensors(path)
+    for name, entry in header.items():
+        nans = infinities = 0
+        start, end = entry["data_offsets"]
+        if entry["dtype"] in FLOAT_TYPES and end > start:
+            values = _read_tensor(path, begin + start, entry["shape"], FLOAT_TYPES[entry["dtype"]])
+            # Both bounds are NaN if one value is, and this is many times as fast as looking at each.
+            if not all(bound.isfinite() for bound in torch.aminmax(values)):
+                nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
+        yield ValueCounts(name, math.prod(entry["shape"]), nans, infinities, end - start)
+
+
+def _read_tensor(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    # `safe_open` maps the file as writable memory for torch, which systems refuse for files larger than their memory.
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    stored: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     with path.open("rb") as file:
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            nans = infinities = 0
-            if entry["dtype"] in FLOAT_TYPES:
-                file.seek(begin + start)
-                for position in range(start, end, _PIECE_BYTES):
-                    content = bytearray(min(_PIECE_BYTES, end - position))
-                    if file.readinto(content) != len(content):
-                        raise ValueError(f"{path} is truncated: {shorten_text(name)} reaches past its end.")
-                    values = torch.frombuffer(content, dtype=FLOAT_TYPES[entry["dtype"]])
-                    # Both are NaN if one value is, and this is many times as fast as looking at each.
-                    if not all(bound.isfinite() for bound in torch.aminmax(values)):
-                        nans += int(values.isnan().sum())
-                        infinities += int(values.isinf().sum())
-            yield ValueCounts(name, math.prod(entry["shape"]), nans, infinities, end - start)
-
-
-def check_safetensors(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Reads the header of a safetensors file, checked against the file's length; see [`read_header`].
-
-    Raises:
-        ValueError: If the file is truncated or not in the safetensors format.
-    """
-    try:
-        return read_header(path)
-    except (SafetensorError, OSError) as error:
-        reason = shorten_text(str(error), 200)
-        raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
+        file.seek(offset)
+        if file.readinto(stored) != stored.size:
+            raise ValueError(f"{path} is truncated: a tensor reaches past its end.")
+    return tensor
 
 
 class SafetensorsReader:
-    """A safetensors file opened once, its tensors read on demand.
+    """A safetensors file whose tensors are read on demand.
 
     Args:
         path: The file.
-        floats_only: Refuse types that are not plain floats: quantised weights, for models without integer buffers.
+        floats_only: Refuse dtypes other than plain floats, which mean quantised weights in models without integer
+            buffers.
 
     Attributes:
         shapes: Shape of every tensor by name.
-        dtypes: Type of every tensor by name.
+        dtypes: Dtype of every tensor by name.
 
     Raises:
-        ValueError: If the file is missing, truncated or not safetensors, or holds a type that is not expected
-            (a quantised checkpoint).
+        ValueError: If the file is missing, truncated or not safetensors, or holds an unexpected dtype (a quantised
+            checkpoint).
     """
 
     def __init__(self, path: Path, *, floats_only: bool = True) -> None:
@@ -206,7 +207,7 @@ class SafetensorsReader:
         self._offsets = {name: begin + entry["data_offsets"][0] for name, entry in header.items()}
 
     def check_floats(self, names: Iterable[str]) -> None:
-        """Raises `ValueError` unless these tensors have plain floats: quantised weights cannot be converted."""
+        """Raise `ValueError` unless these tensors are plain floats: quantised weights cannot be converted."""
         self._refuse({_TYPE_NAMES[self.dtypes[name]] for name in names} - set(FLOAT_TYPES))
 
     def _refuse(self, quantised: set[str]) -> None:
@@ -217,125 +218,118 @@ class SafetensorsReader:
             )
 
     def load(self, name: str) -> torch.Tensor:
-        """Reads one tensor.
-
-        Raises:
-            ValueError: If the file has become shorter since it was opened.
-        """
-        tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        stored: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        with self.path.open("rb") as file:
-            file.seek(self._offsets[name])
-            if file.readinto(stored) != stored.size:
-                raise ValueError(f"{self.path} is truncated: {shorten_text(name)} reaches past its end.")
-        return tensor
+        """Read one tensor."""
+        return _read_tensor(self.path, self._offsets[name], self.shapes[name], self.dtypes[name])
 
     def entries(self) -> list[TensorEntry]:
-        """Every tensor as it is."""
+        """Return every tensor, to be written as it is stored."""
         return [
-            TensorEntry(name, shape, self.dtypes[name], lambda name=name: self.load(name))  # type: ignore[misc]
+            TensorEntry(name, shape, self.dtypes[name], partial(self.load, name))
             for name, shape in self.shapes.items()
         ]
 
 
+def gguf_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
+    """Read the tensors of a GGUF file, dequantised to float32 on demand.
+
+    Returns:
+        The tensors, to be written in their own dtype if they are plain floats and in bfloat16 if they are quantised,
+        and the number of tensors by GGUF type, such as `Q4_K`.
+
+    Raises:
+        ValueError: If the file is damaged, has a type that cannot be dequantised, or `gguf` is not installed.
+    """
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise ValueError(f"GGUF files need the gguf package: {how_to_install('gguf')}") from error
+
+    def load(tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        try:
+            return torch.tensor(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
+        except NotImplementedError as error:
+            raise ValueError(f"{path} holds {tensor.name} in a type that gguf cannot dequantise: {error}") from error
+
+    entries, kinds = [], Counter[str]()
+    try:
+        for tensor in GGUFReader(path).tensors:
+            kinds[tensor.tensor_type.name] += 1
+            # The innermost axis comes first in the file.
+            shape = tuple(reversed(tensor.shape.tolist()))
+            dtype = FLOAT_TYPES.get(tensor.tensor_type.name, torch.bfloat16)
+            entries.append(TensorEntry(tensor.name, shape, dtype, partial(load, tensor, shape)))
+    # A damaged header ends in any kind of error.
+    except Exception as error:
+        reason = shorten_text(str(error) or type(error).__name__, 200)
+        raise ValueError(f"{path} is damaged, truncated or not a GGUF file ({reason}).") from error
+    return entries, dict(kinds)
+
+
 def write_safetensors(
-    path: Path, entries: Sequence[TensorEntry], on_bytes: Callable[[int], None] | None = None
+    path: Path, entries: Sequence[TensorEntry], on_bytes: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Writes a safetensors file tensor by tensor.
+    """Write a safetensors file in place. Its tensors are held in memory together.
 
     Args:
         path: The file to write; its folder exists.
-        entries: The tensors. Tensors of wide types go first, as the format's own writer does, to keep all aligned.
-        on_bytes: Told the number of bytes after each tensor.
-
-    Raises:
-        ValueError: If an entry's values do not have the shape it announced, or a name occurs twice.
+        entries: The tensors.
+        on_bytes: Called with the size of each tensor after it was read.
     """
-    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in ordered:
-        if entry.name in header:
-            raise ValueError(f"{entry.name} occurs twice in {path.name}.")
-        span = [offset, offset + entry.nbytes]
-        header[entry.name] = {"dtype": _TYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
-        offset = span[1]
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)))
-        file.write(encoded)
-        for entry in ordered:
-            tensor = entry.load().detach()
-            if tuple(tensor.shape) != entry.shape:
-                raise ValueError(f"{entry.name} has shape {tuple(tensor.shape)}, not {entry.shape} as announced.")
-            tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
-            stored: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            file.write(memoryview(stored))
-            if on_bytes is not None:
-                on_bytes(entry.nbytes)
+    tensors = {}
+    for entry in entries:
+        tensor = entry.load().detach().to("cpu", entry.dtype).contiguous()
+        # The tensors of a torch file may share one storage.
+        tensors[entry.name] = tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
+        on_bytes(entry.nbytes)
+    save_file(tensors, path, {"format": "pt"})
 
 
-def split_into_shards(groups: Iterable[Sequence[TensorEntry]], max_bytes: int | None) -> list[list[TensorEntry]]:
-    """Distributes tensors over files.
+def plan_shards(
+    entries: Iterable[TensorEntry],
+    max_bytes: int,
+    *,
+    stem: str = "diffusion_pytorch_model",
+    variant: str | None = None,
+) -> dict[str, list[TensorEntry]]:
+    """Distribute tensors over files, by the rules of `huggingface_hub`.
 
     Args:
-        groups: Tensors that come from one file each.
-        max_bytes: Largest file; `None` keeps the groups as they are.
+        entries: The tensors.
+        max_bytes: Largest file. A larger tensor gets its own file.
+        stem: File name without suffix and variant.
+        variant: The variant in the file names, such as `fp16`.
 
     Returns:
-        The tensors of each file, none of them empty. A tensor larger than `max_bytes` gets a file of its own.
+        The tensors of each file by its name.
     """
-    kept = [list(group) for group in groups if group]
-    if max_bytes is None:
-        return kept
-    shards: list[list[TensorEntry]] = []
-    used = 0
-    for entry in (entry for group in kept for entry in group):
-        if not shards or used + entry.nbytes > max_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(entry)
-        used += entry.nbytes
-    return shards
-
-
-def shard_names(count: int, stem: str, variant: str | None = None) -> list[str]:
-    """File names of `count` shards as diffusers writes them."""
-    suffix = f".{variant}" if variant else ""
-    if count == 1:
-        return [f"{stem}{suffix}.safetensors"]
-    return [f"{stem}{suffix}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+    by_name = {entry.name: entry for entry in entries}
+    pattern = f"{stem}{f'.{variant}' if variant else ''}{{suffix}}.safetensors"
+    split = split_state_dict_into_shards_factory(
+        by_name, get_storage_size=lambda entry: entry.nbytes, filename_pattern=pattern, max_shard_size=max_bytes
+    )
+    return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
 
 
 def write_shards(
     folder: Path,
-    shards: Sequence[Sequence[TensorEntry]],
-    *,
-    stem: str = "diffusion_pytorch_model",
-    variant: str | None = None,
-    on_bytes: Callable[[int], None] | None = None,
-) -> list[str]:
-    """Writes shards, and their index when there are several.
+    shards: Mapping[str, Sequence[TensorEntry]],
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Write shards one at a time, and their index if there are several.
 
     Args:
-        folder: Where to; created.
-        shards: The tensors of each file.
-        stem: File name without type and variant.
-        variant: The variant that goes into the file names, such as `fp16`.
+        folder: The folder to write to; created if needed.
+        shards: The result of [`plan_shards`].
         on_bytes: See [`write_safetensors`].
-
-    Returns:
-        The names of the weight files written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    names = shard_names(len(shards), stem, variant)
-    for name, entries in zip(names, shards):
-        write_safetensors(folder / name, entries, on_bytes)
-    if len(names) > 1:
-        weight_map = {entry.name: name for name, entries in zip(names, shards) for entry in entries}
-        total = sum(entry.nbytes for entries in shards for entry in entries)
-        index_name = f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json"
+    for file, entries in shards.items():
+        write_safetensors(folder / file, entries, on_bytes)
+    if len(shards) > 1:
+        stem, _, variant = re.sub(r"-\d{5}-of-\d{5}\.safetensors$", "", next(iter(shards))).partition(".")
+        weight_map = {entry.name: file for file, entries in shards.items() for entry in entries}
+        total = sum(entry.nbytes for entries in shards.values() for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_staged_json(folder / index_name, index, sort_keys=True)
-    return names
+        name = f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json"
+        write_staged_json(folder / name, index, sort_keys=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import struct
@@ -13,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, load_pipeline
+from mhla_hf import MHLAWanTransformer3DModel, load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
-from mhla_hf.layers.mhla import MHLA
 from tests import GOLDEN, tiny
 
 
@@ -83,7 +81,7 @@ def official(weights, tmp_path, **options):
 # Checkpoints of the MHLA authors
 
 
-@pytest.mark.parametrize("number", ["7", "99999", "999999999", "9" * 5000, "٣"])
+@pytest.mark.parametrize("number", ["7", "999999999", "9" * 5000])
 def test_layers_with_huge_numbers(number, tmp_path):
     weights = load_file(OFFICIAL)
     weights[f"blocks.{number}.self_attn.q.weight"] = torch.ones(1)
@@ -97,15 +95,15 @@ def test_many_layers(tmp_path):
     refused(official(weights, tmp_path), "5000 layers")
 
 
-@pytest.mark.parametrize("length", [10_000, 2_000_000])
-def test_long_names(length, tmp_path):
+def test_long_names(tmp_path):
+    length = 2_000_000
     weights = load_file(OFFICIAL)
     refused(official({**weights, "x" * length: torch.ones(1)}, tmp_path), "xxx...xxx")
     refused(official({"model." * (length // 6) + "x": torch.ones(1)}, tmp_path), "not MHLA")
 
 
-@pytest.mark.parametrize("name", ["patch_embedding.weight", "time_embedding.0.weight", "blocks.1.ffn.0.weight"])
-def test_empty_tensors(name, tmp_path):
+def test_empty_tensors(tmp_path):
+    name = "time_embedding.0.weight"
     weights = load_file(OFFICIAL)
     weights[name] = torch.zeros(0, *weights[name].shape[1:])
     refused(official(weights, tmp_path), name, "empty")
@@ -123,7 +121,7 @@ def test_a_wide_convolution(tmp_path):
     refused(official(weights, tmp_path), "lepe_kernel=301")
 
 
-@pytest.mark.parametrize("blocks", [(150, 150, 1), (10**9, 1, 1), (1, 1), (-3, -5, 10)])
+@pytest.mark.parametrize("blocks", [(150, 150, 1), (1, 1)])
 def test_blocks_that_are_not_those_of_the_weights(blocks, tmp_path):
     refused(official(load_file(OFFICIAL), tmp_path, blocks=blocks), "blocks=")
 
@@ -138,55 +136,6 @@ def test_a_lie_in_the_header(tmp_path):
     refused(lambda: import_official(path, tmp_path / "out", progress=False), str(path), "truncated or not")
 
 
-# Files of torch.save
-
-
-def self_reference():
-    content = {"x": torch.ones(1)}
-    content["state_dict"] = content
-    return content
-
-
-TORCH_FILES = {
-    "self-reference": (self_reference, "holds a dict under 'state_dict'"),
-    "stride-zero": (lambda: {"x": torch.ones(1).expand(10**6, 10**6)}, "overlaps"),
-    "overlap": (lambda: dict(zip("xy", [torch.ones(8)] * 2)), "overlaps"),
-    "windows": (lambda: {"x": torch.ones(8).as_strided((4, 4), (1, 1))}, "overlaps"),
-    "sparse": (lambda: {"x": torch.eye(3).to_sparse()}, "sparse_coo"),
-    "sparse-rows": (lambda: {"x": torch.eye(3).to_sparse_csr()}, "sparse_csr"),
-    "meta": (lambda: {"x": torch.ones(10**6, 10**6, device="meta")}, "meta"),
-    "integers": (lambda: {"x": torch.ones(3, dtype=torch.long)}, "torch.int64"),
-    "quantised": (lambda: {"x": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, "qint8"),
-    "number": (lambda: {"x": torch.ones(1), "y": 3}, "holds a int under 'y'"),
-    "long-key": (lambda: {"x" * 100_000: 3, "y": torch.ones(1)}, "xxx...xxx"),
-    "list": (lambda: [torch.ones(1)], "no state dict"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*(quantiz|CSR).*")
-@pytest.mark.parametrize("case", TORCH_FILES)
-@pytest.mark.parametrize("archive", [True, False], ids=["archive", "before-archives"])
-def test_tensors_that_are_not_what_they_claim(case, archive, tmp_path):
-    make, message = TORCH_FILES[case]
-    path = tmp_path / "checkpoint.pt"
-    torch.save(make(), path, _use_new_zipfile_serialization=archive)
-    refused(lambda: import_official(path, tmp_path / "out", progress=False), str(path), message)
-    assert not (tmp_path / "out").exists()
-
-
-def test_torch_files_that_are_damaged(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    good = io.BytesIO()
-    torch.save({"x": torch.ones(1000)}, good)
-    with path.open("wb") as file:
-        file.truncate(8 * 2**30)
-    damaged = [b"", b"\0" * 4096, b"PK\x03\x04", good.getvalue()[:500], good.getvalue()[:-30], b"\x80\x02]q\x00" * 50]
-    refused(lambda: import_official(path, tmp_path / "out", progress=False), str(path), "torch file")
-    for content in damaged:
-        path.write_bytes(content)
-        refused(lambda: import_official(path, tmp_path / "out", progress=False), str(path), "torch file")
-
-
 def test_views_that_share_out_one_storage_are_taken(tmp_path):
     weights = load_file(OFFICIAL)
     sizes = [tensor.numel() for tensor in weights.values()]
@@ -199,21 +148,18 @@ def test_views_that_share_out_one_storage_are_taken(tmp_path):
 # Configurations of diffusers models
 
 WRONG_CONFIG = {
-    "num_layers": ["two", None, -1, 0, 1.5, True, 10**6, 10**30, [2]],
-    "patch_size": [-1, [1, 2], [1, 0, 2], "1,2,2", [1, 10**12, 1], [1, 2, 2.5], {}],
-    "num_attention_heads": [0, -2, "2", 10**12],
-    "attention_head_dim": [0, "x", 10**15],
-    "rope_max_seq_len": [10**9, -1, "x", 2**16 + 1],
-    "ffn_dim": [-4, "x", 10**18],
-    "eps": ["x", True],
-    "cross_attn_norm": ["yes", 1],
-    "image_dim": ["x", -1, 10**12],
+    "num_layers": 10**6,
+    "patch_size": [1, 10**12, 1],
+    "num_attention_heads": "2",
+    "attention_head_dim": 10**15,
+    "rope_max_seq_len": 2**16 + 1,
+    "ffn_dim": -4,
+    "eps": True,
+    "image_dim": 10**12,
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in WRONG_CONFIG.items() for value in values]
-)
+@pytest.mark.parametrize(("name", "value"), WRONG_CONFIG.items())
 def test_wrong_entries_of_a_configuration(name, value, pipeline, tmp_path, mhla_dir):
     edit_json(pipeline / "transformer/config.json", **{name: value})
     where = str(pipeline / "transformer/config.json")
@@ -224,26 +170,21 @@ def test_wrong_entries_of_a_configuration(name, value, pipeline, tmp_path, mhla_
     refused(lambda: MHLAWanTransformer3DModel.from_pretrained(loaded), name)
 
 
-@pytest.mark.parametrize("count", [1, 3, 900])
+@pytest.mark.parametrize("count", [1, 3])
 def test_layers_that_contradict_the_weights(count, pipeline, tmp_path, mhla_dir):
     edit_json(pipeline / "transformer/config.json", num_layers=count)
     refused(lambda: convert(pipeline, tmp_path), f"num_layers={count}", "layers up to 1")
-    if count < 100:
-        refused(lambda: load_pipeline(pipeline, mhla=BLOCKS), f"num_layers={count}", "layers up to 1")
-        loaded = Path(shutil.copytree(mhla_dir, tmp_path / "mhla"))
-        edit_json(loaded / "config.json", num_layers=count)
-        refused(lambda: MHLAWanTransformer3DModel.from_pretrained(loaded), f"num_layers={count}", "layers up to 1")
+    refused(lambda: load_pipeline(pipeline, mhla=BLOCKS), f"num_layers={count}", "layers up to 1")
+    loaded = Path(shutil.copytree(mhla_dir, tmp_path / "mhla"))
+    edit_json(loaded / "config.json", num_layers=count)
+    refused(lambda: MHLAWanTransformer3DModel.from_pretrained(loaded), f"num_layers={count}", "layers up to 1")
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"quantization_config": "int8"},
-        {"quantization_config": [1]},
-        {"architectures": "Wan"},
         {"architectures": [1]},
-        {"compression_config": 3},
-        {"mhla": "yes"},
         {"mhla": {"blocks": "x" * 10_000}},
     ],
     ids=str,
@@ -256,11 +197,9 @@ def test_entries_of_the_wrong_shape(change, pipeline, tmp_path):
         refused(lambda: convert(pipeline, tmp_path), *change)
 
 
-@pytest.mark.parametrize("folder", ["text_encoder", "vae"])
-@pytest.mark.parametrize("keep", [0, 4, 100, -8])
-def test_truncated_components_that_are_copied(folder, keep, pipeline, tmp_path):
-    path = next((pipeline / folder).glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:keep])
+def test_truncated_components_that_are_copied(pipeline, tmp_path):
+    path = next((pipeline / "vae").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-8])
     refused(lambda: convert(pipeline, tmp_path), str(path), "truncated or not")
     assert not (tmp_path / "out").exists()
 
@@ -271,19 +210,11 @@ def test_truncated_components_that_are_copied(folder, keep, pipeline, tmp_path):
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"blocks": (150, 150, 1)}, "blocks"),
         ({"blocks": (10**9, 10**9, 10**9)}, "blocks"),
-        ({"block_size": (1, 1, 1), "grid": (100, 100, 100)}, "block_size"),
         ({"grid": (10**9, 10**9, 10**9)}, "grid"),
         ({"lepe_kernel": 10001}, "lepe_kernel"),
-        ({"lepe_kernel": 10**400 + 1}, "lepe_kernel"),
-        ({"lepe_kernel": 33, "blocks": (1, 1, 1)}, "lepe_kernel"),
-        ({"eps": 10**400}, "eps"),
         ({"layers": [10**9]}, "layers"),
-        ({"layers": list(range(10_000))}, "layers"),
         ({"x" * 10_000: 1}, "Unknown"),
-        ({"feature_map": ["relu"]}, "feature_map"),
-        ({"feature_map": "x" * 10_000}, "feature_map"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -297,18 +228,3 @@ def test_more_new_parameters_than_old_ones(pipeline_dir, tmp_path):
     options = {"blocks": (100, 100, 1), "grid": (200, 200, 2)}
     refused(lambda: convert(pipeline_dir, tmp_path, options), "add", "parameters")
     refused(lambda: load_pipeline(pipeline_dir, mhla=options), "add", "parameters")
-
-
-@pytest.mark.parametrize("width", ["hidden_size", "num_heads", "head_dim", "value_head_dim", "num_key_value_heads"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "4", True], ids=repr)
-def test_widths_of_a_layer(width, value):
-    widths = {"hidden_size": 8, "num_heads": 2, "head_dim": 4, width: value}
-    refused(lambda: MHLA(MHLAConfig(blocks=(2,)), **widths), width)
-
-
-def test_heads_of_a_layer():
-    config = MHLAConfig(blocks=(2,))
-    refused(lambda: MHLA(config, hidden_size=8, num_heads=3, head_dim=4, num_key_value_heads=2), "num_key_value_heads")
-    refused(lambda: MHLA(config, hidden_size=8, num_heads=2, head_dim=4, num_prefix_tokens=0.5), "num_prefix_tokens")
-    widths = {"hidden_size": 8, "num_heads": 2, "head_dim": 4}
-    refused(lambda: MHLA(MHLAConfig(block_size=(1,)), **widths, default_grid=(10**6,)), "blocks")

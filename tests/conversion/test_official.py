@@ -114,8 +114,10 @@ def test_reproduces_the_authors_output(golden, tmp_path):
     assert not any(name.startswith("_use") for name in ours)
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "model.", "model.diffusion_model.", "module._orig_mod."])
-@pytest.mark.parametrize("nested", [(), ("state_dict",), ("model",), ("state_dict", "model")], ids="/".join)
+@pytest.mark.parametrize(
+    ("prefix", "nested"),
+    [("", ()), ("module._orig_mod.", ("state_dict",)), ("model.diffusion_model.", ("state_dict", "model"))],
+)
 def test_torch_files(prefix, nested, tmp_path):
     weights = load_file(GOLDEN / "wan_hybrid_gated/model.safetensors")
     content = OrderedDict((prefix + name, tensor) for name, tensor in weights.items())
@@ -127,13 +129,6 @@ def test_torch_files(prefix, nested, tmp_path):
         assert_reproduces(tmp_path / "out", "wan_hybrid_gated")
     written = load_file(tmp_path / "out/diffusion_pytorch_model.safetensors")
     assert torch.equal(written["proj_out.weight"], weights["head.head.weight"])
-
-
-def test_torch_files_from_before_archives(tmp_path):
-    weights = load_file(GOLDEN / "wan_full_plain/model.safetensors")
-    torch.save(weights, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    run(tmp_path / "old.pth", tmp_path / "out")
-    assert_reproduces(tmp_path / "out", "wan_full_plain")
 
 
 @pytest.mark.parametrize("with_index", [True, False])
@@ -149,8 +144,7 @@ def test_sharded_directories(with_index, tmp_path):
         weight_map = {name: file for file, held in parts.items() for name in held}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         save_file({"other": torch.zeros(1)}, folder / "not_in_the_index.safetensors")
-    report = run(folder, tmp_path / "out")
-    assert len(report.components["transformer"].weight_sets[0].files) == 2
+    run(folder, tmp_path / "out")
     assert_reproduces(tmp_path / "out", "wan_hybrid_gated")
 
 
@@ -160,7 +154,7 @@ def test_directory_with_one_torch_file(tmp_path):
     torch.save(load_file(GOLDEN / "wan_full_plain/model.safetensors"), folder / "model.pt")
     run(folder, tmp_path / "out")
     torch.save({}, folder / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"not exactly one torch file \(model.pt, optimizer.pt\)"):
+    with pytest.raises(ValueError, match=r"or one torch file; it has model.pt, optimizer.pt"):
         run(folder, tmp_path / "other")
 
 
@@ -222,16 +216,6 @@ def test_heads_without_an_output_norm(tmp_path):
         run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2), num_heads=5)
     run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2), num_heads=2)
     assert MHLAWanTransformer3DModel.from_pretrained(tmp_path / "out").config.attention_head_dim == 12
-
-
-def test_heads_are_128_wide_without_an_output_norm(tmp_path):
-    mhla = {"blocks": (1, 1, 2), "normalizer": "none"}
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 128, "num_layers": 1}
-    model = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=mhla, **sizes)
-    save_file(authors_checkpoint(model), tmp_path / "authors.safetensors")
-    run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(1, 1, 2))
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert (config["num_attention_heads"], config["attention_head_dim"]) == (2, 128)
 
 
 def test_convolutions_within_frames(tmp_path):
@@ -324,30 +308,13 @@ def refused(change, message, tmp_path, golden="wan_hybrid_gated", **options):
     "name",
     [
         "blocks.2.self_attn.g.bias",
-        "blocks.1.self_attn.g_norm.weight",
-        "blocks.1.self_attn.q.weight",
         "blocks.0.cross_attn.norm_k.weight",
-        "blocks.2.ffn.2.bias",
-        "blocks.0.norm3.bias",
-        "blocks.1.modulation",
         "head.modulation",
-        "head.head.weight",
-        "text_embedding.0.weight",
-        "time_embedding.0.weight",
-        "blocks.0.ffn.0.weight",
         "patch_embedding.weight",
     ],
 )
 def test_names_what_is_missing(name, tmp_path):
     refused(lambda weights: weights.pop(name), f"lacks {re.escape(name)}", tmp_path)
-
-
-def test_names_a_gate_without_biases(tmp_path):
-    def change(weights):
-        for index in (1, 2):
-            del weights[f"blocks.{index}.self_attn.g.bias"]
-
-    refused(change, "lacks blocks.1.self_attn.g.bias, blocks.2.self_attn.g.bias", tmp_path)
 
 
 def test_names_missing_layers(tmp_path):
@@ -358,14 +325,10 @@ def test_names_missing_layers(tmp_path):
     refused(change, r"lacks every tensor of blocks\.1\.", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["blocks.0.self_attn.g.weight", "blocks.1.self_attn.block_attn.conv.bias", "blocks.1.self_attn.r.weight", "extra"],
-)
-def test_names_what_is_left_over(name, tmp_path):
+def test_names_what_is_left_over(tmp_path):
     refused(
-        lambda weights: weights.update({name: torch.zeros(2)}),
-        f"tensors that the model does not know: {re.escape(name)}",
+        lambda weights: weights.update({"blocks.0.self_attn.g.weight": torch.zeros(2)}),
+        r"tensors that the model does not know: blocks\.0\.self_attn\.g\.weight",
         tmp_path,
     )
 
@@ -385,11 +348,6 @@ def test_mixing_matrices_must_agree(tmp_path):
         r"blocks.2.self_attn.block_attn.conv.weight has shape \(150, 151, 1, 1\); expected \(M, M, 1, 1\)",
         tmp_path,
     )
-
-
-def test_output_norms_must_agree(tmp_path):
-    name = "blocks.2.self_attn.g_norm.weight"
-    refused(lambda weights: weights.update({name: torch.zeros(12)}), "have different widths", tmp_path)
 
 
 def test_odd_convolutions_are_refused(tmp_path):
@@ -422,15 +380,9 @@ def test_ordinary_wan_is_refused(tmp_path):
     refused(change, "so it is not MHLA; .* mhla-hf convert", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["vace_blocks.0.before_proj.weight", "face_adapter.fuser_blocks.0.o.weight"])
-def test_other_wans_are_refused(name, tmp_path):
+def test_other_wans_are_refused(tmp_path):
+    name = "vace_blocks.0.before_proj.weight"
     refused(lambda weights: weights.update({name: torch.zeros(2)}), "checkpoints cannot be imported", tmp_path)
-
-
-def test_patches_must_divide_the_head(tmp_path):
-    refused(lambda weights: weights.update({"head.head.weight": torch.zeros(63, 48)}), "has 63 rows", tmp_path)
-    (tmp_path / "changed.safetensors").unlink()
-    refused(lambda weights: weights.update({"head.head.weight": torch.zeros(64)}), "should have 2 axes", tmp_path)
 
 
 class Innocent:
@@ -441,12 +393,14 @@ class Innocent:
     ("content", "message"),
     [
         ({"state_dict": {"weight": torch.zeros(1)}, "hook": Innocent()}, "could run code when read"),
-        ({"state": {"weight": torch.zeros(1)}}, "holds no state dict, .* it holds keys state"),
-        (torch.zeros(3), "holds no state dict, .* it holds Tensor"),
+        (torch.zeros(3), "holds no state dict"),
         ({"weight": torch.zeros(1), "step": 3}, "holds a int under 'step'"),
         ({"weight": torch.zeros(1, dtype=torch.int8)}, "holds torch.int8 under 'weight'"),
+        ({"weight": torch.ones(1).expand(10**6, 10**6)}, "repeats stored numbers"),
+        ({"weight": torch.eye(3).to_sparse()}, "sparse"),
+        ({"weight": torch.ones(10**6, 10**6, device="meta")}, "meta"),
     ],
-    ids=["code", "unknown nesting", "no dict", "a number", "quantised"],
+    ids=["code", "no dict", "a number", "quantised", "expanded", "sparse", "meta"],
 )
 def test_refuses_torch_files(content, message, tmp_path):
     torch.save(content, tmp_path / "checkpoint.pt")
@@ -455,7 +409,7 @@ def test_refuses_torch_files(content, message, tmp_path):
 
 
 def test_refuses_what_is_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="is neither a regular file nor a folder"):
         run(tmp_path / "nothing.pt", tmp_path / "out")
     (tmp_path / "text.pt").write_text("not a checkpoint")
     with pytest.raises(ValueError, match="text.pt"):
@@ -482,9 +436,9 @@ def test_refuses_broken_directories(tmp_path):
     with pytest.raises(ValueError, match="has no weight_map"):
         run(folder, tmp_path / "out")
     (folder / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-    with pytest.raises(ValueError, match="gone.safetensors is missing"):
+    with pytest.raises(ValueError, match="gone.safetensors does not exist"):
         run(folder, tmp_path / "out")
     (folder / "y.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="has several indices"):
+    with pytest.raises(ValueError, match="must have safetensors files, or one torch file"):
         run(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

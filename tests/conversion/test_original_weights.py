@@ -55,7 +55,7 @@ def test_weights_tell_the_configuration(kind, tmp_path):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("prefix", [*PREFIXES, None])
+@pytest.mark.parametrize("prefix", [*PREFIXES[1:], None])
 def test_names_and_prefixes(prefix, tmp_path):
     """The names of Wan's authors, ComfyUI's, and those of diffusers, as the stock class takes them."""
     if prefix is None:
@@ -111,9 +111,8 @@ def test_no_second_copy_of_the_weights():
 
 @pytest.mark.parametrize(
     ("entries", "message"),
-    [({"num_layers": 10**6}, "num_layers=1000000 is more than"), ({"num_layers": 3}, "layers up to 1"),
-     ({"rope_max_seq_len": 10**9}, "rope_max_seq_len=1000000000 is more than"), ({"ffn_dim": 96}, "shape|size")],
-)  # fmt: skip
+    [({"num_layers": 10**6}, "num_layers=1000000 is more than"), ({"ffn_dim": 96}, "shape|size")],
+)
 @pytest.mark.parametrize("way", ["from_single_file", "command"])
 def test_a_configuration_that_contradicts_the_weights(way, entries, message, tmp_path):
     softmax = write_original(tmp_path / "wan.safetensors")
@@ -138,12 +137,7 @@ def changed(path, change):
 
 MISTAKES = {
     "missing weight": (lambda weights: weights.pop("head.modulation"), "lacks .*(scale_shift_table|head.modulation)"),
-    "missing layer": (
-        lambda weights: [weights.pop(name) for name in list(weights) if name.startswith("blocks.0.")],
-        "lacks every tensor of blocks.0",
-    ),
     "shape": (lambda weights: weights.update({"head.head.bias": torch.zeros(3)}), "shape"),
-    "other model": (lambda weights: [weights.pop(name) for name in list(weights) if "bias" not in name], "lacks"),
     "mhla": (
         lambda weights: weights.update({"blocks.0.self_attn.block_attn.conv.weight": torch.zeros(4, 4, 1, 1)}),
         "holds MHLA weights already.*import-official",
@@ -187,9 +181,12 @@ def test_files_that_are_none(tmp_path):
             load(tmp_path / "absent.safetensors")
     with pytest.raises(ValueError, match="takes no quantization_config"):
         MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", quantization_config=object())
-    for dtype in ("bfloat16", torch.int8):
-        with pytest.raises(ValueError, match="torch_dtype=.* must be torch.float32"):
-            MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", torch_dtype=dtype)
+    with pytest.raises(ValueError, match="torch_dtype=.* must be torch.float32"):
+        MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", torch_dtype="bfloat16")
+    torch.save({"x": torch.ones(1)}, tmp_path / "wan.pt")
+    for load in (MHLAWanTransformer3DModel.from_single_file, lambda path: convert_pretrained(path, tmp_path / "mhla")):
+        with pytest.raises(ValueError, match="wan.pt is not read: only .safetensors and .gguf files are"):
+            load(tmp_path / "wan.pt")
     with pytest.raises(ValueError, match="cannot be downloaded"):
         address = "https://huggingface.co/owner/name/blob/main/wan.safetensors"
         MHLAWanTransformer3DModel.from_single_file(address, local_files_only=True)

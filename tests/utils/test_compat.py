@@ -112,10 +112,6 @@ UNKNOWN = {
         without("diffusers.loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES"),
         lambda: of_diffusers.loads_single_files("Wan"), "SINGLE_FILE_LOADABLE_CLASSES",
     ),
-    "read_single_file": (
-        without("diffusers.loaders.single_file_utils", "load_single_file_checkpoint"),
-        lambda: of_diffusers.read_single_file("file", False), "load_single_file_checkpoint",
-    ),
     "rename_wan_weights": (
         without("diffusers.loaders.single_file_utils", "convert_wan_transformer_to_diffusers"),
         lambda: of_diffusers.rename_wan_weights([]), "convert_wan_transformer_to_diffusers",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import attribute, imported, unknown_shape, wrap
@@ -97,17 +96,6 @@ def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
 def loads_single_files(class_name: str) -> bool:
     """Returns whether diffusers converts original weights for a model class."""
     return class_name in imported("diffusers", "loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES")
-
-
-def read_single_file(path: Path, disable_mmap: bool) -> dict[str, Any]:
-    """Reads a file of weights as `from_single_file` does: safetensors, or a torch file of tensors alone.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is neither.
-    """
-    read = imported("diffusers", "loaders.single_file_utils", "load_single_file_checkpoint")
-    return dict(read(str(path), disable_mmap=disable_mmap))
 
 
 def rename_wan_weights(names: Iterable[str]) -> dict[str, str]:
