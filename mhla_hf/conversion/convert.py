@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`convert_pretrained`: an ordinary directory of diffusers or transformers becomes an MHLA one, tensor by tensor."""
+"""`convert_pretrained`: an ordinary directory of diffusers or transformers becomes an MHLA one."""
 
 from __future__ import annotations
 
