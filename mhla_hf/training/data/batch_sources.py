@@ -204,13 +204,7 @@ class Images(BatchSource):
     kind = "images"
 
     def __init__(
-        self,
-        images: Sequence[Any],
-        processor: Any,
-        held_out: int,
-        fingerprint: str,
-        seed: int = 0,
-        left_out: int = 0,
+        self, images: Sequence[Any], processor: Any, held_out: int, fingerprint: str, seed: int = 0, left_out: int = 0
     ) -> None:
         super().__init__(seed, fingerprint, *_drawn_held_out(len(images), held_out))
         self.images, self.processor, self.left_out = images, processor, left_out

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from ...utils.destinations import PATIENCE_SECONDS, remove_leftovers, share_lock, take_lock
 from ...utils.files import atomic_file, path_inside, write_json
 from ...utils.json_files import check_fields, read_json
-from ...utils.messages import shorten_list, shorten_text, shorten_value
+from ...utils.messages import shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, CacheConfig, TrainingConfig
 from ..families import check_options
 from ..families.base import PipelineSizes
@@ -75,8 +74,7 @@ class LatentDataset:
         buckets: Number of each sample's bucket; None where all have one size.
 
     Raises:
-        ValueError: If the cache does not exist, is unfinished, of another format, or lacks a file, or its first sample
-            cannot be read.
+        ValueError: If the cache does not exist, is unfinished, of another format, or its first sample cannot be read.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -87,10 +85,6 @@ class LatentDataset:
             raise ValueError(f"cache {directory} is unfinished or empty: run the cache step again")
         where = f"cache file {self.directory / MANIFEST}: 'samples'"
         self.files = [path_inside(self.directory / "samples", name, where) for name in names]
-        # Unlike `Path.is_file`, this one takes names that are too long for files.
-        missing = [path.name for path in self.files if not os.path.isfile(path)]
-        if missing:
-            raise ValueError(f"cache {directory} lacks {len(missing)} samples: {shorten_list(missing)}")
         self.buckets: list[int] | None = self.manifest.get("buckets")
         self._shapes = self.manifest.get("latent_shapes") or [self.manifest.get("latent_shape")]
         numbers = self.buckets if self.buckets is not None else [0] * len(self.files)
@@ -389,10 +383,7 @@ def _identity(sample: DataSample) -> str:
 
 
 def make_cache(
-    config: TrainingConfig,
-    cache_config: CacheConfig,
-    accelerator: Accelerator,
-    source: PipelineSource | None = None,
+    config: TrainingConfig, cache_config: CacheConfig, accelerator: Accelerator, source: PipelineSource | None = None
 ) -> Path:
     """Make the cache that `config` names, or do nothing if it exists already.
 
@@ -408,14 +399,17 @@ def make_cache(
     Raises:
         ValueError: If options or data do not fit the pipeline, or a cache made otherwise is there.
     """
-    if config.model is None:
-        raise ValueError("model must be given: a pipeline directory or a Hub id")
-    if config.cache is None and config.output is None:
-        raise ValueError("cache must be given: the directory to write")
     directory = Path(config.cache) if config.cache is not None else Path(str(config.output)) / "cache"
+    for name, value, what in (
+        ("model", config.model, "a pipeline directory or a Hub id"),
+        ("cache", config.cache or config.output, "the directory to write"),
+        ("data", cache_config.data, "a folder of videos or images, or 'digits'"),
+    ):
+        if value is None:
+            raise ValueError(f"{name} must be given: {what}")
     with accelerator.main_process_first():
         if source is None:
-            source = PipelineSource.find(config.model, config.component, config.teacher)
+            source = PipelineSource.find(str(config.model), config.component, config.teacher)
         if cache_config.data == GENERATED:
             # Found, or downloaded, and remembered.
             _ = source.teacher
@@ -510,8 +504,7 @@ def open_samples(
     sizes = source.sizes
     check_options(config, source.family.name)
     config = sizes.complete(config)
-    if config.data is None:
-        raise ValueError("data must be given: a folder of videos or images, or 'digits'")
+    assert config.data is not None
     size: dict[str, Any] = {"height": config.height, "width": config.width, "buckets": sizes.buckets(config)}
     folder = Path(config.data)
     samples: Sequence[DataSample]

@@ -132,10 +132,6 @@ class MovingDigitsConfig:
     speeds: tuple[int, ...] = (1, 2, 3)
     count_weights: tuple[float, ...] = (0.6, 0.3, 0.07, 0.03)
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.digit_size <= self.size:
-            raise ValueError(f"digit_size must be between 1 and size ({self.size}); got {self.digit_size}.")
-
 
 @dataclass(frozen=True)
 class DigitVideo:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,11 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ...layers.mhla import MHLA
 from ...utils.destinations import take_lock
 from ...utils.files import atomic_file
 from ..config import GENERATED, CacheConfig
-from ..matching.teacher import SharedTeacher
 from .batches import stable_seed
 from .fingerprints import folder_fingerprint, model_fingerprint
 from .folders import DataSample
@@ -135,27 +133,23 @@ def generate_text(
     rows: int,
     length: int,
     prompts: Sequence[Sequence[int]] | None = None,
-    temperature: float = 1.0,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
 ) -> TokenTable:
     """Sample texts of a language model as rows of tokens, with its original attention.
 
     Existing rows are kept, so an interrupted call can be repeated.
 
     Args:
-        model: A softmax model, or a converted one whose other weights are those of its original.
+        model: A softmax model.
         folder: Folder that keeps them.
         rows: Number of rows.
         length: Tokens of each.
         prompts: Tokens that rows start with, in turn; `None` starts with the beginning-of-text token.
-        temperature: Of sampling; 1 draws from what the model predicts.
         seed: Seed of sampling; the seed of each row is derived from it.
-        progress: Called with the number of finished rows and of all rows.
 
     Raises:
         ValueError: If the model generates no text, has no beginning-of-text token and no prompts are given, or a
-            number is out of range.
+            prompt is empty.
     """
     config: Any = model.config
     if not callable(getattr(model, "generate", None)) or not getattr(model, "can_generate", lambda: False)():
@@ -163,61 +157,44 @@ def generate_text(
             f"data='generated' needs a model that generates, and {type(model).__name__} does not: give a folder of "
             "texts or images"
         )
-    if rows < 2 or length < 2 or not temperature > 0:
-        raise ValueError(
-            f"rows and length must be at least 2 and temperature above 0, got {rows}, {length}, {temperature}"
-        )
     first = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
     starts = [list(prompt)[: length - 1] for prompt in prompts or [[] if first is None else [first]]]
     if not all(starts):
         raise ValueError("prompts must be given, with a token each: the model has no token that texts begin with")
     identity = {
-        "model": model_fingerprint(model), "rows": rows, "length": length, "starts": starts,
-        "temperature": temperature, "seed": seed,
+        "model": model_fingerprint(model), "rows": rows, "length": length, "starts": starts, "seed": seed,
     }  # fmt: skip
     fingerprint = f"{stable_seed(json.dumps(identity, sort_keys=True)):016x}"
     folder = folder / f"generated-{fingerprint}"
     folder.mkdir(parents=True, exist_ok=True)
-    pieces, teacher = [], None
-    lock = take_lock(folder / ".lock", f"{folder} is in use by another run; wait for it")
-    with lock or nullcontext():
+    pieces = []
+    model.eval()
+    with take_lock(folder / ".lock", f"{folder} is in use by another run; wait for it") or nullcontext():
         for start in range(0, rows, _ROWS_AT_ONCE):
             path = folder / f"rows-{start:08d}.safetensors"
-            numbers = range(start, min(start + _ROWS_AT_ONCE, rows))
             if not path.is_file():
-                if teacher is None:
-                    converted = any(isinstance(module, MHLA) for module in model.modules())
-                    teacher = SharedTeacher(model) if converted else model.eval()
-                seeds = [stable_seed(seed, GENERATED, number) for number in numbers]
+                numbers = range(start, min(start + _ROWS_AT_ONCE, rows))
                 drawn = [
-                    _row(teacher, starts[number % len(starts)], length, temperature, own)
-                    for number, own in zip(numbers, seeds, strict=True)
+                    _row(model, starts[number % len(starts)], length, stable_seed(seed, GENERATED, number))
+                    for number in numbers
                 ]
                 with atomic_file(path) as temporary:
                     save_file({"tokens": torch.stack(drawn).int()}, temporary)
             pieces.append(load_file(path)["tokens"])
-            if progress is not None:
-                progress(numbers.stop, rows)
     tokens = torch.cat(pieces).flatten()
     return TokenTable(tokens, torch.arange(0, rows * length + 1, length), 0, fingerprint)
 
 
 @torch.no_grad()
-def _row(teacher: Any, start: list[int], length: int, temperature: float, seed: int) -> torch.Tensor:
-    """Sample one row `[length]` token by token."""
-    converted = isinstance(teacher, SharedTeacher)
-    device = next(tensor.device for _, tensor in teacher.named_parameters())
-    tokens = torch.tensor([start], device=device)
+def _row(model: nn.Module, start: list[int], length: int, seed: int) -> torch.Tensor:
+    """Sample one row `[length]` token by token, from what the model predicts."""
+    tokens = torch.tensor([start], device=next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)
-    cache: Any = None
+    inputs, cache = tokens, None
     while tokens.shape[1] < length:
-        # The cache of a converted model holds the MHLA state, which softmax attention cannot use.
-        inputs = tokens if converted or cache is None else tokens[:, -1:]
-        output = teacher(
-            input_ids=inputs, use_cache=not converted, **({} if cache is None else {"past_key_values": cache})
-        )
-        cache = None if converted else output.past_key_values
-        chances = (output.logits[0, -1].float().cpu() / temperature).softmax(-1)
-        drawn = torch.multinomial(chances, 1, generator=generator)
-        tokens = torch.cat([tokens, drawn[None].to(device)], dim=1)
+        output = model(input_ids=inputs, use_cache=True, past_key_values=cache)
+        cache = output.past_key_values
+        chances = output.logits[0, -1].float().cpu().softmax(-1)
+        inputs = torch.multinomial(chances, 1, generator=generator)[None].to(tokens)
+        tokens = torch.cat([tokens, inputs], dim=1)
     return tokens[0].cpu()

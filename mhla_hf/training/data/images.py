@@ -63,21 +63,14 @@ def check_size(path: Path, width: int, height: int) -> None:
 
 
 def open_image(path: Path, formats: tuple[str, ...]) -> Image.Image:
-    """Open a file of one of the given formats, as Pillow names them, without decoding it.
+    """Open a file of one of the given formats, as Pillow names them, without decoding it; check its size next.
 
     Raises:
-        UnusableSampleError: If its size is out of bounds.
         Exception: Pillow's errors for damaged files, of nearly any type.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `check_size` refuses such a size.
-        image = Image.open(path, formats=formats)
-    try:
-        check_size(path, *image.size)
-    except UnusableSampleError:
-        image.close()
-        raise
-    return image
+        return Image.open(path, formats=formats)
 
 
 def fit(image: Image.Image, height: int, width: int) -> np.ndarray:
@@ -206,6 +199,7 @@ def image_grid(images: np.ndarray) -> np.ndarray:
 def _read_rgb(path: Path) -> Image.Image:
     try:
         with open_image(path, _FORMATS) as image:
+            check_size(path, *image.size)
             ImageOps.exif_transpose(image, in_place=True)
             if image.mode.startswith("I;16"):
                 # Pillow would cut these off at 255.

@@ -91,9 +91,7 @@ def read_frames(
     for frame, repeats in _frames(path, num_frames, fps):
         pixels = np.asarray(frame) if size is None else fit(frame, *size)
         frames += [pixels] * repeats
-    if not frames:
-        raise UnusableSampleError(f"{path} has no frames that can be read")
-    return np.stack(frames)
+    return np.stack(frames) if frames else np.zeros((0, 1, 1, 3), np.uint8)
 
 
 def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
@@ -135,6 +133,7 @@ def _repeats(path: Path, num_frames: int, fps: float | None, source_fps: float) 
 
 def _gif_frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
     with open_image(path, ("GIF",)) as image:
+        check_size(path, *image.size)
         duration = image.info.get("duration", 0)
         repeats = _repeats(path, num_frames, fps, 1000 / duration if duration else 0.0)
         # The counts come first: no frame is decoded after the last that is wanted.

@@ -106,15 +106,6 @@ class TestContent:
         assert torch.allclose(dataset.null_condition["prompt_embeds"], empty[0], atol=1e-6)
         assert not self.build(tmp_path, pipeline, source, samples)
 
-    def test_latents_decode_to_what_was_encoded(self, pipeline):
-        """Normalisation is the inverse of the pipeline's."""
-        video = torch.rand(3, 5, 16, 16) * 2 - 1
-        latents = encode_videos(pipeline.vae, video[None])[0]
-        mean = torch.tensor(pipeline.vae.config.latents_mean).view(-1, 1, 1, 1)
-        deviation = torch.tensor(pipeline.vae.config.latents_std).view(-1, 1, 1, 1)
-        expected = pipeline.vae.encode(video[None]).latent_dist.mode()[0]
-        assert torch.allclose(latents * deviation + mean, expected, atol=1e-5)
-
     def test_an_interrupted_cache_goes_on(self, pipeline, source, tmp_path):
         samples, loads = self.samples(), []
         counted = [
@@ -244,7 +235,7 @@ class TestHostileFiles:
             ({"settings": {"max_sequence_length": 3}}, "does not fit max_sequence_length 3"),
             ({"settings": []}, "'settings' must be an object"),
             ({"samples": ["../../secret.safetensors"]}, "which is no path inside"),
-            ({"samples": ["x" * 100_000]}, "lacks 1 samples"),
+            ({"samples": ["absent.safetensors"]}, "absent.safetensors cannot be read"),
             ({"latent_shape": [16, -2, "x"]}, r"has latents of shape \[16, 2, 4, 4\], cache.json says"),
             ({"buckets": [0, [1]]}, "'buckets' must give each sample an entry"),
         ],

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data drawn with the teacher: latents of pipelines and texts of language models."""
 
-import copy
 import json
 
 import pytest
 import torch
 
-import mhla_hf
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.data import generated
@@ -16,8 +14,7 @@ from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.data.cache import make_cache
 from mhla_hf.training.data.generated import generate_text, read_prompts
 from mhla_hf.training.processes import make_accelerator
-from tests import tiny, tiny_images
-from tests.integrations.transformers.mhla_models import default_options
+from tests import tiny
 from tests.integrations.transformers.tiny_models import softmax_model
 
 
@@ -90,13 +87,6 @@ def test_latents_are_those_the_original_pipeline_ends_with(wan, tmp_path, monkey
     assert len(DiffusionTrainer(config).run().losses["distill"]) == 2
 
 
-def test_classes_are_drawn_in_turn(tmp_path):
-    tiny_images.dit_pipeline().save_pretrained(tmp_path / "dit")
-    dataset = cached(tmp_path / "cache", tmp_path / "dit", num_samples=2)
-    assert [int(dataset[number]["class_label"]) for number in range(2)] == [0, 1]
-    assert dataset[0]["latents"].abs().sum() > 0 and not torch.equal(dataset[0]["latents"], dataset[1]["latents"])
-
-
 def test_mistakes_are_named(wan, tmp_path):
     with pytest.raises(ValueError, match="prompts, a text file with one prompt a line, must be given"):
         cached(tmp_path / "cache", wan / "softmax", **SIZES)
@@ -114,7 +104,6 @@ def test_mistakes_are_named(wan, tmp_path):
 class TestTexts:
     def test_rows_are_sampled_from_the_original(self, tmp_path):
         softmax = softmax_model("llama")
-        converted = mhla_hf.convert(copy.deepcopy(softmax), default_options("llama"))
         table = generate_text(softmax, tmp_path / "a", rows=12, length=9, seed=5)
         assert (len(table), set(table.lengths().tolist())) == (12, {9})
         rows = torch.stack([table[number] for number in range(12)])
@@ -124,8 +113,6 @@ class TestTexts:
             chances = softmax(rows[:1, :1]).logits[0, -1].softmax(-1)
         first = torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(stable_seed(5, "generated", 0)))
         assert rows[0, 1] == first
-        again = generate_text(converted, tmp_path / "b", rows=12, length=9, seed=5)
-        assert torch.equal(again.tokens, table.tokens) and again.fingerprint != table.fingerprint
         batch = PackedText(table, held_out=2).batch("distill", 0, 2)
         assert batch["input_ids"].shape == (2, 9)
 
@@ -143,18 +130,13 @@ class TestTexts:
         assert torch.equal(again.tokens, whole.tokens) and len(drawn) == 8
         assert again.fingerprint == whole.fingerprint
 
-    def test_prompts_and_temperature(self, tmp_path):
+    def test_prompts(self, tmp_path):
         model = softmax_model("gpt2")
-        table = generate_text(model, tmp_path, rows=3, length=6, prompts=[[5, 6], [7]], temperature=1e-4)
+        table = generate_text(model, tmp_path, rows=3, length=6, prompts=[[5, 6], [7]])
         assert table[0][:2].tolist() == [5, 6] == table[2][:2].tolist() and table[1][0] == 7
-        greedy = model.generate(torch.tensor([[5, 6]]), max_length=6, do_sample=False)
-        assert torch.equal(table[0], greedy[0])
-
-    def test_mistakes_are_named(self, tmp_path):
-        with pytest.raises(ValueError, match="needs a model that generates, and BertForMaskedLM does not"):
-            generate_text(softmax_model("bert"), tmp_path, rows=2, length=4)
-        model = softmax_model("llama")
-        with pytest.raises(ValueError, match="temperature above 0, got 2, 4, 0"):
-            generate_text(model, tmp_path, rows=2, length=4, temperature=0)
         with pytest.raises(ValueError, match="prompts must be given, with a token each"):
             generate_text(model, tmp_path, rows=2, length=4, prompts=[[]])
+
+    def test_models_that_do_not_generate_are_named(self, tmp_path):
+        with pytest.raises(ValueError, match="needs a model that generates, and BertForMaskedLM does not"):
+            generate_text(softmax_model("bert"), tmp_path, rows=2, length=4)

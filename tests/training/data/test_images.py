@@ -19,15 +19,12 @@ from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.images import (
     captioned_images,
     class_images,
-    find_label,
-    fit,
     folder_labels,
     image_grid,
     pipeline_labels,
     read_image,
-    to_tensor,
 )
-from mhla_hf.training.families import FAMILIES, check_options
+from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.families.sana import sana_instruction
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.validation import make_validator
@@ -87,19 +84,6 @@ class TestReading:
             assert image.shape == (5, 6, 3) and image.dtype == np.uint8 and image.min() == 255
         Image.fromarray(np.array([[0, 0x0100, 0x80FF, 0xFFFF]], np.uint16)).save(tmp_path / "grey.png")
         assert read_image(tmp_path / "grey.png")[0, :, 2].tolist() == [0, 1, 128, 255]
-
-    def test_images_are_scaled_to_cover_and_cropped(self):
-        pixels = np.zeros((16, 48, 3), np.uint8)
-        pixels[:, 16:32] = 255
-        assert torch.equal(to_tensor(fit(Image.fromarray(pixels), 16, 16)[None])[:, 0], torch.ones(3, 16, 16))
-        assert fit(Image.fromarray(pixels), 32, 8).shape == (32, 8, 3)
-
-    def test_unreadable_files_are_named(self, tmp_path):
-        rng, path = np.random.default_rng(0), tmp_path / "broken.png"
-        Image.fromarray(rng.integers(0, 255, (64, 64, 3), np.uint8)).save(path)
-        path.write_bytes(path.read_bytes()[:2000])
-        with pytest.raises(UnusableSampleError, match=r"broken\.png cannot be read as an image"):
-            read_image(path)
 
     def test_a_grid_has_all_images(self):
         images = np.stack([np.full((2, 3, 3), 10 * number, np.uint8) for number in range(1, 6)])
@@ -188,13 +172,6 @@ class TestFolders:
         with pytest.raises(ValueError, match=message):
             folder_labels(tmp_path, names, {"first": 0}, 3)
 
-    def test_classes_by_name_or_number(self):
-        known = {"cat": 3, "7": 1}
-        assert [find_label(name, known, 10) for name in ("cat", "7", "9")] == [3, 1, 9]
-        for name in ("dog", "10"):
-            with pytest.raises(ValueError, match=rf"by number \(0 to 9\) or by name \(7, cat\), got '{name}'"):
-                find_label(name, known, 10)
-
 
 def test_digits_are_the_scans():
     scans, digits = load_scans("train", 24)
@@ -209,29 +186,6 @@ def test_digits_are_the_scans():
             assert samples[number].condition == (f"the digit {word}" if captions else digits[number])
             assert samples[number].class_name == (None if captions else word)
     assert len(digit_images(5000, 8, captions=True, split="held_out")) == 299
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "expected"),
-    [
-        ("sana", {}, (512, 512, 300)),
-        ("sana", {"data": "digits"}, (64, 64, 300)),
-        ("sana", {"height": 64, "max_sequence_length": 20}, (64, 64, 20)),
-        ("dit", {"data": "digits"}, (16, 16, None)),
-        ("sana", {"height": 48}, "height must be a multiple of 32"),
-        ("dit", {"num_frames": 5}, "num_frames is not an option of dit models"),
-    ],
-)
-def test_sizes(family, options, expected, directories):
-    source, config = PipelineSource(directories[family]), CacheConfig(**options)
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            check_options(config, family)
-            source.sizes.complete(config)
-        return
-    config = source.sizes.complete(config)
-    assert (config.height, config.width, config.max_sequence_length) == expected
-    assert config.num_frames is None
 
 
 def transformer_inputs(pipeline, **call):
@@ -346,17 +300,6 @@ class TestCache:
         assert "makes images of 16x16 only" in caplog.text
         assert dataset[0]["latents"].dtype == torch.bfloat16 and dataset.manifest["classes"] == {"zero": 0}
 
-    def test_unusable_data_are_refused(self, directories, tmp_path):
-        config = options(directories["dit"], tmp_path)
-        (tmp_path / "data" / "a").mkdir(parents=True)
-        (tmp_path / "data" / "a" / "1.png").write_bytes(b"damaged")
-        with pytest.raises(ValueError, match="none of the 1 samples could be used"):
-            make_cache(config, CacheConfig(data=str(tmp_path / "data")), Accelerator(cpu=True))
-        with pytest.raises(ValueError, match="cache must be given"):
-            make_cache(config.replace(output=None), CacheConfig(data="digits"), Accelerator(cpu=True))
-        with pytest.raises(ValueError, match="data must be given"):
-            make_cache(config, CacheConfig(), Accelerator(cpu=True))
-
 
 class TestValidation:
     def validator(self, family, directories, tmp_path, cache=None, **changes):
@@ -428,12 +371,3 @@ class TestValidation:
     def test_what_cannot_be_made_is_refused(self, changes, cache, message, directories, tmp_path):
         with pytest.raises(ValueError, match=message):
             self.validator("dit", directories, tmp_path, cache, **changes)
-
-    def test_guidance_needs_the_label_of_the_pipeline(self, tmp_path):
-        tiny_images.dit_pipeline(num_embeds_ada_norm=10).save_pretrained(tmp_path / "ten")
-        with pytest.raises(ValueError, match="validation_guidance must be at most 1"):
-            self.validator("dit", {"dit": tmp_path / "ten"}, tmp_path, validation_prompts="4")
-        validator = self.validator(
-            "dit", {"dit": tmp_path / "ten"}, tmp_path, validation_prompts="4", validation_guidance=1.0
-        )
-        assert validator.generate(tiny_images.dit_transformer(num_embeds_ada_norm=10)).shape == (1, 16, 16, 3)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mhla_hf import convert
 from mhla_hf.cli.main import app
-from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig, evaluate, objective_for
+from mhla_hf.training import LatentDataset, evaluate, objective_for
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.run import read_metrics
 
@@ -133,48 +133,6 @@ def test_a_resumed_command_ends_where_an_uninterrupted_one_does(family, sources,
         assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
-@pytest.mark.slow
-@EVERY_FAMILY
-def test_the_pipeline_draws_what_was_learned(family, monkeypatch):
-    """Trained on two images, the family's own pipeline and sampler draw each of them for its caption or class."""
-    pipeline = PIPELINES[family](num_attention_heads=4, **({"cross_attention_dim": 48} if family == "sana" else {}))
-    convert(pipeline, {"blocks": (2, 2)})
-    conditions, null_condition, arguments = _conditions(pipeline, family)
-    generator = torch.Generator().manual_seed(0)
-    side = 4 if family == "sana" else 8
-    # Of one colour each, which is learned soon, in the range that the sampler of the tiny DiT clips to.
-    images = (torch.rand(2, 4, 1, 1, generator=generator) * 2 - 1).expand(2, 4, side, side)
-    dataset = [{"latents": latents, **condition} for latents, condition in zip(images, conditions, strict=True)]
-    config = TrainingConfig(
-        max_steps=300, batch_size=16, learning_rate=5e-3, lr_schedule="cosine", warmup_steps=20, weight_decay=0.0,
-        adam_beta2=0.99, progress=False, device="cpu",
-    )  # fmt: skip
-    DiffusionTrainer(config, pipeline.transformer, dataset, null_condition=null_condition).run()
-    drawn, decode = [], pipeline.vae.decode
-    monkeypatch.setattr(
-        pipeline.vae, "decode", lambda latents, **more: (drawn.append(latents), decode(latents, **more))[1]
-    )
-    generator = torch.Generator().manual_seed(1)
-    pipeline(**arguments, num_inference_steps=20, guidance_scale=1.0, generator=generator, output_type="pt")
-    latents = drawn[0] * pipeline.vae.config.scaling_factor
-    assert (latents - images).square().mean() < 0.2 * (latents - images.flip(0)).square().mean()
-
-
-def _conditions(pipeline, family):
-    """Two conditions, the empty one, and the pipeline's arguments for the two."""
-    if family == "dit":
-        conditions = [{"class_label": torch.tensor(label)} for label in (3, 7)]
-        return conditions, {"class_label": torch.tensor(1000)}, {"class_labels": [3, 7]}
-    arguments = {"complex_human_instruction": None, "max_sequence_length": 8}
-    embeddings, mask, *_ = pipeline.encode_prompt(
-        ["a three", "b", ""], do_classifier_free_guidance=False, clean_caption=False, **arguments
-    )
-    names = ("prompt_embeds", "prompt_attention_mask")
-    *conditions, null_condition = [dict(zip(names, pair, strict=True)) for pair in zip(embeddings, mask, strict=True)]
-    arguments |= {"prompt": ["a three", "b"], "height": 128, "width": 128, "use_resolution_binning": False}
-    return conditions, null_condition, arguments
-
-
 @pytest.mark.parametrize("family", ["sana"])
 def test_lora_loads_into_a_converted_pipeline(family, sources, tmp_path):
     """With the scale that it was trained with, which is not the default one."""
@@ -192,27 +150,6 @@ def test_lora_loads_into_a_converted_pipeline(family, sources, tmp_path):
         assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)
         fresh.transformer.unload_lora()
         assert not torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["dit"])
-def test_ordinary_pipelines_train_as_they_are(family, sources, tmp_path):
-    train(family, sources, tmp_path, "--mhla", "none", "--max-steps", 2)
-    pipeline, _ = generate(tmp_path / "pipeline", family)
-    assert not type(pipeline.transformer).__name__.startswith("MHLA")
-    refused = invoke(
-        family, sources[family] / "source", tmp_path / "other", "--cache", sources[family] / "cache",
-        "--max-steps", 1, "--device", "cpu",
-    )  # fmt: skip
-    assert refused.exit_code == 1 and "say how to convert it" in " ".join(refused.output.split())
-
-
-def test_a_converted_sana_starts_where_sana_is(sources, tmp_path):
-    """The command's options leave SANA's own defaults in place: the first loss is the ordinary model's."""
-    losses = []
-    for name, options in (("stock", ["--mhla", "none"]), ("mhla", ["--mhla", '{"blocks": [2, 2]}'])):
-        train("sana", sources, tmp_path / name, *options, "--max-steps", 1)
-        losses.append(read_metrics(tmp_path / name / "metrics.jsonl")[0]["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_dits_of_older_days_train(sources, tmp_path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -127,14 +126,6 @@ def test_another_run_is_refused(tmp_path):
         run(tmp_path / "out", other, steps=2, original_parameters={})
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    run(tmp_path / "out", steps=2)
-    path = tmp_path / "out" / "layers" / "001" / "transfer-00000002" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"001/transfer-00000002 is damaged: model.safetensors"):
-        run(tmp_path / "out", steps=2)
-
-
 def test_a_loss_that_is_no_number_names_layer_step_batch_and_checkpoint(tmp_path):
     model, seen = student(), []
     name = "bert.encoder.layer.1.attention.self"
@@ -161,25 +152,6 @@ def test_a_loss_that_is_no_number_names_layer_step_batch_and_checkpoint(tmp_path
         model.get_submodule(name).mhla.mixing.register_hook(lambda gradient: gradient * torch.nan)
     with pytest.raises(FloatingPointError, match=rf"matching {name}: the gradient is nan at step 1 \(batch \d\)"):
         run(tmp_path / "weight", model, save_every=1)
-
-
-def test_a_full_disk_leaves_what_was_there(tmp_path):
-    whole = run(tmp_path / "whole")
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def fill(name, step, loss):
-        if step == 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-
-    try:
-        with pytest.raises(OSError, match="the file is larger than the system allows. Make room"):
-            run(tmp_path / "full", progress=fill)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    names = sorted(path.name for path in (tmp_path / "full" / "layers" / "000").iterdir())
-    assert names == ["transfer-00000002"]
-    assert same(run(tmp_path / "full"), whole)
 
 
 def in_two_processes(tmp_path, action):
@@ -210,21 +182,6 @@ def test_two_processes_equal_one(cache, tmp_path):
         assert same(torch.load(tmp_path / f"{rank}.pt"), whole)
     # Another number of processes goes on where two were.
     assert same(run(tmp_path / "shared", cache=cache), whole)
-
-
-def test_an_error_in_one_process_ends_both(tmp_path):
-    def action(rank):
-        def fail(name, step, loss):
-            if rank == 1 and step == 2:
-                raise ValueError("its own mistake")
-
-        with pytest.raises(
-            ValueError if rank else RuntimeError,
-            match="its own mistake" if rank else "process 1 has failed: its own mistake",
-        ):
-            run(None, cache="memory", progress=fail)
-
-    assert in_two_processes(tmp_path, action) == [0, 0]
 
 
 def test_a_model_in_half_precision_trains_in_fp32():

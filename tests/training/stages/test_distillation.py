@@ -2,8 +2,6 @@
 """Distillation of diffusion models: the teacher within the student, the losses, and the stage of a run."""
 
 import copy
-import json
-import logging
 import shutil
 from functools import partial
 
@@ -193,25 +191,6 @@ class TestStage:
         stored = whole if mode == "full" else 0
         assert within.teacher_memory == {"stored": stored, "shared": whole - stored}
 
-    @pytest.mark.parametrize("name", ["dit"])
-    def test_brings_the_prediction_to_the_teachers(self, name):
-        case = CASES[name]
-        original = case.make_teacher()
-        student = case.student(original)
-        data = partial(make_batch, case.dataset(), objective=case.objective)
-        batch = data(DataOrder(dataset_size=5, batch_size=5, seed=1, stage="distill"), 0, 0)
-        noisy = case.objective.add_noise(batch.latents, batch.noise, batch.levels)
-
-        @torch.no_grad()
-        def distance(model):
-            target, output = (case.objective.run(each.eval(), noisy, batch) for each in (original, model))
-            return case.objective.distillation_losses(output, target, noisy, batch).mean().item()
-
-        before = distance(student)
-        config = options(distill_steps=10, distill_learning_rate=5e-4, lr_schedule="cosine", warmup_steps=2)
-        result = DiffusionTrainer(config, student, case.dataset(), teacher=SharedTeacher(student)).run()
-        assert list(result.losses) == ["distill"] and distance(result.model) < 0.9 * before
-
     @pytest.mark.parametrize(("name", "mode"), [("wan", "full")])
     def test_interrupted_runs_end_where_uninterrupted_ones_do(self, name, mode, tmp_path):
         case = CASES[name]
@@ -257,19 +236,6 @@ class TestStage:
             DiffusionTrainer(options(), student, broken, teacher=SharedTeacher(student)).run()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"distill_ratio": 0}, "distill_ratio must be greater than 0, got 0"),
-        ({"mhla": "none", "train": "full"}, "distill_steps needs MHLA layers, but mhla='none' converts nothing"),
-        ({"distill_steps": 0}, "max_steps, distill_steps and transfer_steps are all 0"),
-    ],
-)
-def test_wrong_options_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        options(**changes)
-
-
 class TestFiles:
     @pytest.fixture(scope="class")
     @staticmethod
@@ -303,14 +269,6 @@ class TestFiles:
             for _ in range(4)
         ]
 
-    def test_a_fresh_conversion_needs_no_second_model(self, softmax, monkeypatch, caplog):
-        monkeypatch.setattr(PipelineSource, "teacher", None)
-        caplog.set_level(logging.INFO, "mhla_hf.training.matching.teacher")
-        config = options(model=softmax, mhla={"blocks": (1, 2, 2)}, train="mhla")
-        result = DiffusionTrainer(config, dataset=self.data()).run()
-        assert result.teacher_memory["stored"] == 0 < result.teacher_memory["shared"]
-        assert "the teacher stores 0.0 MB of weights and shares" in caplog.text
-
     def test_weights_that_were_changed_come_from_the_source(self, softmax, changed):
         config = options(model=changed, train="mhla", distill_steps=3)
         within = DiffusionTrainer(config, dataset=self.data()).run()
@@ -320,22 +278,6 @@ class TestFiles:
         projections = [parameter for name, parameter in apart.named_parameters() if "attn1.to_out.0" in name]
         assert within.teacher_memory["stored"] == 4 * sum(parameter.numel() for parameter in projections)
         assert expected.teacher_memory["shared"] == 0
-
-    def test_resumed_runs_take_the_teacher_from_the_source(self, changed, tmp_path):
-        def train(output, steps):
-            config = options(
-                model=changed, output=output, resume="latest", distill_steps=steps, checkpointing_steps=2,
-                lr_schedule="constant",
-            )  # fmt: skip
-            return DiffusionTrainer(config, dataset=self.data()).run()
-
-        whole = train(tmp_path / "whole", 4)
-        train(tmp_path / "cut", 2)
-        shutil.rmtree(tmp_path / "cut" / "pipeline")
-        cut = train(tmp_path / "cut", 4)
-        assert cut.losses == whole.losses
-        record = json.loads((tmp_path / "cut" / "pipeline" / "training.json").read_text())
-        assert record["teacher_memory_bytes"] == cut.teacher_memory
 
     def test_a_source_that_is_gone_is_named_before_anything_is_loaded(self, softmax, changed, tmp_path):
         lone = tmp_path / "lone"
