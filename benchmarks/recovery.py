@@ -106,15 +106,14 @@ def run_case(case: Case, folder: Path, language_model: Path | None) -> dict[str,
 
 def _digits(case: Case, folder: Path) -> dict[str, Any]:
     from mhla_hf.demo import DemoConfig
-    from mhla_hf.demo.runner import Demo
+    from mhla_hf.demo.run import digit_latents, recover_variant
 
     layers = "all" if case.model == "digits_all" else "2/3"
-    demo = Demo(DemoConfig(output=folder, seed=case.seed, layers=layers, progress=False))
-    base = demo.base_pipeline()
-    train, held_out = demo.data(base)
+    config = DemoConfig(output=str(folder), seed=case.seed, layers=layers)
+    train, held_out = digit_latents(config)
     window, changes = OPTIONS.get(case.variant, (case.variant == "window", {}))
     variant = "mhla_window" if window else "linear" if case.variant == "linear" else "mhla"
-    return demo.recover(variant, base, train, held_out, changes)
+    return recover_variant(config, variant, train, held_out, changes)
 
 
 def _minilm(case: Case, folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKLWan, WanPipeline
 from transformers import PreTrainedTokenizerFast
 
-from mhla_hf.demo.data import encode_moving_digits
+from mhla_hf.demo.run import encode_moving_digits
 from mhla_hf.training.data.digits import MovingDigits, stack_videos
 from mhla_hf.utils.destinations import atomic_directory
 from mhla_hf.utils.tensor_files import read_tensors, write_tensors
@@ -97,7 +97,7 @@ def encode_pool(
         tokenizer: Tokenizer of the captions.
         split: `"train"` or `"held_out"`.
         count: Number of videos.
-        config: Seed and number of workers.
+        config: The seed.
         log: Receives a line for each file.
 
     Returns:
@@ -109,7 +109,7 @@ def encode_pool(
         stop = min(start + SHARD_SIZE, count)
         path = directory / f"{split}-{config.seed}-{start:05d}-{stop:05d}.safetensors"
         if not path.is_file():
-            latents = encode_moving_digits(vae, dataset, start, stop, workers=config.workers)
+            latents = encode_moving_digits(vae, dataset, start, stop)
             token_ids, lengths = tokenize(tokenizer, [dataset[index].caption for index in range(start, stop)])
             shard = {"latents": latents.half(), "token_ids": token_ids.short(), "lengths": lengths.short()}
             write_tensors(path, shard)

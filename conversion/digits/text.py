@@ -16,7 +16,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from transformers import PreTrainedTokenizerBase, UMT5EncoderModel
 
-from mhla_hf.demo.data import TEXT_LENGTH
+from mhla_hf.demo.run import TEXT_LENGTH
 
 
 def tokenize(

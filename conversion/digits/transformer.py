@@ -15,7 +15,7 @@ from diffusers.training_utils import EMAModel
 from transformers import PreTrainedTokenizerFast
 from transformers.hf_argparser import HfArg
 
-from mhla_hf.demo.data import TEXT_LENGTH
+from mhla_hf.demo.run import TEXT_LENGTH
 from mhla_hf.utils.machine import machine_facts
 
 from .checkpoints import load_checkpoint, save_checkpoint
@@ -46,7 +46,6 @@ class PretrainingConfig(BaseModelConfig):
     decoder_steps: int = HfArg(default=300, help="Further steps of the VAE's decoder alone, on whole videos.")
     pool_size: int = HfArg(default=3250, aliases=["--pool"], help="Training videos, encoded once and reused.")
     held_out_size: int = HfArg(default=64, help="Held-out videos of the loss that is logged.")
-    workers: int = HfArg(default=2, help="Threads that encode videos on a CPU.")
     steps: int = HfArg(default=3550, help="Steps of the transformer and text encoder.")
     minutes: float | None = HfArg(default=None, help="Time limit of the transformer's training, whatever `steps` is.")
     batch_size: int = HfArg(default=12, help="Videos per step.")

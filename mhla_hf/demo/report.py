@@ -1,42 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the demo: images, videos, the report, and the pipeline with its model card."""
+"""Results of the demo: pictures, the report, and the card of the MHLA pipeline."""
 
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
+from safetensors import safe_open
 
-from ..analysis import plot_mixing
+from ..analysis import mixing_figure, mixing_summary, reference_layout
 from ..hub import CardText, write_card
+from ..models.source import read_source
+from ..recovery.report import TITLES as STATES
 from ..training.data.digits import MovingDigitsConfig
-from ..training.data.videos import write_video
-from ..training.loading import PipelineSource
-from ..utils.destinations import atomic_directory
+from ..training.matching.layers import mhla_layers
+from ..utils.figures import new_figure, save_figure
 from ..utils.files import atomic_file, write_json
-from ..utils.json_files import read_json
 from ..utils.machine import machine_facts
-from ..utils.messages import how_to_install
-from ..utils.tensor_files import read_header
-from .config import DemoConfig
-from .figures import (
-    FRAMES_PER_SECOND,
-    STAGE_TITLES,
-    TITLES,
-    frame_strip,
-    plot_recovery,
-    side_by_side,
-    write_gif,
-)
+from . import DemoConfig
 
 
-_TEMPLATES = Path(__file__).parent / "templates"
+TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
+STAGE_TITLES = {stage: STATES[stage] for stage in ("converted", "calibrate", "match", "distill")}
+
+_COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "mhla_window": "#2ca02c", "linear": "#d95f02"}
+_TEMPLATE = Path(__file__).parent / "templates" / "report.md.jinja"
+_FRAMES_PER_SECOND, _SCALE = 8, 4
 
 _SUMMARY = (
     "A very small text-to-video pipeline, whose videos of {appearance.num_frames} frames of "
@@ -47,149 +42,145 @@ _NOTE = (
     'Captions are "a *digit* moves *direction*", up to four of them joined by "and"; digits are `zero` to `nine`, '
     "directions `left`, `right`, `up`, `down`."
 )
+_TRAINING = (
+    "All data are videos made from the scans in scikit-learn's `load_digits`; the softmax pipeline was trained on "
+    "them as well."
+)
 
 
 def write_outputs(
     config: DemoConfig,
-    base: Path,
-    pipelines: Mapping[str, Path],
     videos: Mapping[str, np.ndarray],
     results: Mapping[str, dict[str, Any]],
     generation_seconds: Mapping[str, float],
     seconds: float,
 ) -> dict[str, Any]:
-    """Writes all results into the output directory.
+    """Write pictures, report and model card into the output directory.
 
     Args:
         config: Options of the demo.
-        base: The softmax pipeline.
-        pipelines: Pipeline directories by model.
         videos: `[prompts, F, H, W, 3]` uint8 by model.
         results: Reports of the recoveries by variant.
         generation_seconds: Seconds to generate the videos, by model.
-        seconds: Seconds of the whole demo.
+        seconds: Seconds of this run of the demo.
 
     Returns:
         The report, as in `report.json`.
     """
-    report = _build_report(config, base, pipelines, results, generation_seconds, seconds)
-    output = config.output
-    plot_recovery(output / "recovery.png", report["variants"])
-    _plot_mixing(output / "mixing.png", pipelines["mhla"])
-    laid_out = side_by_side(videos, config.prompts)
-    write_gif(output / "side_by_side.gif", laid_out)
-    written = write_video(output / "side_by_side.mp4", laid_out, fps=FRAMES_PER_SECOND)
-    if written.suffix != ".mp4":
-        report["notes"].append(f"No mp4: {how_to_install('video')}.")
-    with atomic_file(output / "frames.png") as temporary:
-        Image.fromarray(frame_strip(videos)).save(temporary, format="PNG")
-    with atomic_directory(output / "mhla") as temporary:
-        shutil.copytree(pipelines["mhla"], temporary, dirs_exist_ok=True)
-        shutil.copyfile(output / "side_by_side.gif", temporary / "sample.gif")
-        _write_card(temporary, report, results)
-    with atomic_file(output / "report.md") as temporary:
-        temporary.write_text(_render_report(report), encoding="utf-8")
-    write_json(output / "report.json", report)
-    return report
-
-
-def _build_report(
-    config: DemoConfig,
-    base: Path,
-    pipelines: Mapping[str, Path],
-    results: Mapping[str, dict[str, Any]],
-    generation_seconds: Mapping[str, float],
-    seconds: float,
-) -> dict[str, Any]:
+    output = config.directory
     variants = {
         name: {
             "held_out": {stage: result["figures"][stage] for stage in STAGE_TITLES},
-            "cpu_seconds": {
-                stage: result["seconds"][stage]["cpu_seconds"] for stage in STAGE_TITLES if stage in result["seconds"]
-            },
-            "parameters": _count_parameters(pipelines[name]),
+            "cpu_seconds": {stage: taken["cpu_seconds"] for stage, taken in result["seconds"].items()},
+            "parameters": _count_parameters(output / name),
             "generation_seconds": generation_seconds[name],
         }
         for name, result in results.items()
     }
-    record = base / "pretraining.json"
-    return {
-        "seed": config.seed,
+    report = {
         "seconds": seconds,
-        "options": config.identity(),
+        "options": config.to_dict(),
         "recipe": results["mhla"]["recipe"],
-        "base_pretraining": read_json(record, "the record") if record.is_file() else None,
         "softmax": {
             "held_out_loss": results["mhla"]["figures"]["softmax"]["loss"],
-            "parameters": _count_parameters(base),
+            "parameters": _count_parameters(config.base_directory),
             "generation_seconds": generation_seconds["softmax"],
         },
         "variants": variants,
-        "held_out_samples": config.held_out_videos * config.draws,
         "machine": machine_facts(torch.device("cpu")),
-        "notes": [],
     }
-
-
-def _count_parameters(pipeline: Path) -> int:
-    """Number of parameters of a pipeline's transformer, from the header of its weight file."""
-    shapes, _ = read_header(pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
-    return sum(math.prod(entry["shape"]) for entry in shapes.values())
-
-
-def _render_report(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
-    from jinja2 import Template
-
-    return Template((_TEMPLATES / "report.md.jinja").read_text(encoding="utf-8")).render(_facts(report)) + "\n"
-
-
-def _write_card(directory: Path, report: dict[str, Any], results: Mapping[str, dict[str, Any]]) -> None:
-    """Writes the model card of the MHLA pipeline, with the figures of the other copies."""
-    appearance, options = MovingDigitsConfig(), report["options"]
-    made = f"{len(options['prompts'])} videos, {options['inference_steps']} denoising steps."
-    generation = {
-        "benchmark": "generation",
-        "task": f"{made} At the 320 tokens of a video linear attention saves no time.",
-        "machine": report["machine"],
-        "results": [
-            {"model": TITLES[name], "parameters": entry["parameters"], "seconds": entry["generation_seconds"]}
-            for name, entry in {"softmax": report["softmax"], **report["variants"]}.items()
-        ],
-    }
+    _plot_recovery(output / "recovery.png", variants)
+    _plot_mixing(output / "mixing.png", output / "mhla")
+    frames = side_by_side(videos, config.prompts)
+    for path in (output / "side_by_side.gif", output / "mhla" / "sample.gif"):
+        _write_gif(path, frames)
     text = CardText(
         name="Moving digits, Wan with MHLA",
-        summary=_SUMMARY.format(appearance=appearance),
+        summary=_SUMMARY.format(appearance=MovingDigitsConfig()),
         note=_NOTE,
-        training="All data are videos made from the scans in scikit-learn's `load_digits`; the softmax pipeline was "
-        "trained on such videos as well.",
+        training=_TRAINING,
         dataset="Moving digits of scikit-learn's load_digits, held-out scans",
-        prompt=options["prompts"][0],
-        arguments={"num_inference_steps": options["inference_steps"], "guidance_scale": options["guidance"]},
+        prompt=config.prompts[0],
+        arguments={"num_inference_steps": config.inference_steps, "guidance_scale": config.guidance},
         sample_caption="Softmax, MHLA, MHLA with a window, and linear attention side by side",
         license="apache-2.0",
     )
     comparisons = {f"{TITLES[name]}, recovered alike": result for name, result in results.items() if name != "mhla"}
-    write_card(directory, benchmarks=[generation], comparisons=comparisons, text=text, overwrite=True)
+    write_card(output / "mhla", comparisons=comparisons, text=text, overwrite=True)
+    facts = {**report, "stages": STAGE_TITLES, "titles": TITLES, "layers": config.layers}
+    with atomic_file(output / "report.md") as temporary:
+        template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
+        temporary.write_text(template.render(facts), encoding="utf-8")
+    write_json(output / "report.json", report)
+    return report
 
 
-def _facts(report: dict[str, Any]) -> dict[str, Any]:
-    """Variables of the templates: the report, names of models and stages, and the conversion in words."""
-    options, mhla = report["options"], report["recipe"]["mhla"]
-    layers = "every layer" if options["layers"] == "all" else f"layers {options['layers']}; the others stay softmax"
-    if mhla.get("lepe_kernel") is not None:
-        layers += f"; depthwise convolution of the values, kernel {mhla['lepe_kernel']}"
-    return {
-        **report,
-        "layers": f"{layers}; feature map {mhla.get('feature_map', 'relu')}",
-        "stages": STAGE_TITLES,
-        "titles": TITLES,
-        "models": list(report["variants"]),
-    }
+def side_by_side(videos: Mapping[str, np.ndarray], prompts: Sequence[str]) -> list[Image.Image]:
+    """Frames with all videos and labels: a row for each caption, a column for each model.
+
+    Args:
+        videos: `[prompts, F, H, W, 3]` uint8 by model.
+        prompts: The captions.
+    """
+    count, length, height, width, _ = next(iter(videos.values())).shape
+    cell, gap, bar = (width * _SCALE, height * _SCALE), 16, 32
+    font = ImageFont.load_default(size=18)
+    size = (len(videos) * (cell[0] + gap) + gap, count * (cell[1] + bar) + bar + gap)
+    frames = []
+    for frame in range(length):
+        canvas = Image.new("RGB", size, (38, 38, 42))
+        draw = ImageDraw.Draw(canvas)
+        for column, (name, video) in enumerate(videos.items()):
+            left = gap + column * (cell[0] + gap)
+            draw.text((left + cell[0] / 2, bar / 2), TITLES[name], "white", font, anchor="mm")
+            for row in range(count):
+                image = Image.fromarray(video[row, frame]).resize(cell, Image.Resampling.BICUBIC)
+                canvas.paste(image, (left, bar + row * (cell[1] + bar)))
+        for row, prompt in enumerate(prompts):
+            middle = bar + row * (cell[1] + bar) + cell[1] + bar / 2
+            draw.text((size[0] / 2, middle), prompt, (200, 200, 205), font, anchor="mm")
+        frames.append(canvas)
+    return frames
 
 
-def _plot_mixing(path: Path, directory: Path) -> None:
-    model: Any = PipelineSource(directory).load_model()
-    modules = model.mhla_modules()
-    layout = next(iter(modules.values())).layout_for(model.mhla_config.grid)
-    plot_mixing(path, {layer: module.mixing_matrix(layout) for layer, module in modules.items()}, layout)
+def _write_gif(path: Path, frames: Sequence[Image.Image]) -> None:
+    from diffusers.utils import export_to_gif
+
+    # One palette for all frames: with separate ones the background flickers.
+    palette = frames[len(frames) // 2].quantize(128)
+    images = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    with atomic_file(path) as temporary:
+        export_to_gif(images, str(temporary), fps=_FRAMES_PER_SECOND)
+
+
+def _plot_recovery(path: Path, variants: Mapping[str, Mapping[str, Any]]) -> None:
+    """Plot how far the held-out loss is above softmax against the CPU time spent."""
+    figure = new_figure(8.5, 4.2)
+    axis = figure.subplots()
+    for variant, entry in variants.items():
+        # Conversion takes time as well, but the curves begin after it.
+        spent = [entry["cpu_seconds"][stage] if stage != "converted" else 0.0 for stage in STAGE_TITLES]
+        seconds = np.cumsum(spent)
+        above = [entry["held_out"][stage]["above_softmax_percent"] for stage in STAGE_TITLES]
+        color = _COLORS[variant]
+        axis.plot(seconds, above, color=color, marker="o", label=TITLES[variant])
+        end = (seconds[-1], above[-1])
+        axis.annotate(f"{above[-1]:+.1f} %", end, xytext=(6, 0), textcoords="offset points", color=color)
+    for place, title in zip(zip(seconds, above), STAGE_TITLES.values()):
+        axis.annotate(title, place, xytext=(4, 8), textcoords="offset points", fontsize=8)
+    axis.set(xlabel="CPU seconds", ylabel="held-out loss above softmax, %", yscale="log")
+    axis.margins(x=0.12)
+    axis.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def _plot_mixing(path: Path, pipeline: Path) -> None:
+    layers = mhla_layers(read_source(pipeline).component().load())
+    matrices: Any = {layer.name.split(".")[1]: mixing_summary(layer.mhla).matrix for layer in layers}
+    save_figure(mixing_figure(matrices, reference_layout(layers[0].mhla)), path)
+
+
+def _count_parameters(pipeline: Path) -> int:
+    """Number of parameters of a pipeline's transformer, from the header of its weight file."""
+    with safe_open(pipeline / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())

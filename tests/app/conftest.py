@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models for the application, and a server of it."""
+"""Tiny models for the application."""
 
 from __future__ import annotations
 
-import os
-import socket
-import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,41 +11,12 @@ from typing import Any
 import pytest
 
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-
-VIDEO = {"prompt": "a cat", "steps": 2, "seed": 3, "guidance_scale": 2.0, "height": 32, "width": 64, "num_frames": 9}
-"""A small request of the tiny pipeline: values of its fields by name."""
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    """Waits, a minute at most, until something holds."""
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("waited a minute in vain")
-
-
 @dataclass(frozen=True)
 class Saved:
     """Directories of an MHLA model and its original."""
 
     model: Path
-    base: Path
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running application."""
-
-    url: str
-    handlers: Any
-    page: Any
-    connections: list[str]
-
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self.page._queue)
+    original: Path
 
 
 @pytest.fixture(scope="session")
@@ -87,37 +54,23 @@ def saved_language_model(tmp_path_factory) -> Saved:
     return Saved(folder / "tiny-mhla", folder / "tiny-llama")
 
 
+@dataclass(frozen=True)
+class Server:
+    """A running application."""
+
+    url: str
+    comparison: Any
+
+
 @contextmanager
-def running(saved: Saved, limits: Any = None, **options: Any):
-    """A server of an application on a free port of this machine, which connects to nothing else."""
-    from mhla_hf.app import serve
-    from mhla_hf.app.diffusion import DiffusionGenerator
-    from mhla_hf.app.handlers import Handlers
-    from mhla_hf.app.limits import Limits
-    from mhla_hf.app.mixing import MixingBrowser
-    from mhla_hf.app.models import open_comparison
-    from mhla_hf.app.page import build_page
-    from mhla_hf.app.speed import SpeedMeter
-    from mhla_hf.app.texts import TextGenerator
-
-    limits = limits or Limits()
-    connections: list[str] = []
-    connect = socket.socket.connect
-
-    def watched(self: socket.socket, address: Any) -> Any:
-        if self.family in (socket.AF_INET, socket.AF_INET6):
-            connections.append(str(address[0]))
-        return connect(self, address)
+def running(saved: Saved):
+    """A server of an application on a free port of this machine."""
+    from mhla_hf.app import build_page, open_comparison, serve
 
     comparison = open_comparison(saved.model, device="cpu")
-    generator = (TextGenerator if comparison.kind == "text" else DiffusionGenerator)(comparison, limits)
-    meter = SpeedMeter(comparison, most_tokens=512, seconds=0.1)
-    handlers = Handlers(comparison, generator, MixingBrowser(comparison), meter)
-    page = build_page(handlers, limits)
-    socket.socket.connect = watched
+    page = build_page(comparison)
     try:
-        _, url, _ = serve(page, prevent_thread_lock=True, quiet=True, **options)
-        yield Server(url, handlers, page, connections)
+        _, url, _ = serve(page, prevent_thread_lock=True, quiet=True)
+        yield Server(url, comparison)
     finally:
-        socket.socket.connect = connect
         page.close()

@@ -1,30 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The application's server, called by programs: answers, limits, queue, cancelling, and what it keeps to itself."""
+"""The application without a browser: what it opens, what it answers, and what it keeps to itself."""
 
 from __future__ import annotations
 
-import tempfile
+import json
+import shutil
+import socket
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+import torch
 
-from mhla_hf.app.limits import Limits
+from tests import forget_path, tiny, tiny_images
 
-from .conftest import VIDEO, running, wait_until
+from .conftest import running
 
 
+gradio = pytest.importorskip("gradio", reason="gradio is not installed")
 gradio_client = pytest.importorskip("gradio_client", reason="gradio is not installed")
-pytest.importorskip("gradio", reason="gradio is not installed")
+app = pytest.importorskip("mhla_hf.app")
+
+VIDEO = {
+    "prompt": "a cat", "num_inference_steps": 2, "seed": 3, "guidance_scale": 2.0, "height": 32, "width": 64,
+    "num_frames": 9,
+}  # fmt: skip
+"""A small request of the tiny pipeline."""
+
+
+@pytest.fixture(scope="module")
+def comparison(saved_pipeline):
+    return app.open_comparison(saved_pipeline.model, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def server(saved_pipeline):
-    with running(saved_pipeline, Limits(queue=1, prompt=40)) as server:
+    with running(saved_pipeline) as server:
         yield server
 
 
@@ -33,224 +47,212 @@ def client(server):
     return gradio_client.Client(server.url, verbose=False, analytics_enabled=False)
 
 
-@contextmanager
-def slow(handlers, seconds: float = 0.1):
-    """Makes both denoisers slow, and counts their calls."""
-    calls: list[str] = []
+def converted(pipeline, folder: Path) -> Path:
+    from mhla_hf import convert_pretrained
 
-    def wait(module, args):
-        calls.append(type(module).__name__)
-        time.sleep(seconds)
-
-    comparison = handlers.comparison
-    hooks = [
-        pipeline.transformer.register_forward_pre_hook(wait) for pipeline in (comparison.original, comparison.mhla)
-    ]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
+    pipeline.save_pretrained(folder / "original")
+    convert_pretrained(folder / "original", folder / "mhla", progress=False)
+    return folder / "mhla"
 
 
-def is_still(calls: list[str]) -> bool:
-    """True once no more calls are made; waits for that."""
-    for _ in range(50):
-        before = len(calls)
-        time.sleep(0.4)
-        if len(calls) == before:
-            return True
-    return False
+def test_pipelines_share_all_but_denoisers_and_schedulers(comparison):
+    assert (comparison.name, comparison.location, comparison.kind) == ("tiny-mhla", "tiny-wan", "video")
+    original, mhla = comparison.sides["original"], comparison.sides["mhla"]
+    assert type(original.transformer).__name__ == "WanTransformer3DModel"
+    assert type(mhla.transformer).__name__ == "MHLAWanTransformer3DModel"
+    assert original.vae is mhla.vae and original.text_encoder is mhla.text_encoder
+    assert original.scheduler is not mhla.scheduler
 
 
-def frames(path: str) -> np.ndarray:
+def test_sliders_are_bounded_by_the_models_own_size(comparison):
+    inputs = app.request_inputs(comparison)
+    assert list(inputs) == list(VIDEO)
+    bounds = {name: (inputs[name].value, inputs[name].maximum) for name in ("height", "width", "num_frames")}
+    assert bounds == {"height": (32, 256), "width": (64, 256), "num_frames": (9, 33)}
+
+
+PIPELINES = {
+    "dit": (tiny_images.dit_pipeline, "image", {"class_labels": 7}),
+    "pixart": (tiny_images.pixart_pipeline, "image", {"prompt": "a cat", "height": 16, "width": 32}),
+    "sana": (tiny_images.sana_pipeline, "image", {"prompt": "a cat", "height": 64, "width": 96}),
+    "two experts": (
+        lambda: tiny.wan_pipeline(second_transformer=True),
+        "video",
+        {"prompt": "a cat", "height": 32, "width": 48, "num_frames": 5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_kind_of_pipeline_answers(name, tmp_path):
+    make, kind, request = PIPELINES[name]
+    comparison = app.open_comparison(converted(make(), tmp_path), device="cpu")
+    assert comparison.kind == kind
+    assert comparison.attention == ("linear attention" if name == "sana" else "softmax attention")
+    request = {"num_inference_steps": 3, "seed": 1, "guidance_scale": 2.0, **request}
+    assert set(app.request_inputs(comparison)) == set(request)
+    original, mhla = (app.generate(comparison, side, request, threading.Event()) for side in comparison.sides)
+    for answer in (original, mhla):
+        assert answer.value.dtype == np.uint8 and answer.value.ndim == (4 if kind == "video" else 3)
+        assert 0 < answer.unit_seconds < answer.seconds
+    assert original.value.shape == mhla.value.shape
+    # SANA is linear already: its conversion changes nothing before training.
+    assert (original.value == mhla.value).all() == (name == "sana")
+    if name == "two experts":
+        assert comparison.sides["original"].config.boundary_ratio == comparison.sides["mhla"].config.boundary_ratio
+        assert type(comparison.sides["original"].transformer_2).__name__ == "WanTransformer3DModel"
+
+
+def test_language_models_answer_alike_for_a_seed(saved_language_model):
+    comparison = app.open_comparison(saved_language_model.model, device="cpu")
+    request = {"prompt": "once upon", "new_tokens": 12, "temperature": 1.0, "seed": 1}
+    assert list(app.request_inputs(comparison)) == list(request)
+    first, again = (app.generate(comparison, "mhla", request, threading.Event()) for _ in range(2))
+    assert first.value == again.value and len(first.value) > 0
+    stopped = threading.Event()
+    stopped.set()
+    assert len(app.generate(comparison, "mhla", request, stopped).value) < len(first.value)
+    app.build_page(comparison).close()
+
+
+def test_stopped_work_ends_before_the_next_step_and_frees_the_models(comparison):
+    stop = threading.Event()
+    calls = []
+    hook = comparison.sides["mhla"].transformer.register_forward_hook(lambda *_: (calls.append(1), stop.set()))
+    with pytest.raises(app._Stopped):
+        app.generate(comparison, "mhla", {**VIDEO, "num_inference_steps": 40}, stop)
+    hook.remove()
+    assert len(calls) == 1 and not comparison.lock.locked()
+    assert not comparison.sides["mhla"].transformer._forward_pre_hooks
+
+
+def test_the_server_answers_with_both_videos_and_their_times(server, client):
     import imageio.v3
 
-    return np.asarray(imageio.v3.imread(path))
-
-
-def test_both_models_answer_from_the_same_noise(server, client):
-    first: dict[str, list] = {}
-
-    def keep(module, args, kwargs):
-        first.setdefault(type(module).__name__, []).append(kwargs["hidden_states"].clone())
-
-    comparison = server.handlers.comparison
+    seen: dict[str, list] = {}
     hooks = [
-        pipeline.transformer.register_forward_pre_hook(keep, with_kwargs=True)
-        for pipeline in (comparison.original, comparison.mhla)
+        side.transformer.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.setdefault(type(module).__name__, []).append(kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+        for side in server.comparison.sides.values()
     ]
-    try:
-        status, original, own, times = client.predict(*VIDEO.values(), api_name="/generate")
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert status == ""
-    assert set(first) == {"WanTransformer3DModel", "MHLAWanTransformer3DModel"}
-    inputs = [calls[0] for calls in first.values()]
-    assert (inputs[0] == inputs[1]).all()
-    # Two steps, and guidance.
-    assert [len(calls) for calls in first.values()] == [4, 4]
-    videos = [frames(answer) for answer in (original, own)]
+    original, mhla, times = client.predict(*VIDEO.values(), api_name="/generate")
+    for hook in hooks:
+        hook.remove()
+    noise = [calls[0] for calls in seen.values()]
+    assert len(noise) == 2 and (noise[0] == noise[1]).all()
+    videos = [np.asarray(imageio.v3.imread(video)) for video in (original, mhla)]
     assert [video.shape for video in videos] == [(9, 160, 320, 3)] * 2
     assert (videos[0] != videos[1]).any()
     assert "| Softmax attention |" in times and "| MHLA |" in times and "per step" in times
-    again = client.predict(**VIDEO, api_name="/generate")
-    assert (frames(again[2]) == videos[1]).all()
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"steps": 1000}, "Steps must be a whole number from 1 to 50, not 1000"),
-        ({"steps": "2"}, "Steps must be a whole number from 1 to 50, not '2'"),
-        ({"seed": -1}, "Seed must be a whole number from 0"),
-        ({"guidance_scale": 1e9}, "Guidance must be a number from 0 to 30"),
-        ({"height": 17}, "Height must be a multiple of 16, not 17"),
-        ({"height": 512, "width": 512}, "Height × Width is 262,144 pixels; at most 65,536 are allowed here"),
-        ({"num_frames": 401}, "Frames must be a whole number from 1 to 33, not 401"),
-        ({"num_frames": 8}, "Frames must be 1 plus a multiple of 4"),
-        ({"prompt": "a" * 41}, "Prompt has 41 characters; at most 40 are taken here"),
-        ({"prompt": "  "}, "Prompt must be a text, and not empty"),
-        ({"prompt": None}, "Prompt must be a text"),
-        ({"prompt": {"path": "/etc/passwd"}}, "Prompt must be a text"),
-        ({"steps": None}, "Steps must be a whole number"),
-    ],
-)
-def test_requests_beyond_the_limits_are_refused(server, client, change, message):
-    with slow(server.handlers, 0) as calls:
-        with pytest.raises(gradio_client.exceptions.AppError, match=message) as error:
-            client.predict(**{**VIDEO, **change}, api_name="/generate")
-        assert "\n" not in str(error.value).strip()
-    assert calls == []
+def test_the_server_draws_mixing_weights(client):
+    plots = [client.predict("blocks.0.attn1", head, 5, api_name="/mixing")["plot"] for head in ("0", "1")]
+    assert all(plot.startswith("data:image/png") for plot in plots) and plots[0] != plots[1]
 
 
-def test_functions_check_whatever_reaches_them(server):
-    """Components check numbers too, in other words: this is what stands behind them."""
-    import gradio
-
-    for values in [(), (7,) * 7, ("a cat", 1000, 0, 4.0, 32, 64, 9), ("a cat", 2, 0, float("nan"), 32, 64, 9)]:
-        with pytest.raises(gradio.Error):
-            next(server.handlers.compare(*values))
-    for values in [("nothing", "0", 0), ("blocks.0.attn1", "9", 0), ("blocks.0.attn1", [], 0), (None, None, None)]:
-        with pytest.raises(gradio.Error):
-            server.handlers.mixing(*values)
-    with pytest.raises(gradio.Error, match="Block must be a whole number from 0 to 11"):
-        server.handlers.mixing("blocks.0.attn1", "0", 12)
+@pytest.mark.parametrize("change", [{"num_inference_steps": 1000}, {"height": 4096}, {"seed": -1}])
+def test_the_server_refuses_requests_beyond_the_bounds(client, change):
+    with pytest.raises(gradio_client.exceptions.AppError, match="than (minimum|maximum) value"):
+        client.predict(*{**VIDEO, **change}.values(), api_name="/generate")
 
 
 def test_cancelling_stops_the_work(server, client):
-    with slow(server.handlers) as calls:
-        job = client.submit(**{**VIDEO, "steps": 40}, api_name="/generate")
-        wait_until(lambda: calls)
-        job.cancel()
-        assert is_still(calls)
-        # Two calls a step, of two models.
-        assert len(calls) < 60 and set(calls) == {"WanTransformer3DModel"}
-    assert client.predict(**VIDEO, api_name="/generate")[0] == ""
+    calls = []
+    transformer = server.comparison.sides["original"].transformer
+    hook = transformer.register_forward_pre_hook(lambda *_: (calls.append(1), time.sleep(0.1)))
+    job = client.submit(*{**VIDEO, "num_inference_steps": 50}.values(), api_name="/generate")
+    while not calls:
+        time.sleep(0.05)
+    job.cancel()
+    time.sleep(1.5)
+    before = len(calls)
+    time.sleep(1)
+    hook.remove()
+    assert len(calls) == before < 60
 
 
-def test_leaving_stops_the_work(server):
-    with slow(server.handlers) as calls:
-        index = next(index for index, function in server.page.fns.items() if function.api_name == "generate")
-        body = {"data": list({**VIDEO, "steps": 40}.values()), "fn_index": index, "session_hash": "visitor"}
-        with httpx.Client(base_url=server.url, timeout=30) as visitor:
-            visitor.post("gradio_api/queue/join", json=body).raise_for_status()
-            with visitor.stream("GET", "gradio_api/queue/data", params={"session_hash": "visitor"}) as stream:
-                for _ in stream.iter_lines():
-                    if calls:
-                        break
-        assert is_still(calls)
-        assert len(calls) < 60
-
-
-def test_work_that_nobody_waits_for_is_stopped(server, monkeypatch):
-    monkeypatch.setattr("mhla_hf.app.handlers._MOST_UNREAD", 5)
-    with slow(server.handlers, 0.2) as calls:
-        body = {"data": list({**VIDEO, "steps": 40}.values())}
-        httpx.post(server.url + "gradio_api/call/generate", json=body, timeout=30).raise_for_status()
-        wait_until(lambda: calls)
-        assert is_still(calls)
-        assert len(calls) < 60
-
-
-def test_a_full_queue_refuses_and_says_so(server, client):
-    with slow(server.handlers, 0.2) as calls:
-        jobs = [client.submit(**{**VIDEO, "steps": 50}, api_name="/generate")]
-        wait_until(lambda: calls)
-        jobs.append(client.submit(**VIDEO, api_name="/generate"))
-        wait_until(lambda: server.waiting() == 1)
-        with pytest.raises(Exception, match="Queue is full"):
-            client.predict(**VIDEO, api_name="/generate")
-        for job in jobs:
-            job.cancel()
-        assert is_still(calls)
-
-
-def test_the_queue_cannot_be_passed_by(server):
-    for route in ("gradio_api/run/generate", "gradio_api/api/generate", "gradio_api/run/predict"):
-        answer = httpx.post(server.url + route, json={"data": list(VIDEO.values()), "fn_index": 0}, timeout=30)
-        assert answer.status_code >= 400, route
-
-
-def test_no_files_of_the_machine_are_served(server, saved_pipeline):
+def test_the_server_keeps_files_and_its_queue_to_itself(server, saved_pipeline):
     for path in ("/etc/passwd", saved_pipeline.model / "model_index.json", Path(__file__), "pyproject.toml"):
         answer = httpx.get(f"{server.url}gradio_api/file={path}", timeout=30)
         assert answer.status_code in (403, 404), path
     upload = httpx.post(server.url + "gradio_api/upload", files={"files": ("a.bin", b"0" * 5000)}, timeout=30)
     assert upload.status_code >= 400
+    direct = httpx.post(server.url + "gradio_api/run/generate", json={"data": list(VIDEO.values())}, timeout=30)
+    assert direct.status_code >= 400
 
 
-def test_mixing_pictures_differ_by_layer_head_and_block(server, client):
-    pictures = set()
-    for layer, head, block in [("blocks.0.attn1", "0", 0), ("blocks.0.attn1", "0", 5), ("blocks.1.attn1", "1", 5)]:
-        path = client.predict(layer, head, block, api_name="/mixing")
-        pictures.add(Path(path).read_bytes())
-    assert len(pictures) == 3
+def test_building_and_serving_asks_nobody_else(saved_pipeline, monkeypatch):
+    connections = []
+    connect = socket.socket.connect
+
+    def watched(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            connections.append(str(address[0]))
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", watched)
+    with running(saved_pipeline) as server:
+        httpx.get(server.url, timeout=30).raise_for_status()
+    assert set(connections) <= {"127.0.0.1", "localhost", "::1"}
 
 
-def test_speed_is_measured_once(server, client):
-    status, picture, table = client.predict(api_name="/speed")
-    assert (status, Path(picture).read_bytes()[:4]) == ("", b"\x89PNG")
-    rows = [line for line in table.splitlines() if line.startswith("| ")]
-    assert [row.split("|")[1].strip() for row in rows] == ["tokens", "384"]
-    assert "heads of width 12" in table
-    # Measured again, some digit would differ.
-    assert client.predict(api_name="/speed")[2] == table
+def test_records_say_whether_a_model_was_recovered(saved_pipeline, tmp_path):
+    moved = shutil.copytree(saved_pipeline.model, tmp_path / "moved")
+    record = json.loads((moved / "conversion.json").read_text())
+    for recovery, expected in [
+        ({"stages": {"calibrate": {}}}, False),
+        ({"stages": {"calibrate": {}, "distill": {}}}, True),
+        # Whatever a file of others holds.
+        (7, False),
+        ({"stages": 7}, False),
+    ]:
+        (moved / "conversion.json").write_text(json.dumps({**record, "recovery": recovery}))
+        assert app._is_recovered(moved) == expected
 
 
-def test_nothing_is_left_behind_and_nobody_else_is_asked(server, client, monkeypatch):
-    made: list[Path] = []
-
-    class Recorded(tempfile.TemporaryDirectory):
-        def __init__(self, **options):
-            super().__init__(**options)
-            made.append(Path(self.name))
-
-    monkeypatch.setattr("mhla_hf.app.handlers.TemporaryDirectory", Recorded)
-    client.predict(**VIDEO, api_name="/generate")
-    assert len(made) == 1
-    wait_until(lambda: not made[0].exists())
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "mhla-hf-app"])
-    assert set(server.connections) <= {"127.0.0.1", "localhost", "::1"}
-
-
-def test_generations_end_at_their_time_limit(saved_pipeline):
-    with running(saved_pipeline, Limits(seconds=0.5)) as server, slow(server.handlers) as calls:
-        client = gradio_client.Client(server.url, verbose=False, analytics_enabled=False)
-        with pytest.raises(gradio_client.exceptions.AppError, match="stopped after 0.5 seconds, the limit here"):
-            client.predict(**{**VIDEO, "steps": 40}, api_name="/generate")
-        assert len(calls) < 15
+def test_what_cannot_be_compared_is_refused(saved_pipeline, saved_language_model, tmp_path):
+    with pytest.raises(ValueError, match="is no MHLA model: convert it first"):
+        app.open_comparison(saved_pipeline.original)
+    with pytest.raises(ValueError, match="original of .*tiny-mhla is not found in .*tiny-llama"):
+        app.open_comparison(saved_pipeline.model, saved_language_model.original)
+    with pytest.raises(ValueError, match="transformer alone"):
+        app.open_comparison(saved_pipeline.model / "transformer", saved_pipeline.original / "transformer")
+    with pytest.raises(ValueError, match="original is given without a model"):
+        app.create_app(None, saved_pipeline.original)
+    moved = shutil.copytree(saved_pipeline.model, tmp_path / "moved")
+    forget_path(moved)
+    with pytest.raises(ValueError, match="the original of .*moved is not found .*tiny-wan.*--original"):
+        app.open_comparison(moved, device="cpu")
+    assert app.open_comparison(moved, saved_pipeline.original, device="cpu").location == "tiny-wan"
 
 
-def test_language_models_answer_with_texts(saved_language_model):
-    with running(saved_language_model, Limits(new_tokens=12)) as server:
-        client = gradio_client.Client(server.url, verbose=False, analytics_enabled=False)
-        request = {"prompt": "once upon", "new_tokens": 12, "temperature": 1.0, "seed": 1}
-        answers = client.predict(**request, api_name="/generate")
-        assert all(isinstance(text, str) and text for text in answers[1:3])
-        assert "per token" in answers[3]
-        assert client.predict(**request, api_name="/generate")[1:3] == answers[1:3]
-        assert client.predict(**{**request, "seed": 2}, api_name="/generate")[1] != answers[1]
-        with pytest.raises(gradio_client.exceptions.AppError, match="New tokens must be a whole number from 1"):
-            client.predict(**{**request, "new_tokens": 13}, api_name="/generate")
+def test_models_that_generate_nothing_from_a_prompt_are_refused(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    from mhla_hf import convert_pretrained
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    convert_pretrained(tmp_path / "bert", tmp_path / "mhla-bert", {"block_size": [16]}, progress=False)
+    with pytest.raises(ValueError, match="BertModel, which generates nothing"):
+        app.open_comparison(tmp_path / "mhla-bert")
+    model = converted(tiny.wan_pipeline(image_to_video=True), tmp_path)
+    with pytest.raises(ValueError, match="WanImageToVideoPipeline, which needs more than a prompt"):
+        app.create_app(model, device="cpu")
+
+
+def test_without_a_model_the_demo_is_converted_and_calibrated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with app.demo_model() as (directory, original):
+        comparison = app.open_comparison(directory, original, device="cpu")
+        assert not comparison.recovered
+        assert app.request_inputs(comparison)["prompt"].value == "a zero moves down"
+    assert not directory.exists()
+    (tmp_path / "demo-output" / "mhla").mkdir(parents=True)
+    (tmp_path / "demo-output" / "mhla" / "model_index.json").write_text("{}")
+    with app.demo_model() as (directory, _):
+        assert directory.parts == ("demo-output", "mhla")

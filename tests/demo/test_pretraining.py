@@ -17,7 +17,7 @@ from conversion.digits.checkpoints import load_checkpoint, save_checkpoint
 from conversion.digits.models import BaseModelConfig, build_text_encoder, build_tokenizer, build_transformer, build_vae
 from conversion.digits.muon import Muon, orthogonalize
 from conversion.digits.text import encode_text, install_padded_text, normal_quantiles, padding_bias, tokenize
-from mhla_hf.demo.data import TEXT_LENGTH
+from mhla_hf.demo.run import TEXT_LENGTH
 from mhla_hf.training.data.digits import DIRECTIONS, caption_for
 from tests import ROOT
 
@@ -34,7 +34,6 @@ TINY_PRETRAINING = {
     "decoder_steps": 1,
     "pool_size": 8,
     "held_out_size": 4,
-    "workers": 1,
     "steps": 2,
     "batch_size": 2,
     "device": "cpu",
@@ -131,6 +130,7 @@ def test_pretraining_goes_on_where_it_stopped(tmp_path):
     assert facts["steps"] == 4 and facts["parameters"] > 0
 
 
+@pytest.mark.slow
 def test_pretraining_goes_on_from_a_finished_pipeline(tmp_path):
     base = tmp_path / "base"
     pretrain(PretrainingConfig(**TINY_PRETRAINING), base, tmp_path / "base.work", log=lambda line: None)
@@ -143,6 +143,7 @@ def test_pretraining_goes_on_from_a_finished_pipeline(tmp_path):
             assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_pipeline(tmp_path):
     options = {**TINY_PRETRAINING, "seed": 3}
     arguments = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A full disk: one line that names the path, and everything that was complete before is whole."""
 
-import copy
 import os
 import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 import typer
@@ -216,12 +214,3 @@ def test_a_checkpoint_of_pretraining(disk, capsys):
         state = load_checkpoint(disk / "state.pt")
         assert state["weight"].tolist() == [1, 1, 1] and (state["step"], state["note"]) == (1, "old")
         assert sorted(os.listdir(disk)) == ["filling", "state.pt"]
-
-
-def test_images_and_videos_of_the_demo(disk, capsys):
-    from mhla_hf.demo.figures import write_gif
-
-    fill(disk)
-    frames = np.random.default_rng(0).integers(0, 255, (4, 64, 64, 3)).astype(np.uint8)
-    with one_line(capsys, disk / "video.gif"):
-        write_gif(disk / "video.gif", copy.deepcopy(frames))

@@ -1,0 +1,642 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A web page that compares an MHLA model with its original: samples side by side, times, and mixing weights."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+import torch
+from torch import nn
+
+from . import __version__
+from .analysis import mixing_figure, mixing_summary, reference_layout
+from .analysis.grids import middle_block
+from .conversion import convert_pretrained
+from .conversion.options import parse_dtype
+from .demo import BLOCKS, GRID, DemoConfig, base_pipeline_directory
+from .demo import PROMPTS as DEMO_PROMPTS
+from .hub.metadata import TAGS, card_data
+from .models.registry import MHLA_CLASSES
+from .models.source import (
+    CONVERSION_RECORD,
+    TRAINING_RECORD,
+    Component,
+    Source,
+    find_original,
+    open_source,
+    read_source,
+    softmax_version,
+)
+from .pipelines import load_pipeline
+from .recovery.directories import calibrate_directory
+from .recovery.probes import PROMPTS, sample_size
+from .recovery.recipes import default_recipe
+from .training.matching.layers import mhla_layers
+from .utils.destinations import claim_destination
+from .utils.files import list_files
+from .utils.json_files import read_json
+from .utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
+from .utils.machine import choose_device, synchronize
+from .utils.messages import how_to_install, shorten_text
+
+
+# gradio reads these when it is imported; the page reports nothing and keeps no history.
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+os.environ.setdefault("GRADIO_RUN_HISTORY", "False")
+try:
+    import gradio as gr
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"gradio is not installed: {how_to_install('app')}") from error
+
+
+__all__ = ["create_app", "export_space", "serve"]
+
+DEMO_OUTPUT = Path("demo-output") / "mhla"
+"""The pipeline that `mhla-hf demo` recovers, opened when no model is named."""
+
+_TITLES = {"original": "Original", "mhla": "MHLA"}
+_ALL_HEADS = "mean of all heads"
+_TEMPLATES = Path(__file__).parent / "assets" / "space"
+# Bounds of the sliders.
+_MOST_STEPS, _MOST_NEW_TOKENS, _LONGEST_PROMPT, _WAITING = 50, 256, 1000, 8
+# Models made for smaller samples may be tried at these sizes.
+_USUAL_SIDE, _USUAL_FRAMES = 256, 33
+_SHOWN_PIXELS, _FRAMES_PER_SECOND = 320, 16
+
+_INTRODUCTION = """# MHLA beside {attention}
+
+**Multi-Head Linear Attention** keeps one summary of keys and values per block of tokens and learns how blocks mix
+them, so its cost grows linearly with the number of tokens. Both models answer the same prompt with the same seed:
+compare how close the right output comes to the left one.
+
+`{name}`, converted from `{original}`{warning}
+"""
+_NOT_RECOVERED = """
+
+**Not recovered.** This model was converted but not trained afterwards; a recovered model (`mhla-hf recover`) is closer
+to its original.
+"""
+_MIXING = """The queries of each block read a weighted sum of the summaries of all blocks. Row *i* of the matrix has
+the weights for block *i*; beside it, the row of the outlined block is drawn on the token grid. Red is positive, blue
+negative."""
+_CSS = """
+.gradio-container main { width: 100%; max-width: 1040px; margin: 0 auto !important; }
+#times th, #times td { border: 1px solid var(--border-color-primary); padding: 6px 10px; word-break: normal; }
+@media (max-width: 640px) {
+  #mixing div:has(> img) { justify-content: flex-start; overflow-x: auto; }
+  #mixing img { width: 720px; max-width: none; }
+}
+"""
+# The videos arrive one after the other; restart them together.
+_SYNCHRONIZE = "() => document.querySelectorAll('video').forEach(v => { v.loop = true; v.currentTime = 0; v.play(); })"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An MHLA model and its original, ready to generate.
+
+    Attributes:
+        name: The model as the user named it.
+        location: Where the original comes from.
+        kind: What they generate: `"video"`, `"image"` or `"text"`.
+        attention: Attention of the original, in words.
+        recovered: Whether a record says that the model was trained after its conversion.
+        models: The MHLA models by component.
+        sides: Pipelines of diffusers or models of transformers, under `original` and `mhla`. Pipelines share all
+            components but their denoisers and schedulers.
+        tokenizer: Tokenizer of language models.
+        lock: Held by the request that generates.
+    """
+
+    name: str
+    location: str
+    kind: str
+    attention: str
+    recovered: bool
+    models: Mapping[str, nn.Module]
+    sides: Mapping[str, Any]
+    tokenizer: Any = None
+    lock: Any = field(default_factory=threading.Lock)
+
+
+class Answer(NamedTuple):
+    """What one model made of a request: pixels `[(F,) H, W, 3]` uint8 or a text, and the seconds it took."""
+
+    value: Any
+    seconds: float
+    unit: str
+    unit_seconds: float
+
+
+class _Stopped(Exception):
+    """Ends work that its visitor has cancelled."""
+
+
+def open_comparison(
+    model: str | Path,
+    original: str | Path | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Comparison:
+    """Load an MHLA model and its original; see [`create_app`][mhla_hf.app.create_app] for arguments and errors."""
+    place = choose_device(device)
+    weights = parse_dtype(dtype or ("float32" if place.type == "cpu" else "bfloat16"))
+    source = open_source(model)
+    originals = _originals(source, original)
+    part = source.mhla_components[0]
+    softmax = {name: found.load(dtype=weights).to(place).eval() for name, (_, found) in originals.items()}
+    location = original if original is not None else originals[part.name][0]
+    facts: dict[str, Any] = {
+        "name": _shown(model),
+        "location": _shown(location),
+        "attention": f"{part.original_attention} attention",
+        "recovered": _is_recovered(source.root),
+    }
+    if part.is_transformers:
+        from transformers import AutoTokenizer, GenerationMixin
+
+        if not issubclass(part.load_class(), GenerationMixin):
+            raise ValueError(f"{model} is a {part.class_name}, which generates nothing; try mhla-hf inspect.")
+        mhla: Any = part.load(dtype=weights).to(place).eval()
+        tokenizer = AutoTokenizer.from_pretrained(source.root, trust_remote_code=False)
+        sides = {"original": softmax[part.name], "mhla": mhla}
+        return Comparison(kind="text", models={part.name: mhla}, sides=sides, tokenizer=tokenizer, **facts)
+    if source.pipeline is None:
+        raise ValueError(f"{model} is a transformer alone, which generates nothing; give its pipeline.")
+    pipeline = load_pipeline(source.root, attn_implementation=None, torch_dtype=weights).to(place)
+    scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
+    # Not `from_pipe`, which casts all weights to one dtype. A setting is the noise level at which experts change.
+    settings = set(inspect.signature(type(pipeline).__init__).parameters) - set(pipeline.components)
+    parts = {**pipeline.components, **softmax, "scheduler": scheduler}
+    parts |= {name: value for name, value in pipeline.config.items() if name in settings}
+    sides = {"original": type(pipeline)(**parts), "mhla": pipeline}
+    for name, side in sides.items():
+        side.set_progress_bar_config(desc=_TITLES[name])
+    models = {name: getattr(pipeline, name) for name in originals}
+    return Comparison(kind=MHLA_CLASSES[part.class_name].kind, models=models, sides=sides, **facts)
+
+
+def _originals(source: Source, location: str | Path | None) -> dict[str, tuple[str, Component]]:
+    """Location and original of each MHLA model of a source, by component."""
+    if not source.mhla_components:
+        raise ValueError(f"{source.location} is no MHLA model: convert it first (mhla-hf convert, mhla-hf recover).")
+    given = None if location is None else open_source(location)
+    originals = {}
+    for part in source.mhla_components:
+        found = find_original(source, part)
+        if given is not None:
+            version = softmax_version(given, part)
+            found = None if version is None else (str(location), version)
+        if found is None:
+            named = f" in {location}" if location is not None else f" ({', '.join(source.records())})"
+            raise ValueError(f"the original of {source.location} is not found{named}; say where it is: --original")
+        originals[part.name] = found
+    return originals
+
+
+def _is_recovered(root: Path) -> bool:
+    """True if a record in the directory says that the model was trained. Its contents are someone else's."""
+    path = root / CONVERSION_RECORD
+    recovery = read_json(path, "the record").get("recovery") if path.is_file() else None
+    stages = recovery.get("stages") if isinstance(recovery, dict) else None
+    trained = isinstance(stages, dict) and bool(set(stages) - {"calibrate"})
+    return trained or (root / TRAINING_RECORD).is_file()
+
+
+def _shown(location: str | Path) -> str:
+    """A location for the page: of a directory its name alone, since paths are private."""
+    return Path(location).resolve().name if Path(location).is_dir() else str(location)
+
+
+@contextmanager
+def demo_model() -> Iterator[tuple[Path, Path]]:
+    """The demo's pipeline and its original: the recovered one, else one that is calibrated now, in some seconds."""
+    base = base_pipeline_directory()
+    if (DEMO_OUTPUT / PIPELINE_INDEX).is_file():
+        yield DEMO_OUTPUT, base
+        return
+    with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
+        directory = Path(folder) / "digits-mhla"
+        options = {**default_recipe("wan").mhla, "grid": GRID, "blocks": BLOCKS}
+        convert_pretrained(base, directory, options, layers=DemoConfig.layers, progress=False)
+        calibrate_directory(directory, prompts=list(DEMO_PROMPTS), samples=16, steps=4)
+        yield directory, base
+
+
+def _slider(label: str, least: float, most: float, value: float, step: float = 1) -> Any:
+    precision = 0 if isinstance(step, int) else None
+    return gr.Slider(least, most, value, step=step, precision=precision, label=label, min_width=220)
+
+
+def _number(label: str, most: int) -> Any:
+    return gr.Number(0, minimum=0, maximum=most, precision=0, label=label, min_width=220)
+
+
+def _text(value: str) -> Any:
+    return gr.Textbox(value, lines=1, max_lines=4, max_length=_LONGEST_PROMPT, label="Prompt")
+
+
+def request_inputs(comparison: Comparison) -> dict[str, Any]:
+    """Build the components of a request, whose bounds gradio checks, by the name of the pipeline's argument.
+
+    Raises:
+        ValueError: If the pipeline needs more than a prompt or a class.
+    """
+    seed = _number("Seed", 2**32 - 1)
+    if comparison.kind == "text":
+        tokens, heat = _slider("New tokens", 1, _MOST_NEW_TOKENS, 64), _slider("Temperature", 0, 5, 0, 0.1)
+        return {"prompt": _text("Once upon a time"), "new_tokens": tokens, "temperature": heat, "seed": seed}
+    pipeline = comparison.sides["mhla"]
+    known = set(inspect.signature(type(pipeline).__call__).parameters)
+    if known & {"image", "video"} or not known & {"prompt", "class_labels"}:
+        raise ValueError(f"{comparison.name} is a {type(pipeline).__name__}, which needs more than a prompt or class.")
+    model: Any = next(iter(comparison.models.values()))
+    size = sample_size(pipeline, comparison.models)
+    inputs: dict[str, Any] = {}
+    if "prompt" in known:
+        is_demo = comparison.location == base_pipeline_directory().name
+        inputs["prompt"] = _text(DEMO_PROMPTS[0] if is_demo else PROMPTS[2])
+    else:
+        inputs["class_labels"] = _number("Class", model.config.num_embeds_ada_norm - 1)
+    inputs |= {"num_inference_steps": _slider("Denoising steps", 1, _MOST_STEPS, 20), "seed": seed}
+    if "guidance_scale" in known:
+        inputs["guidance_scale"] = _slider("Guidance", 0, 30, 4, 0.1)
+    if "height" in known:
+        factor = getattr(pipeline, "vae_scale_factor_spatial", 0) or getattr(pipeline, "vae_scale_factor", 8)
+        patch = model.config.patch_size
+        unit = math.lcm(16, int(factor * (patch if isinstance(patch, int) else patch[-1])))
+        for name in ("height", "width"):
+            side = size.get(name, _USUAL_SIDE)
+            inputs[name] = _slider(name.capitalize(), unit, max(side, _USUAL_SIDE), side, unit)
+    for name in {"num_frames", "frames"} & known:
+        frames, every = size.get("num_frames", _USUAL_FRAMES), getattr(pipeline, "vae_scale_factor_temporal", 1)
+        inputs[name] = _slider("Frames", 1, max(frames, _USUAL_FRAMES), frames, every)
+    return inputs
+
+
+def generate(
+    comparison: Comparison, side: str, request: Mapping[str, Any], stop: threading.Event, progress: Any = None
+) -> Answer:
+    """Answer a request with one of the two models.
+
+    Args:
+        comparison: The models.
+        side: `"original"` or `"mhla"`.
+        request: Values of [`request_inputs`] by name.
+        stop: Set to end the work before the next call of the model.
+        progress: A `gr.Progress`, for tokens; denoising steps show theirs through tqdm.
+    """
+    # Work of the last visitor may still be on its way to its next check.
+    with comparison.lock, torch.no_grad():
+        work = _generate_text if comparison.kind == "text" else _generate_pixels
+        return work(comparison, comparison.sides[side], dict(request), stop, progress)
+
+
+def _generate_pixels(
+    comparison: Comparison, pipeline: Any, request: dict[str, Any], stop: threading.Event, progress: Any
+) -> Answer:
+    steps, generator = request["num_inference_steps"], torch.Generator().manual_seed(request.pop("seed"))
+    known = inspect.signature(type(pipeline).__call__).parameters
+    if "class_labels" in request:
+        request["class_labels"] = [request["class_labels"]]
+    if "prompt" in request:
+        request["prompt"] = request["prompt"][:_LONGEST_PROMPT]
+    if "use_resolution_binning" in known:
+        # Otherwise the pipeline changes the size.
+        request["use_resolution_binning"] = False
+    denoisers = [getattr(pipeline, name) for name in comparison.models]
+    clock = [0.0]
+
+    def before(*_: Any) -> None:
+        if stop.is_set():
+            raise _Stopped
+        synchronize(pipeline.device)
+        clock[0] -= time.perf_counter()
+
+    def after(*_: Any) -> None:
+        synchronize(pipeline.device)
+        clock[0] += time.perf_counter()
+
+    hooks = [denoiser.register_forward_pre_hook(before) for denoiser in denoisers]
+    hooks += [denoiser.register_forward_hook(after) for denoiser in denoisers]
+    began = time.perf_counter()
+    try:
+        output = pipeline(**request, generator=generator, output_type="np")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    values = output.frames[0] if comparison.kind == "video" else output.images[0]
+    pixels = np.rint(np.asarray(values, dtype=np.float32) * 255).clip(0, 255).astype(np.uint8)
+    scale = max(1, _SHOWN_PIXELS // max(pixels.shape[-3:-1]))
+    pixels = pixels.repeat(scale, axis=-3).repeat(scale, axis=-2)
+    return Answer(pixels, time.perf_counter() - began, "step", clock[0] / steps)
+
+
+def _generate_text(
+    comparison: Comparison, model: Any, request: dict[str, Any], stop: threading.Event, progress: Any
+) -> Answer:
+    from transformers import StoppingCriteriaList
+
+    tokenizer, total, prompt = comparison.tokenizer, request["new_tokens"], request["prompt"][:_LONGEST_PROMPT]
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    length = inputs["input_ids"].shape[1]
+
+    def stops(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if progress is not None:
+            progress((tokens.shape[1] - length, total), unit="tokens")
+        return torch.full((len(tokens),), stop.is_set(), device=tokens.device)
+
+    options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if request["temperature"]:
+        options = {"do_sample": True, "temperature": request["temperature"]}
+    if model.generation_config.pad_token_id is None:
+        options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
+    criteria = StoppingCriteriaList([stops])
+    with torch.random.fork_rng():
+        torch.manual_seed(request["seed"])
+        began = time.perf_counter()
+        tokens = model.generate(**inputs.to(model.device), max_new_tokens=total, stopping_criteria=criteria, **options)
+        synchronize(model.device)
+        seconds = time.perf_counter() - began
+    new = tokens[0, length:]
+    return Answer(tokenizer.decode(new, skip_special_tokens=True), seconds, "token", seconds / max(1, len(new)))
+
+
+def _compare(comparison: Comparison, inputs: Mapping[str, Any]) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
+    """The handler of the Generate button: yields the original's output, MHLA's, and the table of times."""
+
+    async def compare(progress: Any = gr.Progress(track_tqdm=True), *values: Any) -> AsyncIterator[tuple[Any, ...]]:
+        request, stop = dict(zip(inputs, values, strict=True)), threading.Event()
+        answers: dict[str, Answer] = {}
+        shown: dict[str, Any] = {"original": None, "mhla": None}
+        try:
+            with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
+                for side in shown:
+                    answers[side] = await asyncio.to_thread(generate, comparison, side, request, stop, progress)
+                    shown[side] = _as_shown(comparison.kind, answers[side], Path(folder) / f"{side}.mp4")
+                    yield shown["original"], shown["mhla"], _times(comparison, answers)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            raise gr.Error(shorten_text(str(error), 300), print_exception=False) from None
+        finally:
+            # Also when the visitor cancels: gradio then cancels this coroutine.
+            stop.set()
+
+    return compare
+
+
+def _as_shown(kind: str, answer: Answer, path: Path) -> Any:
+    """The value that an output component takes."""
+    if kind != "video":
+        return answer.value
+    from diffusers.utils import export_to_video
+
+    frames = answer.value
+    # Short videos run slower, or they end before one has seen them.
+    fps = _FRAMES_PER_SECOND // (2 if len(frames) < _USUAL_FRAMES else 1)
+    return export_to_video(list(frames.astype(np.float32) / 255), str(path), fps=fps)
+
+
+def _times(comparison: Comparison, answers: Mapping[str, Answer]) -> str:
+    """The table of times in Markdown; empty before both models have answered."""
+    if len(answers) < 2:
+        return ""
+    titles = {"original": comparison.attention.capitalize(), "mhla": "MHLA"}
+    rows = [
+        f"| {titles[side]} | {answer.seconds:.2f} s | {1e3 * answer.unit_seconds:,.0f} ms |"
+        for side, answer in answers.items()
+    ]
+    return (
+        f"| | total | model, per {answers['mhla'].unit} |\n|---|---|---|\n" + "\n".join(rows) + "\n\nLinear attention "
+        "saves time on long inputs: thousands of tokens. `mhla-hf bench op` finds the break-even on this machine."
+    )
+
+
+def _output(kind: str, side: str, label: str) -> Any:
+    options: dict[str, Any] = {"label": label, "elem_id": side, "interactive": False}
+    if kind == "video":
+        return gr.Video(format="mp4", autoplay=True, loop=True, buttons=["download"], height=360, **options)
+    if kind == "image":
+        return gr.Image(format="png", buttons=["download", "fullscreen"], height=420, **options)
+    return gr.Textbox(lines=12, max_lines=24, buttons=["copy"], **options)
+
+
+def _generate_tab(comparison: Comparison, inputs: Mapping[str, Any]) -> None:
+    first, *others = inputs.values()
+    first.render()
+    with gr.Accordion("Settings", open=False), gr.Row():
+        for component in others:
+            component.render()
+    with gr.Row():
+        run = gr.Button("Generate", variant="primary", scale=0, min_width=150)
+        cancel = gr.Button("Cancel", scale=0, min_width=110)
+    with gr.Row():
+        labels = {"original": f"Original: {comparison.attention}", "mhla": "MHLA"}
+        outputs = [_output(comparison.kind, side, label) for side, label in labels.items()]
+    times = gr.Markdown(elem_id="times")
+    running = gr.on(
+        [run.click, first.submit],
+        _compare(comparison, inputs),
+        list(inputs.values()),
+        [*outputs, times],
+        api_name="generate",
+        show_progress_on=outputs,
+        trigger_mode="once",
+    )
+    running.success(None, js=_SYNCHRONIZE)
+    cancel.click(None, cancels=[running], api_visibility="private")
+
+
+def _mixing_tab(page: Any, comparison: Comparison) -> None:
+    layers = {
+        f"{component}.{layer.name}" if len(comparison.models) > 1 else layer.name: layer.mhla
+        for component, model in comparison.models.items()
+        for layer in mhla_layers(model)
+    }
+    names = list(layers)
+    layout = reference_layout(layers[names[0]])
+    heads = max(mhla.mixing.shape[0] if mhla.mixing.dim() == 3 else 0 for mhla in layers.values())
+    gr.Markdown(_MIXING)
+    with gr.Row():
+        layer = gr.Dropdown(names, label="Layer", elem_id="layer", min_width=180)
+        head = gr.Dropdown([_ALL_HEADS, *map(str, range(heads))], label="Head", elem_id="head", min_width=180)
+        first, last = layout.num_prefix_blocks, layout.num_blocks - 1
+        block = gr.Slider(first, last, middle_block(layout), step=1, precision=0, label="Query block", min_width=220)
+    picture = gr.Plot(show_label=False, elem_id="mixing", format="png")
+
+    def mixing(layer: str, head: str, block: int) -> Any:
+        mhla = layers[layer]
+        layout = reference_layout(mhla)
+        # Without the weights of later blocks, which causal layers do not use.
+        matrix = mixing_summary(mhla).matrix
+        number = re.search(r"\.(\d+)\.", layer)
+        title: Any = number[1] if number else layer
+        if head != _ALL_HEADS and matrix.dim() == 3:
+            title, matrix = f"{title}, head {head}", matrix[int(head)]
+        return mixing_figure({title: matrix}, layout, block=min(block, layout.num_blocks - 1))
+
+    drawing: dict[str, Any] = {"fn": mixing, "inputs": [layer, head, block], "outputs": picture}
+    gr.on([layer.input, head.input, block.release], **drawing, api_name="mixing", trigger_mode="always_last")
+    page.load(**drawing, api_visibility="private")
+
+
+def build_page(comparison: Comparison) -> Any:
+    """Build the page of a comparison, a `gradio.Blocks` with its queue set up."""
+    warning = "" if comparison.recovered or comparison.attention.startswith("linear") else _NOT_RECOVERED
+    inputs = request_inputs(comparison)
+    with gr.Blocks(title="MHLA", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+        text = _INTRODUCTION.format(
+            attention=comparison.attention, name=comparison.name, original=comparison.location, warning=warning
+        )
+        gr.Markdown(text, elem_id="introduction")
+        with gr.Tab("Generate"):
+            _generate_tab(comparison, inputs)
+        with gr.Tab("Mixing"):
+            _mixing_tab(page, comparison)
+    return page.queue(max_size=_WAITING, default_concurrency_limit=1, api_open=False)
+
+
+def create_app(
+    model: str | Path | None = None,
+    original: str | Path | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Any:
+    """Load an MHLA model and its original, and build the page that compares them.
+
+    Args:
+        model: A converted pipeline or language model; a directory or Hub id. `None` for the demo's pipeline:
+            `demo-output/mhla` if it exists, else one that is converted and calibrated in some seconds.
+        original: Its original; by default the one that the model's records name.
+        device: Device of both models; by default a GPU if there is one.
+        dtype: Type of the weights; by default bfloat16 on a GPU and float32 on a CPU.
+
+    Returns:
+        A `gradio.Blocks`; start it with [`serve`][mhla_hf.app.serve].
+
+    Raises:
+        ValueError: If the model is not MHLA, generates nothing, its original is not found, or files are damaged.
+        OSError: If files are missing.
+    """
+    if model is None and original is not None:
+        raise ValueError("original is given without a model; give the MHLA model too.")
+    with demo_model() if model is None else nullcontext((model, original)) as (model, original):
+        return build_page(open_comparison(model, original, device=device, dtype=dtype))
+
+
+def serve(page: Any, *, host: str | None = None, port: int | None = None, share: bool = False, **options: Any) -> Any:
+    """Start the server of a page from [`create_app`][mhla_hf.app.create_app].
+
+    It serves the page and what it generates, no other files, and the page loads nothing from elsewhere.
+
+    Args:
+        page: The page.
+        host: Address to listen on, such as 0.0.0.0 for everybody who can reach it. By default the environment variable
+            `GRADIO_SERVER_NAME`, which Spaces set, else 127.0.0.1, this machine only.
+        port: Port; by default the first free one from 7860.
+        share: Make a public link through gradio's servers.
+        **options: Other arguments of `gradio.Blocks.launch`, such as `prevent_thread_lock` and `auth`.
+
+    Returns:
+        What `gradio.Blocks.launch` returns.
+
+    Raises:
+        OSError: If the port is taken.
+    """
+    fonts = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
+    return page.launch(
+        server_name=host,
+        server_port=port,
+        share=share,
+        theme=gr.themes.Default(primary_hue="blue", font=fonts, font_mono=("ui-monospace", "monospace")),
+        css=_CSS,
+        allowed_paths=[],
+        max_file_size="1kb",  # The page takes no files.
+        enable_monitoring=False,
+        footer_links=[],
+        show_error=False,
+        **options,
+    )
+
+
+def export_space(
+    destination: str | Path,
+    model: str | Path | None = None,
+    original: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write a folder that is a Space of the Hub: the page of one model.
+
+    Models on the Hub are named in it; directories are copied into it.
+
+    Args:
+        destination: The folder to make.
+        model: An MHLA model, directory or Hub id; `None` for the demo's pipeline, calibrated when the Space starts.
+        original: Its original; by default the one that its records name.
+        overwrite: Replace `destination`.
+
+    Raises:
+        ValueError: If the destination has content, the model is not MHLA, or its original is not found.
+        OSError: If a file cannot be read or written.
+    """
+    target = Path(destination).expanduser()
+    with claim_destination(target, overwrite=overwrite) as claimed, claimed.staging() as staging:
+        facts: dict[str, Any] = {"model": repr(model), "original": repr(original), "license": "apache-2.0"}
+        models = [location for location in (model, original) if location is not None]
+        if model is not None and local_directory(model, "model") is not None:
+            models, facts = _copy_models(staging, Path(model).expanduser(), original)
+        elif original is not None and local_directory(original, "original") is not None:
+            raise ValueError(f"original {original} is a directory; give a Hub id, as the model is on the Hub.")
+        facts |= {"models": sorted(map(str, models)), "tags": list(TAGS), "gradio": version("gradio")}
+        facts["title"] = f"MHLA: {Path(model).name if model is not None else 'moving digits'}"
+        (staging / "requirements.txt").write_text(f"mhla-hf[app]=={__version__}\n", encoding="utf-8")
+        for template in _TEMPLATES.glob("*.jinja"):
+            text = jinja2.Template(template.read_text(encoding="utf-8"), keep_trailing_newline=True).render(facts)
+            (staging / template.stem).write_text(text, encoding="utf-8")
+    return target
+
+
+def _copy_models(staging: Path, root: Path, original: str | Path | None) -> tuple[list[str], dict[str, Any]]:
+    """Copy a model directory, and of its original what differs; return Hub ids and the facts of the templates."""
+    source = read_source(root)
+    originals = _originals(source, original)
+    # The work folder of a recovery only serves to resume it.
+    _copy(root, [file for file in list_files(root) if file.parts[0] != "work"], staging / "model")
+    facts = {"model": "HERE / 'model'", "original": repr(original), "license": card_data(root).license or "apache-2.0"}
+    location, first = next(iter(originals.values()))
+    if is_hub_id(location):
+        return [location], facts
+    folder = first.folder if first.is_transformers else first.folder.parent
+    parts = [found.folder for _, found in originals.values()]
+    files = [file for file in list_files(folder) if any((folder / file).is_relative_to(part) for part in parts)]
+    files += [Path(PIPELINE_INDEX)] if not first.is_transformers else []
+    _copy(folder, files, staging / "original")
+    return [], {**facts, "original": "HERE / 'original'"}
+
+
+def _copy(root: Path, files: list[Path], target: Path) -> None:
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / file, target / file)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo from end to end: recover three copies of a pipeline, generate, compare, report.
+
+Encoded videos are kept, and `recover` resumes what it has begun, so a killed demo goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from ..recovery.recover import recover
+from ..training import objective_for
+from ..training.data.batch_sources import Latents
+from ..training.data.digits import MovingDigits, MovingDigitsConfig, stack_videos
+from ..training.families.wan import encode_videos
+from ..utils.destinations import LOCK, lock_output
+from ..utils.files import atomic_file, write_json
+from ..utils.json_files import read_json
+from . import BLOCKS, GRID, DemoConfig
+
+
+VARIANTS = ("mhla", "mhla_window", "linear")
+"""Copies to recover: MHLA, MHLA with a softmax window beside it, and linear attention (MHLA with a single block)."""
+
+TEXT_LENGTH = 24
+"""Tokens of the longest caption, four digits: 19 words and the end mark."""
+
+_OPTIONS, _DATA = "options.json", "data"
+# Options in which a resumed demo may differ.
+_FREE = ("output", "resume", "progress")
+_DRAWS, _ENCODE_BATCH, _CHECKPOINT_EVERY = 2, 8, 50
+
+
+class DigitLatents:
+    """Encoded videos in the form that `mhla_hf.training` reads.
+
+    Args:
+        latents: `[N, C, F, H, W]`, normalised.
+        prompt_embeds: `[N, L, D]`, padded with zeros.
+        null_prompt_embeds: `[L, D]`, of the empty caption.
+    """
+
+    def __init__(self, latents: torch.Tensor, prompt_embeds: torch.Tensor, null_prompt_embeds: torch.Tensor) -> None:
+        self.latents, self.prompt_embeds = latents, prompt_embeds
+        self.null_condition = {"prompt_embeds": null_prompt_embeds}
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"latents": self.latents[index], "prompt_embeds": self.prompt_embeds[index]}
+
+
+def run_demo(config: DemoConfig) -> dict[str, Any]:
+    """Run the demo, or what an earlier run did not finish.
+
+    Returns:
+        The report, as in `OUTPUT/report.json`.
+
+    Raises:
+        ValueError: If `output` holds a demo with other options or files of something else, another demo is running
+            there, or the base is no Wan pipeline.
+    """
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    from .report import write_outputs
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    base, began = config.base_directory, time.perf_counter()
+    console = Console(stderr=True, quiet=not config.progress)
+    with _claimed(config), _resumable_interrupt():
+        with _shown(console, "Encode videos"):
+            train, held_out = digit_latents(config)
+        results: dict[str, Any] = {}
+        for variant in VARIANTS:
+            with _shown(console, f"Recover {variant}"):
+                results[variant] = recover_variant(config, variant, train, held_out)
+        videos, seconds = {}, {}
+        for name, folder in {"softmax": base, **{name: config.directory / name for name in VARIANTS}}.items():
+            with _shown(console, f"Generate with {name}"):
+                videos[name], seconds[name] = _generate(config, folder)
+        with _shown(console, "Write the report"):
+            return write_outputs(config, videos, results, seconds, time.perf_counter() - began)
+
+
+def digit_latents(config: DemoConfig) -> tuple[DigitLatents, DigitLatents]:
+    """Encode training and held-out videos with the base pipeline, or read those of an earlier run."""
+    from diffusers import WanPipeline
+
+    pipeline, sets = None, []
+    for split, count in (("train", config.train_videos), ("held_out", config.held_out_videos)):
+        path = config.directory / _DATA / f"{split}.safetensors"
+        if not path.is_file():
+            pipeline = pipeline or WanPipeline.from_pretrained(
+                config.base_directory, transformer=None, use_safetensors=True
+            )
+            # Not the seed of the pretraining: the same scans in other videos.
+            dataset = MovingDigits(split, count, seed=1000 + config.seed)
+            captions = [dataset[index].caption for index in range(count)]
+            with torch.no_grad():
+                prompts, null = pipeline.encode_prompt(captions, max_sequence_length=TEXT_LENGTH)
+            latents = encode_moving_digits(pipeline.vae, dataset, 0, count)
+            tensors = {"latents": latents, "prompt_embeds": prompts.float(), "null_prompt_embeds": null[0].float()}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path) as temporary:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        sets.append(DigitLatents(**load_file(path)))
+    return sets[0], sets[1]
+
+
+def encode_moving_digits(vae: Any, dataset: MovingDigits, start: int, stop: int) -> torch.Tensor:
+    """Encode videos `start` to `stop` (exclusive) of a data set.
+
+    Returns:
+        Latents `[stop - start, C, F, H, W]` on the CPU, normalised.
+    """
+    threads = torch.get_num_threads()
+    workers = min(threads, 8) if vae.device.type == "cpu" else 1
+
+    def encode(first: int) -> torch.Tensor:
+        videos, _ = stack_videos(dataset, first, min(first + _ENCODE_BATCH, stop))
+        # A copy, since the VAE caches the frames that it has seen.
+        return encode_videos(copy.deepcopy(vae), videos).cpu()
+
+    # Small convolutions gain little from several threads each, but several batches at a time keep all cores busy.
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        parts = list(pool.map(encode, range(start, stop, _ENCODE_BATCH)))
+    torch.set_num_threads(threads)
+    return torch.cat(parts)
+
+
+def recover_variant(
+    config: DemoConfig,
+    variant: str,
+    train: DigitLatents,
+    held_out: DigitLatents,
+    changes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Recover a copy of the base into `OUTPUT/VARIANT`, unless that is done, and return the report of its recovery.
+
+    Args:
+        config: Options of the demo.
+        variant: One of [`VARIANTS`].
+        train: Videos to train on.
+        held_out: Videos to measure with.
+        changes: Values of the recipe in place of the variant's, by their path.
+    """
+    base = config.base_directory
+
+    def data(model: torch.nn.Module) -> Latents:
+        return Latents(train, objective_for(model, base), model, held_out, config.seed, draws=_DRAWS)
+
+    blocks = (1, 1, 1) if variant == "linear" else BLOCKS
+    recipe: dict[str, Any] = {"mhla.grid": list(GRID), "mhla.blocks": list(blocks)}
+    if config.match_steps is not None:
+        batches = min(config.match_steps, config.train_videos)
+        recipe |= {"match.steps": config.match_steps, "match.batches": batches}
+    if config.distill_steps is not None:
+        recipe |= {"distill.steps": config.distill_steps}
+    report = recover(
+        base,
+        config.directory / variant,
+        data,
+        layers=config.layers,
+        # Neighbours in the frame, and the same place in all frames.
+        window="cross" if variant == "mhla_window" else None,
+        changes={**recipe, **(changes or {})},
+        resume=True,
+        seed=config.seed,
+        device="cpu",
+        save_every=_CHECKPOINT_EVERY,
+        progress=False,
+    )
+    return report.to_dict()
+
+
+def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
+    """Videos `[prompts, F, H, W, 3]` uint8 of a pipeline, and the seconds of their generation."""
+    # Plain diffusers, as a user of the converted pipeline would load it.
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(directory, use_safetensors=True)
+    pipeline.set_progress_bar_config(disable=True)
+    appearance = MovingDigitsConfig()
+    # One generator per caption: its noise does not depend on how many captions there are.
+    generators = [torch.Generator().manual_seed(config.seed * 1000 + number) for number in range(len(config.prompts))]
+    began = time.perf_counter()
+    frames = pipeline(
+        prompt=list(config.prompts),
+        height=appearance.size,
+        width=appearance.size,
+        num_frames=appearance.num_frames,
+        num_inference_steps=config.inference_steps,
+        guidance_scale=config.guidance,
+        generator=generators,
+        max_sequence_length=32,
+    ).frames
+    seconds = time.perf_counter() - began
+    return np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8), seconds
+
+
+@contextmanager
+def _claimed(config: DemoConfig) -> Iterator[None]:
+    """A context in which this demo alone writes to its output, which is empty or holds a demo with its options."""
+    output, options = config.directory, config.to_dict()
+    with lock_output(output) or nullcontext():
+        record = output / _OPTIONS
+        if record.is_file() and not config.resume:
+            for name in (_DATA, *VARIANTS):
+                shutil.rmtree(output / name, ignore_errors=True)
+            record.unlink()
+        elif record.is_file():
+            before = read_json(record, "the demo's options (--no-resume starts again):")
+            changed = [name for name in options if name not in _FREE and before.get(name) != options[name]]
+            if changed:
+                raise ValueError(
+                    f"{output} holds a demo with another {', '.join(changed)}; start again with --no-resume or "
+                    "choose another directory"
+                )
+        elif any(entry.name != LOCK and not entry.name.startswith(".tmp-") for entry in output.iterdir()):
+            raise ValueError(f"{output} is not empty and no output of a demo; choose another directory")
+        write_json(record, options)
+        yield
+
+
+@contextmanager
+def _resumable_interrupt() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.args = ("stopped; the same command resumes the demo",)
+        raise
+
+
+@contextmanager
+def _shown(console: Console, title: str) -> Iterator[None]:
+    """Show a spinner while the block runs, then a line with its seconds."""
+    began = time.perf_counter()
+    with console.status(title):
+        yield
+    console.print(f"{title}: {time.perf_counter() - began:.1f} s", highlight=False)
