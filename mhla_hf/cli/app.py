@@ -21,9 +21,7 @@ def app_command(
     dtype: str | None = option(
         f"Type of the weights: {listed(DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.", choices=DTYPES
     ),
-    space: Path | None = option(
-        "Write a folder for a Space of the Hub instead.", "--export-space", metavar=DIRECTORY
-    ),
+    space: Path | None = option("Write a folder for a Space of the Hub instead.", "--export-space", metavar=DIRECTORY),
     overwrite: Overwrite = False,
 ) -> None:
     """Compare an MHLA model with its original in a browser.

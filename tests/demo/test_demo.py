@@ -74,8 +74,8 @@ def test_report_compares_on_the_same_draws(finished):
             figures = entry["held_out"][stage]
             assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
         assert all(seconds > 0 for seconds in entry["cpu_seconds"].values())
-    # In the second of two layers 80 x 80 mixing weights for each head, against one, the same convolution of 24 channels
-    # and the same feature maps of queries and keys; a window has two gains a channel.
+    # In the second of two layers 80 x 80 mixing weights per head, against one, the same convolution of 24 channels and
+    # the same feature maps of queries and keys; a window has two gains a channel.
     heads, width = 2, 12
     same = 24 * 3**3 + 24 + 2 * heads * width**2
     counts = {name: entry["parameters"] for name, entry in report["variants"].items()}
