@@ -70,15 +70,15 @@ class TrainingConfig(Options):
     lora_rank: int = option(32, "Rank of the LoRA matrices.", minimum=1)
     lora_alpha: float | None = option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
-    transfer_steps: int = option(0, "Steps that first match each MHLA layer's output to the teacher's.", minimum=0)
+    transfer_steps: int = option(0, "Steps that first match each MHLA layer's output to the original's.", minimum=0)
     transfer_cache: str = option(
         "auto",
-        "Where the teacher's activations are kept for those steps, so that it runs once per sample; 'none' runs it in "
+        "Where the original's activations are kept for those steps, so that it runs once per sample; 'none' runs it in "
         "every step, on new noise, and so does 'auto' where they do not fit.",
         choices=TRANSFER_CACHES,
         advanced=True,
     )
-    distill_steps: int = option(0, "Steps that then match the whole model's prediction to the teacher's.", minimum=0)
+    distill_steps: int = option(0, "Steps that then match the model's prediction to the original's.", minimum=0)
     max_steps: int = option(1000, "Fine-tuning steps.", minimum=0)
     batch_size: int = option(1, "Samples per process and micro-step.", minimum=1)
     gradient_accumulation_steps: int = option(1, "Micro-steps per optimizer step.", minimum=1)
@@ -98,13 +98,13 @@ class TrainingConfig(Options):
     )
     distill_ratio: float = option(
         1.0,
-        "Share of the distance to the teacher in the loss of that stage; the rest is the loss on the data.",
+        "Share of the distance to the original in the loss of that stage; the rest is the loss on the data.",
         above=0,
         maximum=1,
     )
     distill_target: str | None = option(
         None,
-        "Output of the teacher to match. Default: logits of language models and classifiers, else the last hidden "
+        "Output of the original to match. Default: logits of language models and classifiers, else the last hidden "
         "state.",
         choices=DISTILL_TARGETS,
         advanced=True,

@@ -105,12 +105,6 @@ def test_failures_that_were_found_before_are_shown_and_forgotten_once_all_pass(e
     assert not verdicts.read()
 
 
-def test_the_setting_of_tf32_is_put_back():
-    with pytest.raises(KeyError), diagnosis._tf32(True):
-        raise KeyError
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doctor")
@@ -181,30 +175,10 @@ class TestModel:
         (signature,) = report["failure_signatures"]
         assert (signature["name"], signature["layer"], signature["figure"]) == ("uniform-mixing", "blocks.1.attn1", 0)
 
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            lambda folder: (folder / "model_index.json").write_text("[]"),
-            lambda folder: (folder / "model_index.json").write_text('{"vae": ["diffusers", []], "_class_name": 3}'),
-            lambda folder: (folder / "model_index.json").write_text('{"vae": [1, 2], "../x": ["a", "b"]}'),
-            lambda folder: (folder / "transformer/config.json").write_text('{"_class_name": 3, "mhla": 3}'),
-            lambda folder: (folder / "transformer/config.json").write_text('{"mhla": {"blocks": {}}}'),
-            lambda folder: shutil.rmtree(folder / "transformer"),
-            lambda folder: (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b""),
-        ],
-        ids=range(7),
-    )
-    def test_the_description_takes_anything(self, damage, pipeline, tmp_path):
-        folder = Path(shutil.copytree(pipeline, tmp_path / "copy"))
-        damage(folder)
-        assert "Traceback" not in run(str(folder), code=1)
-
     def test_arguments_that_contradict(self, pipeline):
-        assert "--kernels has no effect with MODEL" in run(str(pipeline), "--kernels", code=1)
-        assert "--device has no effect with MODEL" in run(str(pipeline), "--device", "cpu", code=1)
-        assert "--no-values has no effect without MODEL" in run("--no-values", code=1)
-        assert "--cache-dir has no effect without MODEL" in run("--cache-dir", "x", code=1)
-        assert "neither a directory nor a Hub id" in run("/nowhere", code=1)
+        assert "--device has no effect with MODEL" in run(str(pipeline), "--device", "cpu", code=2)
+        assert "--no-values has no effect without MODEL" in run("--no-values", code=2)
+        assert "--cache-dir has no effect without MODEL" in run("--cache-dir", "x", code=2)
 
 
 class TestEnvironment:
@@ -218,28 +192,12 @@ class TestEnvironment:
         assert f"- torch: {torch.__version__}" in lines and "- MHLA_HF_DEBUG: `0`" in lines
         assert lines[-1] == "- accelerate config: none"
         report = json.loads((tmp_path / "report.json").read_text())
-        packages = (
-            "mhla-hf",
-            "transformers",
-            "diffusers",
-            "peft",
-            "safetensors",
-            "huggingface_hub",
-            "kernels",
-            "gradio",
-        )
-        assert set(packages) < set(report["packages"]) and report["platform"] == platform.platform()
+        assert {"mhla-hf", "transformers", "diffusers", "peft", "gradio"} < set(report["packages"]) and report["platform"] == platform.platform()
         assert report["machine"]["torch"] == torch.__version__ and report["kernels"]["float32"]
 
     @pytest.mark.parametrize(
         ("content", "expected"),
-        [
-            (
-                "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n",
-                "    - mixed_precision: no",
-            ),
-            ("a: [", "- accelerate config: cannot be read: "),
-        ],
+        [("mixed_precision: 'no'\n", "    - mixed_precision: no"), ("a: [", "- accelerate config: cannot be read: ")],
     )
     def test_the_configuration_of_accelerate(self, content, expected, monkeypatch, tmp_path):
         path = tmp_path / "default_config.yaml"
