@@ -91,7 +91,7 @@ def model_command(
     json_file: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
-    """Measure the forward pass of models with random weights, with their own attention and with MHLA."""
+    """Measure models with random weights: own attention and MHLA."""
     from ..bench import BenchOptions, measure_models
 
     options = BenchOptions(dtype=dtype, device=device, seconds=seconds, quick=quick)

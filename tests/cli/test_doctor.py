@@ -192,7 +192,9 @@ class TestEnvironment:
         assert f"- torch: {torch.__version__}" in lines and "- MHLA_HF_DEBUG: `0`" in lines
         assert lines[-1] == "- accelerate config: none"
         report = json.loads((tmp_path / "report.json").read_text())
-        assert {"mhla-hf", "transformers", "diffusers", "peft", "gradio"} < set(report["packages"]) and report["platform"] == platform.platform()
+        assert {"mhla-hf", "transformers", "diffusers", "peft", "gradio"} < set(report["packages"]) and report[
+            "platform"
+        ] == platform.platform()
         assert report["machine"]["torch"] == torch.__version__ and report["kernels"]["float32"]
 
     @pytest.mark.parametrize(

@@ -81,7 +81,9 @@ def test_every_kind_of_model(saved, name, tmp_path):
 def test_prompts_original_and_layers(saved, tmp_path):
     figures = tmp_path / "figures.json"
     prompts = ("--prompt", "the quick brown fox", "--prompt", "jumps over [the] lazy dog")
-    result = run(saved / "llama", *prompts, "--original", saved / "llama-softmax", "--layers", "0,2", "--json", figures)
+    result = run(
+        saved / "llama", *prompts, "--original", saved / "llama-softmax", "--layers", "0,2", "--json", figures
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(figures.read_text())
     assert report["prompts"] == ["the quick brown fox", "jumps over [the] lazy dog"]

@@ -293,7 +293,7 @@ def test_configuration_of_a_directory_or_file(wan22, tmp_path):
 @pytest.mark.parametrize(
     ("source", "arguments", "message"),
     [
-        ("high.safetensors", [], "high.safetensors: its width 24 is not a multiple of 128.*--config .*--base"),
+        ("high.safetensors", [], "high.safetensors: its width 24 is not a multiple of 128.*--config.*--base"),
         ("high.safetensors", ["--base", "base/transformer"], "base .* is not a pipeline directory"),
         ("high.safetensors", ["--base", "base", "--component", "vae"], "of base .*: transformer, transformer_2"),
         ("high.safetensors", ["--config", "base/vae"], "config.json is of a AutoencoderKLWan"),

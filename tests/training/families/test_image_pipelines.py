@@ -183,7 +183,12 @@ def test_the_wrong_command_is_named(sources, tmp_path):
         ("dit", ["--mhla", "none", "--train", "lora"], {}, "takes no adapters"),
         ("dit", ["--mhla", '{"blocks": [2, 2]}'], {"prediction_type": "v_prediction"}, "must be 'epsilon'"),
         ("sana", ["--mhla", '{"blocks": [2, 2]}'], {"prediction_type": "epsilon"}, "must be 'flow_prediction'"),
-        ("sana", ["--mhla", '{"blocks": [2, 2]}', "--match-steps", "1", "--original", "nowhere"], {}, "--original"),
+        (
+            "sana",
+            ["--mhla", '{"blocks": [2, 2]}', "--match-steps", "1", "--original", "nowhere"],
+            {},
+            "nowhere is neither",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_data_are_encoded(
