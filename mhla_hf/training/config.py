@@ -73,8 +73,8 @@ class TrainingConfig(Options):
     transfer_steps: int = option(0, "Steps that first match each MHLA layer's output to the original's.", minimum=0)
     transfer_cache: str = option(
         "auto",
-        "Where the original's activations are kept for those steps, so that it runs once per sample; 'none' runs it in "
-        "every step, on new noise, and so does 'auto' where they do not fit.",
+        "Where the original's activations are kept for those steps, so that it runs once per sample; 'none' runs it "
+        "in every step, on new noise, and so does 'auto' where they do not fit.",
         choices=TRANSFER_CACHES,
         advanced=True,
     )
