@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in directories and on the Hub: loading them with a probe and their base model, and inspecting them."""
+"""Inspecting the models of a directory or of a Hub repository: loading them, their probe and their base model."""
 
 from __future__ import annotations
 
+import heapq
+import inspect
+import json.decoder
+import math
+import shlex
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,18 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layouts.blocks import is_integer
+from ..lora_check import mhla_parts
 from ..models.source import Component, Source, find_original, open_source, softmax_version
 from ..models.weight_files import check_weights, damage_named
 from ..recovery.probes import pipeline_batches
+from ..training.data.images import read_image
 from ..training.matching.layers import Batch
 from ..utils.locations import download_repository
 from ..utils.machine import choose_device, machine_facts
-from ..utils.messages import pluralize, shorten_list, shorten_text
-from .findings import ModelInspection
-from .grids import check_block
-from .inspection import DEFAULT_TOKENS, inspect_model
-from .probes import DEFAULT_SAMPLES, random_latents, transformers_batches
-from .statistics import TOLERANCE
+from ..utils.messages import pluralize, shorten_text, shorten_value
+from .inspection import DEFAULT_TOKENS, ModelInspection, inspect_model
+from .plots import check_block
+
+
+DEFAULT_SAMPLES = 4
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+# Modules of the standard library whose source is the default text.
+_TEXTS = (textwrap, heapq, json.decoder, shlex)
+# Wan takes the tokens before the last 512 for those of an image.
+_TEXT_TOKENS, _IMAGE_TOKENS = 512, 257
 
 
 @dataclass
@@ -30,14 +44,13 @@ class InspectionReport:
     """What MHLA has learned in all models of a directory.
 
     Attributes:
-        location: Directory or Hub id, as the user gave it.
+        location: Directory or Hub id, as given.
         origin: The name of the directory, or the Hub repository and its commit.
         models: Its MHLA models.
-        probe: What the probe is, in words; empty without one.
-        prompts: Prompts of the probe that the user gave.
+        probe: Description of the probe; empty without one.
+        prompts: Prompts of the probe that were given.
         base: Location of the base model; empty without one.
-        tokens: Query tokens of a sample that attention matrices were computed for, at most.
-        tolerance: Of the numerical rank.
+        tokens: Largest number of query tokens of a sample that attention matrices were computed for.
         seed: Seed of the probe.
         machine: Date, device and versions.
     """
@@ -49,21 +62,12 @@ class InspectionReport:
     prompts: list[str] = field(default_factory=list)
     base: str = ""
     tokens: int = DEFAULT_TOKENS
-    tolerance: float = TOLERANCE
     seed: int = 0
     machine: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON types, without the mixing weights themselves."""
-        own = ("location", "origin", "probe", "prompts", "base", "tokens", "tolerance", "seed", "machine")
-        return {
-            **{name: getattr(self, name) for name in own},
-            "models": [model.to_dict() for model in self.models],
-        }
-
-
-Progress = Callable[[str, int, int], None]
-"""Called with a component's name, and the numbers of batches that were run and of all."""
+        """Return plain JSON types, without the mixing weights themselves."""
+        return {**vars(self), "models": [model.to_dict() for model in self.models]}
 
 
 def inspect_directory(
@@ -77,33 +81,32 @@ def inspect_directory(
     layers: str | Iterable[int] | None = None,
     block: int | None = None,
     tokens: int = DEFAULT_TOKENS,
-    tolerance: float = TOLERANCE,
     seed: int = 0,
     device: str | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     **call_options: Any,
 ) -> InspectionReport:
-    """Inspects the MHLA models of a directory or Hub repository, in fp32.
+    """Inspect the MHLA models of a directory or Hub repository, in fp32.
 
-    The probe of a pipeline is what its models see while it makes samples. That of a language model or encoder is
-    texts, that of a vision model images; a model of diffusers without its pipeline gets noise.
+    The probe of a pipeline is what its models see while it generates samples; that of a language model or encoder is
+    texts, that of a vision model images. A model of diffusers without its pipeline gets noise.
 
     Args:
         location: A pipeline of diffusers, or a model of diffusers or transformers.
         base: The softmax original, to compare outputs with. By default the one that the records of a local directory
-            name, where it is beside that or was downloaded before.
+            name, if it is beside that or was downloaded before.
         component: The pipeline's model to inspect; by default all.
         prompts: Prompts of a pipeline, or texts.
         images: Image files for a vision model.
-        samples: Samples of the probe; 0 looks at weights alone. Pipelines make four at least.
-        layers: See [`inspect_model`][mhla_hf.analysis.inspect_model], like `tokens` and `tolerance`.
-        block: Number of the block that a page will point out, checked before any sample is made.
+        samples: Samples of the probe; 0 inspects weights only. Pipelines make at least four.
+        layers: See [`inspect_model`][mhla_hf.analysis.inspect_model], like `tokens`.
+        block: Number of the block that a page will show, checked before the probe runs.
         seed: Seed of the probe.
         device: Device, by default a GPU if there is one.
-        progress: See `Progress`.
+        progress: Called with a component's name, and the number of finished batches and of all.
         revision: Branch, tag or commit of a Hub repository.
         token: Access token for the Hub.
         cache_dir: Cache folder for downloads.
@@ -113,70 +116,51 @@ def inspect_directory(
     Raises:
         ValueError: If there is no MHLA model, a file is damaged, or an argument is wrong.
     """
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
-        raise ValueError(f"samples={samples!r:.40} must be a whole number of at least 0.")
+    if not is_integer(samples) or samples < 0:
+        raise ValueError(f"samples={shorten_value(samples)} must be a whole number of at least 0.")
     if not samples and (prompts or images or base is not None):
-        raise ValueError("samples=0 looks at weights alone: leave prompts, images and base out.")
+        raise ValueError("samples=0 inspects weights only: leave prompts, images and base out.")
     call_options = {name: value for name, value in call_options.items() if value is not None}
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     chosen = choose_device(device)
     source = open_source(location, revision=revision, **hub)
-    parts = _mhla_parts(source, component)
+    parts = mhla_parts(source, component)
     if images and not parts[0].is_transformers:
         raise ValueError(f"image: {source.location} takes no images; they are for vision models of transformers.")
     if call_options and (source.pipeline is None or not samples):
-        raise ValueError(f"{', '.join(call_options)}: for samples of pipelines alone.")
-    report = InspectionReport(
-        str(location), source.origin, prompts=list(prompts), tokens=tokens, tolerance=tolerance, seed=seed,
-        machine=machine_facts(chosen),
-    )  # fmt: skip
+        raise ValueError(f"{', '.join(call_options)}: only for samples of pipelines.")
+    report = InspectionReport(str(location), source.origin, prompts=list(prompts), tokens=tokens, seed=seed)
+    report.machine = machine_facts(chosen)
     originals = _originals(source, parts, base, hub) if samples else {}
     models, pipeline = _load(source, parts, chosen, with_pipeline=samples > 0)
     for model in models.values():
-        # Wrong arguments show before samples are made.
+        # Wrong arguments show before the probe runs.
         for layer in inspect_model(model, layers=layers, tokens=tokens).mhla_layers:
             if block is not None and layer.mixing is not None:
                 check_block(block, layer.mixing.layout)
     batches: Mapping[str, Sequence[Batch]] = {}
-    if samples:
-        options: dict[str, Any] = {"samples": samples, "seed": seed, "prompts": prompts}
-        if pipeline is not None:
-            batches, report.probe = _samples(pipeline, models, parts, tokens, call_options, **options)
-        else:
-            batches, report.probe = _inputs(source, parts[0], models, images, tokens, **options)
+    if pipeline is not None:
+        batches, report.probe = _pipeline_inputs(pipeline, models, parts, tokens, samples, seed, prompts, call_options)
+    elif samples:
+        model, part = models[parts[0].name], parts[0]
+        found, report.probe = _model_inputs(model, part, tokens, samples, seed, prompts, images)
+        batches = {part.name: found}
     report.base = next((name for name, _ in originals.values()), "")
     for part in parts:
         original = None
         if part.name in originals:
             original = originals[part.name][1].load(dtype=torch.float32).to(chosen).eval()
+
+        def told(done: int, total: int, name: str = part.name) -> None:
+            if progress is not None:
+                progress(name, done, total)
+
+        options: dict[str, Any] = {"base": original, "layers": layers, "tokens": tokens, "seed": seed}
         inspected = inspect_model(
-            models[part.name],
-            batches.get(part.name, ()),
-            base=original,
-            layers=layers,
-            tokens=tokens,
-            tolerance=tolerance,
-            seed=seed,
-            component=part.name,
-            progress=_told(progress, part.name),
+            models[part.name], batches.get(part.name, ()), component=part.name, progress=told, **options
         )
         report.models.append(inspected)
     return report
-
-
-def _told(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else lambda done, total: progress(name, done, total)
-
-
-def _mhla_parts(source: Source, component: str | None) -> list[Component]:
-    wanted = source.components if component is None else [source.component(component)]
-    parts = [part for part in wanted if part.is_mhla]
-    if not parts:
-        raise ValueError(
-            f"{source.location} has no MHLA model ({shorten_list(part.class_name for part in wanted)}): convert it "
-            "first with `mhla-hf convert`."
-        )
-    return parts
 
 
 def _originals(
@@ -185,29 +169,28 @@ def _originals(
     """Location and softmax model behind each MHLA model, as far as they are found.
 
     Raises:
-        ValueError: If a base that the user names has no such model.
+        ValueError: If a base that was given has no such model.
     """
-    found: dict[str, tuple[str, Component]] = {}
-    if base is not None:
-        given = open_source(base, **hub)
-        for part in parts:
-            original = softmax_version(given, part)
-            if original is None:
-                raise ValueError(f"base {base} has no softmax model for {part.name} of {source.location}.")
-            found[part.name] = (str(given.origin["location"]), original)
-        return found
+    found: dict[str, tuple[str, Component] | None] = {}
+    given = None if base is None else open_source(base, **hub)
     for part in parts:
-        # Nothing is downloaded that nobody asked for.
-        match = find_original(source, part, lambda name: download_repository(name, local_files_only=True, **hub))
-        if match is not None:
-            found[part.name] = match
-    return found
+        if given is None:
+            # The default downloads nothing.
+            found[part.name] = find_original(
+                source, part, lambda name: download_repository(name, local_files_only=True, **hub)
+            )
+            continue
+        original = softmax_version(given, part)
+        if original is None:
+            raise ValueError(f"base {base} has no softmax model for {part.name} of {source.location}.")
+        found[part.name] = (str(given.origin["location"]), original)
+    return {name: match for name, match in found.items() if match is not None}
 
 
 def _load(
     source: Source, parts: Sequence[Component], device: torch.device, *, with_pipeline: bool
 ) -> tuple[dict[str, nn.Module], Any]:
-    """Models by component, and the pipeline that they belong to; `None` without one, and where it is not needed."""
+    """Models by component, and their pipeline; `None` without one, and if it is not needed."""
     if source.pipeline is None or not with_pipeline:
         return {part.name: part.load(dtype=torch.float32).to(device).eval() for part in parts}, None
     from ..pipelines import load_pipeline
@@ -219,58 +202,144 @@ def _load(
     return {part.name: getattr(pipeline, part.name) for part in parts}, pipeline
 
 
-def _inputs(
-    source: Source,
-    part: Component,
-    models: Mapping[str, nn.Module],
-    images: Sequence[Path],
-    tokens: int,
-    *,
-    samples: int,
-    seed: int,
-    prompts: Sequence[str],
-) -> tuple[dict[str, list[Batch]], str]:
-    """Batches for a model without a pipeline by component, and what they are in words."""
-    model: Any = models[part.name]
-    if part.is_transformers:
-        batches, words = transformers_batches(
-            model, part.folder, samples=samples, tokens=tokens, seed=seed, prompts=prompts, images=images
-        )
-        return {part.name: batches}, words
-    if prompts:
-        raise ValueError(f"prompt: {source.location} is a transformer alone; give the pipeline it belongs to.")
-    return {part.name: random_latents(model, part, samples=samples, tokens=tokens, seed=seed)}, "latents of noise"
-
-
-def _samples(
+def _pipeline_inputs(
     pipeline: Any,
     models: Mapping[str, nn.Module],
     parts: Sequence[Component],
     tokens: int,
-    call_options: dict[str, Any],
-    *,
     samples: int,
     seed: int,
     prompts: Sequence[str],
+    options: Mapping[str, Any],
 ) -> tuple[Mapping[str, list[Batch]], str]:
     """Batches of a pipeline's models, and what they are in words."""
+    options = {"samples": max(samples, DEFAULT_SAMPLES), "seed": seed, "prompts": list(prompts) or None, **options}
     try:
-        batches = pipeline_batches(
-            pipeline,
-            samples=max(samples, DEFAULT_SAMPLES),
-            prompts=list(prompts) or None,
-            seed=seed,
-            original=False,
-            **call_options,
-        )
+        batches = pipeline_batches(pipeline, original=False, **options)
     except ValueError as error:
-        if prompts or call_options:
+        if prompts or len(options) > 3:
             raise
         # Pipelines that start from an image, say.
-        latents = {
-            part.name: random_latents(models[part.name], part, samples=samples, tokens=tokens, seed=seed)
-            for part in parts
-        }
+        latents = {part.name: _latents(models[part.name], part, tokens, samples, seed) for part in parts}
         return latents, f"latents of noise ({shorten_text(str(error), 200)})"
     subjects = pluralize(len(prompts), "prompt") if prompts else "its default prompts or classes"
     return batches, f"denoising steps of samples from {subjects}"
+
+
+def _latents(model: Any, part: Component, tokens: int, samples: int, seed: int) -> list[Batch]:
+    """Noise and random conditions for a model of diffusers, at a token grid like its own."""
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(seed)
+    grid = list(model.config_grid(part.config) or model.mhla_config.grid or model.default_grid)
+    # The softmax model of DiT, which takes class labels, has one size.
+    while math.prod(grid) > tokens and "class_labels" not in parameters:
+        longest = grid.index(max(grid))
+        grid[longest] = (grid[longest] + 1) // 2
+    patch = config.get("patch_size") or 1
+    patches = patch if isinstance(patch, (list, tuple)) else (1, patch, patch)[-len(grid) :]
+    size = [count * width for count, width in zip(grid, patches)]
+    text, image = config.get("text_dim") or config.get("caption_channels"), config.get("image_dim")
+    batches = []
+    for _ in range(samples):
+        batch: dict[str, Any] = {
+            "hidden_states": torch.randn(1, config["in_channels"], *size, generator=generator),
+            "timestep": torch.randint(1000, (1,), generator=generator),
+        }
+        if text:
+            batch["encoder_hidden_states"] = torch.randn(1, _TEXT_TOKENS, text, generator=generator)
+        if image:
+            batch["encoder_hidden_states_image"] = torch.randn(1, _IMAGE_TOKENS, image, generator=generator)
+        if "class_labels" in parameters:
+            batch["class_labels"] = torch.randint(config["num_embeds_ada_norm"], (1,), generator=generator)
+        if "added_cond_kwargs" in parameters:
+            batch["added_cond_kwargs"] = {"resolution": torch.tensor([size]), "aspect_ratio": torch.ones(1, 1)}
+        if config.get("guidance_embeds"):
+            batch["guidance"] = torch.full((1,), 4.5)
+        batches.append(batch)
+    return batches
+
+
+def _model_inputs(
+    model: Any,
+    part: Component,
+    tokens: int,
+    samples: int,
+    seed: int,
+    prompts: Sequence[str] = (),
+    images: Sequence[Path] = (),
+) -> tuple[list[Batch], str]:
+    """Batches of one text, image or latent each for a model without a pipeline, and what they are in words.
+
+    Raises:
+        ValueError: If the model takes no such input, or files are missing or damaged.
+    """
+    if not part.is_transformers:
+        if prompts:
+            raise ValueError(f"prompt: {part.folder} is a transformer alone; give the pipeline it belongs to.")
+        return _latents(model, part, tokens, samples, seed), "latents of noise"
+    for given, name, what in ((prompts, "input_ids", "prompt"), (images, "pixel_values", "image")):
+        if given and model.main_input_name != name:
+            raise ValueError(f"{what}: a {type(model).__name__} takes {model.main_input_name}.")
+    generator = torch.Generator().manual_seed(seed)
+    if images:
+        processor = _processor("AutoImageProcessor", part.folder)
+        found = [processor(images=read_image(path), return_tensors="pt") for path in images]
+        return [{"pixel_values": each["pixel_values"]} for each in found], pluralize(len(images), "image")
+    vision = getattr(model.config, "vision_config", model.config)
+    side = getattr(vision, "image_size", None)
+    pixels: list[Batch] = [{}] * max(samples, len(prompts))
+    # Models that compare texts with images, such as CLIP, take both.
+    if side is not None and (model.main_input_name == "pixel_values" or hasattr(model, "get_text_features")):
+        height, width = side if isinstance(side, (list, tuple)) else (side, side)
+        shape = (1, getattr(vision, "num_channels", 3), height, width)
+        pixels = [{"pixel_values": torch.randn(shape, generator=generator)} for _ in pixels]
+    if model.main_input_name == "pixel_values" and side is not None:
+        return pixels, "images of noise"
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"A {type(model).__name__} takes {model.main_input_name}, for which there are no random inputs; samples=0 "
+            "(--samples 0) inspects the weights only."
+        )
+    texts, words = _texts(model, part.folder, tokens, samples, prompts, generator)
+    return [{"input_ids": ids, **others} for ids, others in zip(texts, pixels)], words
+
+
+def _texts(
+    model: Any, folder: Path, tokens: int, samples: int, prompts: Sequence[str], generator: torch.Generator
+) -> tuple[list[torch.Tensor], str]:
+    """Token ids `[1, T]` of texts, and what they are in words."""
+    config = model.config.get_text_config()
+    longest = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
+    # Without files, transformers makes a tokenizer that knows no words.
+    if not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+        if prompts:
+            raise ValueError(f"{folder} has no tokenizer: leave the prompt out, and tokens are random.")
+        shape = (1, max(longest - 2, 2))
+        ids = [torch.randint(3, config.vocab_size, shape, generator=generator) for _ in range(samples)]
+        return ids, "random tokens (there is no tokenizer)"
+    tokenizer = _processor("AutoTokenizer", folder)
+    # Some models count positions from more than 0, and take fewer.
+    longest = min(longest, tokenizer.model_max_length)
+    found = []
+    source, length = "".join(map(inspect.getsource, _TEXTS)), 12 * tokens
+    starts = (number * length % max(1, len(source) - length) for number in range(samples))
+    for text in prompts or [source[start : start + length] for start in starts]:
+        ids = tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")["input_ids"]
+        if ids.shape[1] < 2:
+            raise ValueError(f"prompt {text!r:.60} has {ids.shape[1]} tokens; at least 2 are needed.")
+        if int(ids.max()) >= config.vocab_size:
+            raise ValueError(
+                f"the tokenizer of {folder} makes token {int(ids.max())}, but the model has {config.vocab_size}."
+            )
+        found.append(ids)
+    return found, pluralize(len(prompts), "prompt") if prompts else "source code of Python's standard library"
+
+
+def _processor(auto_class: str, folder: Path) -> Any:
+    import transformers
+
+    try:
+        return getattr(transformers, auto_class).from_pretrained(folder)
+    # The error for a damaged file depends on the class.
+    except Exception as error:
+        raise ValueError(f"{auto_class} cannot load from {folder}: {shorten_text(str(error), 200)}") from error

@@ -5,28 +5,136 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import parse_layers
-from ..layouts.blocks import BlockLayout
+from ..layouts.blocks import is_integer
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
-from .findings import AttentionSummary, LayerInspection, ModelInspection
-from .mixing import mixing_summary
-from .recording import AttentionTokens, attention_modules, check_memory, query_rows, recorded_attention
-from .statistics import TOLERANCE, attention_statistics, rank_bound, spread
-from .tokens import KINDS, LayerTokens
+from .matrices import KINDS, LayerTokens
+from .recording import Sample, attention_modules, query_rows, recorded_attention
+from .statistics import MixingSummary, attention_statistics, mean_and_std, mean_distance, mixing_summary
 
-
-Progress = Callable[[int, int], None]
-"""Called with the number of batches that were run and of all."""
 
 DEFAULT_TOKENS = 512
 """Query tokens of a sample that attention matrices are computed for."""
+
+
+@dataclass
+class AttentionSummary:
+    """Statistics of a layer's attention matrices on the probe.
+
+    Attributes:
+        tokens: Tokens of a sample (the most, if samples differ).
+        rows: Query tokens of a sample that the matrices were computed for; ranks are at most this.
+        samples: Number of samples.
+        grid: Token grid of the first sample.
+        blocks: Its blocks.
+        rank_bound: Bound of the rank of MHLA: min(rows, Σ_b min(n_b, d)); `None` for causal attention and with a
+            softmax window.
+        linear_bound: Bound of the rank of linear attention; `None` for causal attention.
+        statistics: Mean and standard deviation over samples and heads, by kind of attention and statistic, see
+            [`attention_statistics`][mhla_hf.analysis.attention_statistics].
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    samples: int = 0
+    grid: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    rank_bound: int | None = None
+    linear_bound: int | None = None
+    statistics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+
+@dataclass
+class LayerInspection:
+    """One attention layer.
+
+    Attributes:
+        index: Number among the model's self-attention layers.
+        name: Name of the attention module.
+        kind: `"mhla"`, or `original` for a layer that was not converted.
+        original: Attention of the host model: `"softmax"`, or `"linear"` for SANA.
+        mixing: What the mixing weights have learned; `None` for layers that were not inspected.
+        attention: Statistics on the probe; `None` without one.
+        gains: Mean gains of MHLA and of the softmax window; `None` without a window.
+        output_error: Mean and standard deviation over samples of ‖y − y₀‖ / ‖y₀‖: the layer's output compared with
+            the base model's layer, for the inputs of that. `None` without a base model.
+    """
+
+    index: int
+    name: str
+    kind: str
+    original: str = "softmax"
+    mixing: MixingSummary | None = None
+    attention: AttentionSummary | None = None
+    gains: tuple[float, float] | None = None
+    output_error: dict[str, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, without the mixing weights themselves."""
+        facts = {name: getattr(self, name) for name in ("index", "name", "kind", "original")}
+        if self.mixing is None:
+            return facts
+        mixing, layout = vars(self.mixing).copy(), self.mixing.layout
+        matrix, initial = mixing.pop("matrix"), mixing.pop("initial")
+        distances = {"mean_distance": (matrix, layout), "initial_mean_distance": (initial, layout)}
+        mixing |= {name: _finite(mean_distance(*weights)) for name, weights in distances.items()}
+        mixing |= {name: mixing[name]._asdict() for name in ("decay", "initial_decay")}
+        mixing |= {"blocks": layout.blocks, "prefix_tokens": layout.num_prefix_tokens}
+        del mixing["layout"]
+        attention = None if self.attention is None else asdict(self.attention)
+        return facts | {
+            "mixing": mixing,
+            "attention": attention,
+            "gains": self.gains,
+            "output_error": self.output_error,
+        }
+
+
+@dataclass
+class ModelInspection:
+    """One model.
+
+    Attributes:
+        component: Its name in the pipeline.
+        class_name: Its class.
+        options: Its MHLA options.
+        layers: All self-attention layers, MHLA or not.
+        batches: Batches of the probe.
+        output_error: Mean and standard deviation over batches of the relative error of the model's output against the
+            base model's; `None` without a base model.
+        notes: What was left out, and why.
+    """
+
+    component: str
+    class_name: str
+    options: dict[str, Any]
+    layers: list[LayerInspection]
+    batches: int = 0
+    output_error: dict[str, float] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def mhla_layers(self) -> list[LayerInspection]:
+        """The MHLA layers that were inspected."""
+        return [layer for layer in self.layers if layer.mixing is not None]
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether all mixing weights still have their initial values."""
+        return not any(change > 1e-6 for layer in self.mhla_layers if layer.mixing for change in layer.mixing.movement)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, without the mixing weights themselves."""
+        facts = {**vars(self), "layers": [layer.to_dict() for layer in self.layers]}
+        return {"class" if name == "class_name" else name: value for name, value in facts.items()}
 
 
 def inspect_model(
@@ -36,24 +144,22 @@ def inspect_model(
     base: nn.Module | None = None,
     layers: str | Iterable[int] | None = None,
     tokens: int = DEFAULT_TOKENS,
-    tolerance: float = TOLERANCE,
     seed: int = 0,
     component: str = "model",
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> ModelInspection:
-    """Inspects a model with MHLA layers.
+    """Inspect a model with MHLA layers.
 
     Args:
         model: An MHLA model of diffusers or transformers; not changed.
-        batches: The probe: keyword arguments of the model's `forward`. Without any, mixing weights are all there is.
-        base: The softmax model that it was made from, to compare outputs with.
+        batches: The probe: keyword arguments of the model's `forward`. Without any, only weights are inspected.
+        base: The softmax model that it was converted from, to compare outputs with.
         layers: The layers to inspect, as numbers or text such as `"1,2,4"`; `None` for all MHLA layers.
-        tokens: Query tokens of a sample that attention matrices are computed for; of samples with more, so many are
-            drawn at random. Keys are never left out.
-        tolerance: Of the numerical rank, see [`numerical_rank`][mhla_hf.analysis.numerical_rank].
+        tokens: Largest number of query tokens of a sample that attention matrices are computed for; in longer samples
+            they are drawn at random. Keys are never left out.
         seed: Seed of the query tokens that are drawn.
         component: Name of the model in its pipeline.
-        progress: Called with the number of batches that were run and of all; with a base model, batches count twice.
+        progress: Called with the number of finished batches and of all; with a base model, batches count twice.
 
     Raises:
         ValueError: If the model has no MHLA layers, an argument is wrong, weights or activations are not finite, or
@@ -63,33 +169,30 @@ def inspect_model(
         >>> report = inspect_model(model, [tokenizer(texts, return_tensors="pt", padding=True)])  # doctest: +SKIP
         >>> report.mhla_layers[0].attention.statistics["mhla"]["effective_rank"]["mean"]  # doctest: +SKIP
     """
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
+    if not is_integer(tokens) or tokens < 2:
         raise ValueError(f"tokens={tokens!r:.40} must be a whole number of at least 2.")
     converted = {layer.name: layer for layer in mhla_layers(model)}
-    linear = bool(getattr(model, "upstream_is_linear", False))
+    original = "linear" if getattr(model, "upstream_is_linear", False) else "softmax"
     found, modules = [], attention_modules(model)
     chosen = parse_layers(layers, len(modules))
-    for index, (name, _) in enumerate(modules):
-        original = "linear" if linear else "softmax"
+    for index, name in enumerate(modules):
         layer = LayerInspection(index, name, "mhla" if name in converted else original, original)
         found.append(layer)
         if name in converted and (chosen is None or index in chosen):
+            mhla = converted[name].mhla
             try:
-                layer.mixing = mixing_summary(converted[name].mhla)
+                layer.mixing = mixing_summary(mhla)
             except ValueError as error:
                 raise ValueError(f"layer {name}: {error}") from error
-            gains = converted[name].mhla.window_gain
-            layer.gains = None if gains is None else (gains[0].mean().item(), gains[1].mean().item())
+            if mhla.window_gain is not None:
+                layer.gains = (mhla.window_gain[0].mean().item(), mhla.window_gain[1].mean().item())
     wanted = {layer.name: layer for layer in found if layer.mixing is not None}
     if not wanted:
         known = ", ".join(str(layer.index) for layer in found if layer.kind == "mhla")
         raise ValueError(f"layers names none of the MHLA layers of this {type(model).__name__}: {known}.")
     options = next(iter(converted.values())).mhla.config.to_dict()
     report = ModelInspection(component, type(model).__name__, options, found, batches=len(batches))
-    if not batches:
-        return report
-    total = len(batches) * (1 if base is None else 2)
-    done = 0
+    total, done = len(batches) * (1 if base is None else 2), 0
 
     def advance() -> None:
         nonlocal done
@@ -97,85 +200,77 @@ def inspect_model(
         if progress is not None:
             progress(done, total)
 
+    values: dict[str, dict[str, dict[str, list[torch.Tensor]]]] = {}
     with evaluating(model), torch.no_grad():
-        attention = _AttentionProbe({name: converted[name].attention for name in wanted}, tokens, tolerance, seed)
+        observe = partial(_add_sample, wanted=wanted, values=values, tokens=tokens, seed=seed)
         for batch in batches:
-            with recorded_attention(model, attention.layers, attention.add):
+            with recorded_attention(model, {name: modules[name] for name in wanted}, observe):
                 run(model, on_device(batch, model))
             advance()
-        for name, summary in attention.summaries().items():
-            wanted[name].attention = summary
-            _place_on_grid(wanted[name], attention.layouts[name])
-        report.notes += _other_grids(wanted.values())
-        unreached = [name for name, layer in wanted.items() if layer.attention is None]
-        if unreached:
-            report.notes.append(f"The probe does not reach {', '.join(unreached)}.")
-        if base is not None:
+        for name, kinds in values.items():
+            summary = wanted[name].attention
+            assert summary is not None
+            summary.statistics = {
+                kind: {statistic: mean_and_std(torch.stack(heads)) for statistic, heads in statistics.items()}
+                for kind, statistics in kinds.items()
+            }
+        if batches:
+            _note_grids(wanted, report.notes)
+        if batches and base is not None:
             _compare(model, base, batches, wanted, report, advance)
     return report
 
 
-def _place_on_grid(layer: LayerInspection, layout: BlockLayout) -> None:
-    """Takes the tokens of the probe for those of mixing weights whose options name none."""
-    mixing = layer.mixing
-    if mixing is not None and mixing.grid is None and mixing.layout.blocks == layout.blocks:
-        layer.mixing = replace(mixing, layout=layout, grid=layout.grid)
+def _add_sample(
+    name: str,
+    sample: Sample,
+    *,
+    wanted: Mapping[str, LayerInspection],
+    values: dict[str, dict[str, dict[str, list[torch.Tensor]]]],
+    tokens: int,
+    seed: int,
+) -> None:
+    """Add the statistics of one sample of a layer, head by head."""
+    assert isinstance(sample, LayerTokens)
+    layer, layout = wanted[name], sample.layout
+    rows = query_rows(sample, tokens, "tokens", seed)
+    if layer.attention is None:
+        layer.attention = AttentionSummary(grid=layout.grid, blocks=layout.blocks)
+        mixing = layer.mixing
+        if mixing is not None and mixing.grid is None and mixing.layout.blocks == layout.blocks:
+            # The probe tells the tokens of mixing weights whose options name none.
+            layer.mixing = replace(mixing, layout=layout, grid=layout.grid)
+    summary = layer.attention
+    summary.samples += 1
+    summary.tokens = max(summary.tokens, sample.num_tokens)
+    summary.rows = max(summary.rows, sample.num_tokens if rows is None else len(rows))
+    if not sample.causal:
+        summary.linear_bound = min(summary.rows, sample.num_features)
+    if sample.rank_bound is not None:
+        summary.rank_bound = min(summary.rows, sample.rank_bound)
+    for kind in KINDS:
+        gathered = values.setdefault(name, {}).setdefault(kind, {})
+        for head in range(sample.num_heads):
+            matrix = sample.matrix(kind, head=head, rows=rows)
+            if not torch.isfinite(matrix).all():
+                raise ValueError(f"layer {name}: {kind} attention of the probe is not finite.")
+            for statistic, value in attention_statistics(matrix, visible=sample.visible(rows)).items():
+                gathered.setdefault(statistic, []).append(value.cpu())
 
 
-def _other_grids(layers: Iterable[LayerInspection]) -> list[str]:
-    """Notes on token grids of the probe that are not those that the mixing weights were made for."""
-    notes = []
-    for layer in layers:
+def _note_grids(layers: Mapping[str, LayerInspection], notes: list[str]) -> None:
+    """Note layers that the probe does not reach, and token grids other than that of the mixing weights."""
+    for layer in layers.values():
         mixing, probe = layer.mixing, layer.attention
         if mixing is None or probe is None or len(probe.grid) < 2 or mixing.grid == probe.grid:
             continue
         blocks, grid = ("×".join(map(str, axes)) for axes in (probe.blocks, probe.grid))
-        notes.append(f"The probe ran in {blocks} blocks on a grid of {grid} tokens.")
-    return list(dict.fromkeys(notes))
-
-
-class _AttentionProbe:
-    """Statistics of the attention matrices of some layers, gathered while a model runs."""
-
-    def __init__(self, layers: Mapping[str, nn.Module], tokens: int, tolerance: float, seed: int) -> None:
-        self.layers, self.tokens, self.tolerance, self.seed = layers, tokens, tolerance, seed
-        self.found: dict[str, AttentionSummary] = {}
-        self.layouts: dict[str, BlockLayout] = {}
-        self.values: dict[str, dict[str, dict[str, list[torch.Tensor]]]] = {}
-
-    def add(self, name: str, sample: AttentionTokens) -> None:
-        """Adds one sample of a layer, head by head."""
-        assert isinstance(sample, LayerTokens)
-        rows = query_rows(sample.num_tokens, self.tokens, self.seed)
-        count = sample.num_tokens if rows is None else len(rows)
-        check_memory(count, sample.num_tokens, f"tokens={self.tokens}", "--tokens")
-        layout = self.layouts.setdefault(name, sample.layout)
-        summary = self.found.setdefault(name, AttentionSummary(grid=layout.grid, blocks=layout.blocks))
-        summary.samples += 1
-        summary.tokens, summary.rows = max(summary.tokens, sample.num_tokens), max(summary.rows, count)
-        if not sample.causal:
-            summary.linear_bound = min(summary.rows, sample.num_features)
-            if sample.mhla.window_gain is None:
-                summary.rank_bound = min(summary.rows, rank_bound(sample.layout, sample.num_features))
-        visible = sample.visible(rows)
-        values = self.values.setdefault(name, {kind: {} for kind in KINDS})
-        for kind in KINDS:
-            for head in range(sample.num_heads):
-                matrix = sample.matrix(kind, head=head, rows=rows)
-                if not torch.isfinite(matrix).all():
-                    raise ValueError(f"layer {name}: {kind} attention of the probe is not finite.")
-                figures = attention_statistics(matrix, tolerance=self.tolerance, visible=visible)
-                for statistic, value in figures.items():
-                    values[kind].setdefault(statistic, []).append(value.cpu())
-
-    def summaries(self) -> dict[str, AttentionSummary]:
-        """The statistics by layer."""
-        for name, summary in self.found.items():
-            summary.statistics = {
-                kind: {statistic: spread(torch.stack(values)) for statistic, values in statistics.items()}
-                for kind, statistics in self.values[name].items()
-            }
-        return self.found
+        note = f"The probe ran in {blocks} blocks on a grid of {grid} tokens."
+        if note not in notes:
+            notes.append(note)
+    unreached = [name for name, layer in layers.items() if layer.attention is None]
+    if unreached:
+        notes.append(f"The probe does not reach {', '.join(unreached)}.")
 
 
 def _compare(
@@ -186,7 +281,7 @@ def _compare(
     report: ModelInspection,
     advance: Callable[[], None],
 ) -> None:
-    """Errors of the layers' and of the model's outputs against those of the base model."""
+    """Compute the errors of the layers' and of the model's outputs against the base model."""
     errors: dict[str, list[float]] = {name: [] for name in wanted}
     outputs = []
     try:
@@ -197,23 +292,22 @@ def _compare(
     for batch in (on_device(batch, model) for batch in batches):
         calls = teacher.record(layers, batch, only=list(wanted))
         for layer in layers:
-            if layer.name not in calls:
-                continue
-            call = calls[layer.name]
-            output, target = layer(call.arguments, call.hidden_states), call.output
-            for index in range(len(output)):
-                keep = slice(None) if call.valid is None else call.valid[index]
-                errors[layer.name].append(_relative_error(output[index, keep], target[index, keep]))
+            if layer.name in calls:
+                call = calls[layer.name]
+                output, target = layer(call.arguments, call.hidden_states), call.output
+                for index in range(len(output)):
+                    keep = slice(None) if call.valid is None else call.valid[index]
+                    errors[layer.name].append(_relative_error(output[index, keep], target[index, keep]))
         expected = teacher.compute(partial(_output, batch=batch))
         outputs.append(_relative_error(_output(model, batch), expected))
         advance()
     for name, values in errors.items():
-        wanted[name].output_error = spread(torch.tensor(values)) if values else None
-    report.output_error = spread(torch.tensor(outputs))
+        wanted[name].output_error = mean_and_std(torch.tensor(values)) if values else None
+    report.output_error = mean_and_std(torch.tensor(outputs))
 
 
 def _output(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The first output of a model, without what it says of padding."""
+    """The first output of a model, without padding."""
     output = first(run(model, batch)[0])
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == output.shape[:2]:
@@ -224,3 +318,7 @@ def _output(model: nn.Module, batch: Batch) -> torch.Tensor:
 def _relative_error(output: torch.Tensor, target: torch.Tensor) -> float:
     difference, size = (output.double() - target.double()).norm(), target.double().norm()
     return (difference / size).item() if size > 0 else math.inf if difference > 0 else 0.0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,24 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention matrices written out: MHLA, softmax and plain linear attention on the same queries and keys.
+"""Attention matrices: of MHLA, softmax and linear attention, from queries and keys or from the call of a layer.
 
-They take O(R · T) memory a head for R of the T query tokens, in the dtype of their inputs.
+They take O(R · T) memory for R of the T query tokens of a head, in the dtype of their inputs.
 
-Shape letters: B batch, T tokens, R query tokens, H heads, H_kv key/value heads, K query/key width, M blocks.
+Shape letters: B batch, T tokens, R query tokens, H heads, H_kv key/value heads, K query/key width, V value width,
+F features, M blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
+from ..config import MHLAConfig
+from ..layers.features import LearnedFeatureMap, features_and_plain
+from ..layers.fused import HeadNorms
+from ..layers.mhla import MHLA
+from ..layers.sequence import TokenSequence
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import extend_mixing
 from ..ops.checks import check_attention
 from ..ops.mixing import repeat_heads
 from ..ops.numerics import Operands, from_head_blocks, head_blocks
-from ..utils.messages import shorten_value
+from ..utils.messages import check_choice
+from .statistics import rank_bound
 
+
+KINDS = ("original", "mhla", "linear")
+"""Attention of the host model, MHLA, and linear attention with the feature map of MHLA."""
+
+Tokens = dict[str, torch.Tensor | None]
+"""Feature-mapped tokens by the name of an argument."""
 
 _CAUSAL_BLOCK_SIZE = 64
+# SANA's own attention, see `mhla_hf.layers.original`.
+_LINEAR, _LINEAR_EPS = MHLAConfig(feature_map="relu", rope="after_feature_map"), 1e-15
 
 
 def mhla_matrix(
@@ -34,19 +53,19 @@ def mhla_matrix(
     eps: float = 1e-6,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The matrix that MHLA multiplies the values by: m_{b(t),b(j)} · φ(q_t)·φ(k_j) over the normaliser of token t.
+    """Compute the matrix of MHLA: m_{b(t),b(j)} · φ(q_t)·φ(k_j), divided by the normaliser of token t.
 
     Args:
         query: Feature-mapped queries `[B, T, H, K]`.
         key: Feature-mapped keys `[B, T, H_kv, K]`.
         mixing: `[M, M]` or `[H, M, M]`.
         layout: Blocks of the T tokens.
-        normalizer_query: Queries of the normaliser, where they differ (without rotary embedding).
+        normalizer_query: Queries of the normaliser, if they differ (without rotary embedding).
         normalizer_key: Keys of the normaliser, likewise.
         normalizer: Name of the normaliser, see [`MHLAConfig`][mhla_hf.MHLAConfig].
         causal: Token t sees j ≤ t only.
         eps: Added to the normaliser.
-        rows: Query tokens whose rows are wanted, LongTensor `[R]`; `None` for all T.
+        rows: Query tokens to compute, LongTensor `[R]`; `None` for all T.
 
     Returns:
         `[B, H, R, T]` in the dtype of `query`.
@@ -64,87 +83,52 @@ def mhla_matrix(
     """
     operands = Operands(query, key, key, normalizer_query, normalizer_key, normalizer, eps)
     check_attention(operands, mixing, layout, causal)
-    rows = _checked_rows(rows, query)
     if causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
     mixing = mixing.to(query.dtype)
+    rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows.to(query.device)
     block = layout.block_of_token.to(query.device)
     weights = _scores(query, key, rows) * mixing[..., block[rows][:, None], block]
     if causal:
         weights = weights * _seen(rows, query.shape[1])
-    divisor = _divisor(operands, mixing, layout, causal)
-    return weights if divisor is None else weights / divisor[:, rows].transpose(1, 2)
-
-
-def mhla_divisor(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: BlockLayout,
-    *,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
-    normalizer: str = "query",
-    causal: bool = False,
-    eps: float = 1e-6,
-) -> torch.Tensor | None:
-    """What the rows of [`mhla_matrix`][mhla_hf.analysis.mhla_matrix] are divided by.
-
-    Args:
-        query: As there, like the other arguments.
-
-    Returns:
-        `[B, T, H, 1]` in the dtype of `query`, `eps` included; `None` for the normaliser `"none"`.
-
-    Raises:
-        ValueError: As there.
-    """
-    operands = Operands(query, key, key, normalizer_query, normalizer_key, normalizer, eps)
-    check_attention(operands, mixing, layout, causal)
-    mixing = extend_mixing(mixing, layout.num_blocks, causal=True) if causal else mixing
-    return _divisor(operands, mixing.to(query.dtype), layout, causal)
+    entry = operands.entry
+    plain_query, plain_key = (head_blocks(tokens, layout) for tokens in (operands.plain_query, operands.plain_key))
+    if causal and entry.chunked is not None:
+        product = entry.chunked(plain_query, plain_key, mixing)
+    elif entry.block is not None:
+        product = entry.block(plain_query, plain_key.sum(dim=-2), mixing)
+    else:
+        return weights
+    return weights / entry.divisor(from_head_blocks(product, layout), eps)[:, rows].transpose(1, 2)
 
 
 def linear_matrix(
     query: torch.Tensor,
     key: torch.Tensor,
     *,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
     normalizer: str = "query",
     causal: bool = False,
-    eps: float = 1e-6,
-    rows: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """The matrix of plain linear attention: [`mhla_matrix`][mhla_hf.analysis.mhla_matrix] with one block.
+    """Compute the matrix of linear attention: [`mhla_matrix`][mhla_hf.analysis.mhla_matrix] with one block.
 
     Args:
         query: Feature-mapped queries `[B, T, H, K]`.
         key: Feature-mapped keys `[B, T, H_kv, K]`.
-        normalizer_query: As there, like the other arguments.
+        normalizer: Name of the normaliser.
+        causal: Token t sees j ≤ t only.
+        **options: `normalizer_query`, `normalizer_key`, `eps` and `rows`, as there.
 
     Returns:
         `[B, H, R, T]`.
-
-    Raises:
-        ValueError: As there.
     """
-    length = query.shape[1] if isinstance(query, torch.Tensor) and query.dim() > 1 else 1
+    length = query.shape[1]
     # The causal normaliser writes out all weights within a block; one mixing weight serves any number of blocks.
-    block_size = min(length, _CAUSAL_BLOCK_SIZE) if causal else length
-    return mhla_matrix(
-        query,
-        key,
-        torch.ones(1, 1, dtype=query.dtype, device=query.device),
-        BlockLayout(grid=(length,), block_size=(block_size,)),
-        normalizer_query=normalizer_query,
-        normalizer_key=normalizer_key,
-        # With one block, the queries of all blocks at a token's position are the token's own.
-        normalizer="none" if normalizer == "none" else "query",
-        causal=causal,
-        eps=eps,
-        rows=rows,
-    )
+    layout = BlockLayout((length,), block_size=(min(length, _CAUSAL_BLOCK_SIZE) if causal else length,))
+    mixing = torch.ones(1, 1, dtype=query.dtype, device=query.device)
+    # With one block, the queries of all blocks at a token's position are the token's own.
+    normalizer = "none" if normalizer == "none" else "query"
+    return mhla_matrix(query, key, mixing, layout, normalizer=normalizer, causal=causal, **options)
 
 
 def softmax_matrix(
@@ -153,74 +137,405 @@ def softmax_matrix(
     *,
     scale: float | None = None,
     causal: bool = False,
-    seen: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The matrix of softmax attention.
+    """Compute the matrix of softmax attention.
 
     Args:
-        query: Queries `[B, T, H, K]`, normed and rotated as the model has them.
+        query: Queries `[B, T, H, K]`, normed and rotated as in the model.
         key: Keys `[B, T, H_kv, K]`, likewise.
         scale: Scale of q·k; `None` for K^-1/2.
         causal: Token t sees j ≤ t only.
-        seen: Mask of the tokens that each row sees, BoolTensor `[R, T]`; `None` for all.
-        bias: Added to the logits, `[R, T]` or `[H, R, T]`; `None` for nothing.
-        rows: Query tokens whose rows are wanted, LongTensor `[R]`; `None` for all T.
+        bias: Added to the logits, `[R, T]` or `[H, R, T]`, minus infinity for hidden tokens; `None` for nothing.
+        rows: Query tokens to compute, LongTensor `[R]`; `None` for all T.
 
     Returns:
         `[B, H, R, T]` in the dtype of `query`.
-
-    Raises:
-        ValueError: If `rows` names a token that is not there.
     """
-    rows = _checked_rows(rows, query)
+    rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows.to(query.device)
     logits = _scores(query, key, rows) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         logits = logits + bias
     if causal:
         logits = logits.masked_fill(~_seen(rows, query.shape[1]), float("-inf"))
-    if seen is not None:
-        logits = logits.masked_fill(~seen, float("-inf"))
     return logits.softmax(dim=-1)
 
 
-def window_mask(window: str, layout: BlockLayout, *, causal: bool = False, rows: torch.Tensor) -> torch.Tensor:
-    """The tokens that a softmax window beside MHLA lets each token see.
+@dataclass(frozen=True, kw_only=True)
+class AttentionTokens:
+    """Queries and keys of one sample of an attention layer's call, without padding, in float64.
+
+    Attributes:
+        query: `[1, T, H, K]`, normed and rotated as for softmax.
+        key: `[1, T, H, K]`, likewise.
+        scaling: Scale of q·k in softmax; `None` for K^-1/2.
+        causal: Whether token t sees j ≤ t only.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    scaling: float | None
+    causal: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.query.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.query.shape[2]
+
+    @property
+    def kind(self) -> str:
+        """`"softmax"`, `"mhla"`, or `"linear"` for MHLA with one block of all tokens and no softmax window."""
+        return "softmax"
+
+    @property
+    def rank_bound(self) -> int | None:
+        """Bound of the rank of the layer's T × T matrices; `None` for softmax, windows and causal attention."""
+        return None
+
+    def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return the number of tokens that each row sees, `[R]`; `None` for all T."""
+        if not self.causal:
+            return None
+        return (torch.arange(self.num_tokens) if rows is None else rows.cpu()) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxTokens(AttentionTokens):
+    """One sample of the call of a softmax layer.
+
+    Attributes:
+        bias: Added to the logits, minus infinity for hidden tokens, `[1 or H, T, T]`; `None` for nothing.
+    """
+
+    bias: torch.Tensor | None = None
+
+    def matrix(
+        self, kind: str = "original", *, head: int | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the attention matrix `[R, T]`, or `[H, R, T]` for all heads."""
+        heads, bias = _slice(head), self.bias
+        if bias is not None:
+            bias = bias[heads] if bias.shape[0] > 1 else bias
+            bias = bias if rows is None else bias[:, rows.to(bias.device)]
+        query, key = self.query[:, :, heads], self.key[:, :, heads]
+        matrix = softmax_matrix(query, key, scale=self.scaling, causal=self.causal, bias=bias, rows=rows)[0]
+        return matrix if head is None else matrix[0]
+
+    def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return the number of tokens that each row sees, `[R]`; `None` for all T."""
+        if self.bias is None:
+            return super().visible(rows)
+        seen = (self.bias[0] > float("-inf")).sum(-1).cpu()
+        return seen if rows is None else seen[rows.cpu()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTokens(AttentionTokens):
+    """One sample of the call of an MHLA layer, which has an attention matrix of each kind.
+
+    Attributes:
+        mhla: The layer.
+        layout: Blocks of its T tokens.
+        mixing: Mixing weights of these blocks, `[M, M]` or `[H, M, M]`.
+        features: Feature-mapped queries and keys, arguments of [`mhla_matrix`][mhla_hf.analysis.mhla_matrix] by name,
+            `[1, T, H, F]`.
+        original: Arguments of [`linear_matrix`][mhla_hf.analysis.linear_matrix] if the host model's own attention is
+            linear, as in SANA; `None` for softmax.
+        value: `[1, T, H, V]`.
+    """
+
+    mhla: MHLA
+    layout: BlockLayout
+    mixing: torch.Tensor
+    features: Tokens
+    original: Tokens | None
+    value: torch.Tensor
+
+    @property
+    def kind(self) -> str:
+        """`"mhla"`, or `"linear"` for one block of all tokens without a softmax window."""
+        return "linear" if self.layout.num_blocks == 1 and self.mhla.window_gain is None else "mhla"
+
+    @property
+    def num_features(self) -> int:
+        """F."""
+        assert self.features["key"] is not None
+        return self.features["key"].shape[3]
+
+    @property
+    def rank_bound(self) -> int | None:
+        """Bound of the rank of MHLA's T × T matrices; `None` for windows and causal attention."""
+        if self.causal or self.mhla.window_gain is not None:
+            return None
+        return rank_bound(self.layout, self.num_features)
+
+    def matrix(self, kind: str = "mhla", *, head: int | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute an attention matrix, by which the values are multiplied.
+
+        For MHLA it includes the normaliser, the scale that an output norm gives to each row, and the softmax window
+        with the gains of both, averaged if there is one for each channel. The convolution of the values (LePE), the
+        output gate and the weights of an output norm act on channels and are left out.
+
+        Args:
+            kind: `"original"`, `"mhla"` or `"linear"`.
+            head: One head; `None` for all.
+            rows: Query tokens to compute, LongTensor `[R]`; `None` for all T.
+
+        Returns:
+            `[R, T]`, or `[H, R, T]` for all heads; float64.
+
+        Raises:
+            ValueError: If there is no such kind.
+        """
+        check_choice("kind", kind, KINDS)
+        heads = _slice(head)
+        if kind == "mhla":
+            matrix = self._mhla(heads, rows)
+        elif kind == "linear":
+            matrix = linear_matrix(**_of_heads(self.features, heads), **self._options, rows=rows)
+        elif self.original is not None:
+            matrix = linear_matrix(**_of_heads(self.original, heads), eps=_LINEAR_EPS, rows=rows)
+        else:
+            matrix = self._softmax(heads, rows, causal=self.causal)
+        return matrix[0] if head is None else matrix[0, 0]
+
+    def normalizer_terms(self, *, head: int, rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what MHLA's normaliser divides, and what it divides by, without output norm and window.
+
+        Args:
+            head: A head.
+            rows: Query tokens, LongTensor `[R]`; `None` for all T.
+
+        Returns:
+            Sum of each row's absolute weights before the division, `[R]`, and the divisors, `[R]`, NaN for rows of
+            zeros (`None` for the normalizer `"none"`).
+        """
+        heads = _slice(head)
+        weights = self._blockwise(heads, rows, normalizer="none")[0, 0]
+        total = weights.abs().sum(-1)
+        if self.mhla.config.normalizer == "none":
+            return total, None
+        largest = weights.abs().argmax(-1, keepdim=True)
+        quotient = self._blockwise(heads, rows)[0, 0].gather(-1, largest)
+        return total, (weights.gather(-1, largest) / quotient).squeeze(-1)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        config = self.mhla.config
+        return {"normalizer": config.normalizer, "causal": self.causal, "eps": config.eps}
+
+    def _blockwise(self, heads: slice, rows: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        mixing = self.mixing if self.mixing.dim() == 2 else self.mixing[heads]
+        return mhla_matrix(
+            **_of_heads(self.features, heads), mixing=mixing, layout=self.layout, rows=rows, **self._options | options
+        )
+
+    def _softmax(self, heads: slice, rows: torch.Tensor | None, **options: Any) -> torch.Tensor:
+        return softmax_matrix(self.query[:, :, heads], self.key[:, :, heads], scale=self.scaling, rows=rows, **options)
+
+    def _mhla(self, heads: slice, rows: torch.Tensor | None) -> torch.Tensor:
+        mhla, matrix = self.mhla, self._blockwise(heads, rows)
+        if mhla.output_norm is not None:
+            output = matrix @ self.value[:, :, heads].transpose(1, 2)
+            matrix = matrix / (output.square().mean(-1, keepdim=True) + (mhla.output_norm.eps or 0.0)).sqrt()
+        if mhla.window_gain is None:
+            return matrix
+        gains = mhla.window_gain.detach().to(matrix)[:, heads].mean(-1)[..., None, None]
+        seen = self._window(torch.arange(self.num_tokens) if rows is None else rows).to(matrix.device)
+        bias = torch.zeros_like(matrix[0, 0]).masked_fill(~seen, float("-inf"))
+        return gains[0] * matrix + gains[1] * self._softmax(heads, rows, bias=bias)
+
+    def _window(self, rows: torch.Tensor) -> torch.Tensor:
+        """Tokens that the softmax window lets each row see, BoolTensor `[R, T]`."""
+        config, prefix = self.mhla.config, self.layout.num_prefix_tokens
+        assert self.mhla.window_size is not None
+        layout = BlockLayout(self.layout.grid, block_size=self.mhla.window_size, num_prefix_tokens=prefix)
+        rows = rows.cpu()
+        block = layout.block_of_token - layout.num_prefix_blocks
+        places = torch.stack(torch.unravel_index(block.clamp(min=0), layout.blocks), dim=-1)
+        apart = (places[rows][:, None] - places).abs()
+        if config.window == "block":
+            seen = (apart == 0).all(-1)
+        elif config.window == "adjacent":
+            seen = (apart <= 1).all(-1)
+        else:
+            seen = (apart[..., 1:] == 0).all(-1) | ((apart[..., 0] == 0) & (apart[..., 1:] <= 1).all(-1))
+        # Prefix tokens see, and are seen by, all others.
+        seen = seen | (block < 0) | (block[rows] < 0)[:, None]
+        return seen & _seen(rows, layout.num_tokens) if self.causal else seen
+
+
+@torch.no_grad()
+def layer_tokens(
+    mhla: MHLA,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    grid: Sequence[int] | None = None,
+    sequence: TokenSequence | None = None,
+    rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    norms: HeadNorms | None = None,
+    scaling: float | None = None,
+    linear: bool = False,
+    **unused: Any,
+) -> list[LayerTokens]:
+    """Split one call of an MHLA layer into samples, which compute attention matrices.
 
     Args:
-        window: `"block"`, `"adjacent"` or `"cross"`, see [`MHLAConfig`][mhla_hf.MHLAConfig].
-        layout: Layout of the window's blocks. Tokens before its grid see, and are seen by, all others.
-        causal: Token t sees j ≤ t only.
-        rows: Query tokens, LongTensor `[R]`.
+        mhla: The layer.
+        query: As in [`MHLA.attention_parts`][mhla_hf.MHLA], like all that follow but `linear`:
+            `[B, T, H, K]`.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        linear: Whether the host model's own attention is linear, as in SANA.
+        **unused: `hidden_states` of the output gate, which is no part of a matrix.
 
     Returns:
-        BoolTensor `[R, T]`.
+        One entry for each sample; padding is left out.
+
+    Raises:
+        ValueError: For packed documents, a decoding state, context parallelism, perturbed attention, or a sample of
+            padding only.
+
+    Examples:
+        >>> import torch
+        >>> from mhla_hf import MHLAConfig
+        >>> from mhla_hf.analysis import layer_tokens
+        >>> from mhla_hf.layers import MHLA
+        >>> layer = MHLA(MHLAConfig(blocks=(2, 2)), hidden_size=16, num_heads=2, head_dim=8)
+        >>> tokens = [torch.randn(1, 36, 2, 8) for _ in range(3)]
+        >>> layer_tokens(layer, *tokens, grid=(6, 6))[0].matrix("mhla").shape
+        torch.Size([2, 36, 36])
     """
-    block = layout.block_of_token.to(rows.device) - layout.num_prefix_blocks
-    places = torch.stack(torch.unravel_index(block.clamp(min=0), layout.blocks), dim=-1)
-    apart = (places[rows][:, None] - places).abs()
-    if window == "block":
-        seen = (apart == 0).all(-1)
-    elif window == "adjacent":
-        seen = (apart <= 1).all(-1)
-    else:
-        seen = (apart[..., 1:] == 0).all(-1) | ((apart[..., 0] == 0) & (apart[..., 1:] <= 1).all(-1))
-    seen = seen | (block < 0) | (block[rows] < 0)[:, None]
-    # Looking back, blocks ahead are out of sight as well.
-    return seen & _seen(rows, layout.num_tokens) if causal else seen
+    if unused.get("shard") is not None or unused.get("identity"):
+        raise ValueError("Attention matrices are of complete sequences, without perturbed attention.")
+    if sequence is not None and (sequence.documents is not None or sequence.state is not None):
+        raise ValueError("Attention matrices are of one text a row, computed without a cache.")
+    causal = mhla.config.causal if sequence is None else sequence.causal
+    with torch.autocast(query.device.type, enabled=False):
+        if norms is not None:
+            query, key = norms.apply(query, key)
+        query, key, value = query.double(), key.double(), value.double()
+        maps = mhla.feature_map_query, mhla.feature_map_key
+        features = _features(mhla.config, (query, key), maps, rotary, scaling)
+        original = _features(_LINEAR, (query, key), (None, None), rotary, None) if linear else None
+        if rotary is not None:
+            query, key = rotary(query), rotary(key)
+    query, key, value = (repeat_heads(tokens, mhla.num_heads, 2) for tokens in (query, key, value))
+    samples = []
+    for index in range(len(query)):
+        keep: slice | torch.Tensor = slice(None)
+        if sequence is not None and sequence.valid is not None:
+            keep = _checked(sequence.valid[index], index)
+        layout = mhla.layout_for((query[index, keep].shape[0],) if grid is None else grid)
+        if mhla.config.is_sequence:
+            mixing = extend_mixing(mhla.mixing_matrix().detach(), layout.num_blocks, causal=causal)
+        else:
+            mixing = mhla.mixing_matrix(layout).detach()
+        samples.append(
+            LayerTokens(
+                mhla=mhla,
+                layout=layout,
+                mixing=mixing.double(),
+                causal=causal,
+                features=_of_sample(features, index, keep),
+                original=None if original is None else _of_sample(original, index, keep),
+                query=query[index : index + 1, keep],
+                key=key[index : index + 1, keep],
+                value=value[index : index + 1, keep],
+                scaling=scaling,
+            )
+        )
+    return samples
 
 
-def _divisor(operands: Operands, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor | None:
-    entry = operands.entry
-    plain_query, plain_key = (head_blocks(x, layout) for x in (operands.plain_query, operands.plain_key))
-    if causal and entry.chunked is not None:
-        product = entry.chunked(plain_query, plain_key, mixing)
-    elif entry.block is not None:
-        product = entry.block(plain_query, plain_key.sum(dim=-2), mixing)
-    else:
-        return None
-    return entry.divisor(from_head_blocks(product, layout), operands.eps)
+@torch.no_grad()
+def softmax_tokens(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **unused: Any,
+) -> Iterator[SoftmaxTokens]:
+    """Split one call of `torch.nn.functional.scaled_dot_product_attention`, whose arguments these are, into samples.
+
+    They come one by one, since masks of long inputs in float64 are large.
+
+    Yields:
+        Each sample without padding, which is tokens that do not see themselves; nothing for cross-attention.
+
+    Raises:
+        ValueError: If a sample is padding only.
+    """
+    length = query.shape[2]
+    if key.shape[2] != length:
+        return
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
+    for index in range(len(query)):
+        keep: slice | torch.Tensor = slice(None)
+        bias = None
+        if attn_mask is not None:
+            mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+            mask = mask[index if mask.shape[0] > 1 else 0].expand(-1, length, length)
+            # Masks hold the least number of their type, or half of it, in place of minus infinity.
+            hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 4
+            added = torch.zeros_like(mask, dtype=torch.double) if mask.dtype == torch.bool else mask.double()
+            keep = _checked(~hidden.diagonal(dim1=-2, dim2=-1).all(0), index)
+            bias = added.masked_fill(hidden, float("-inf"))[:, keep][:, :, keep]
+        own = slice(index, index + 1)
+        queries, keys = query[own, keep].double(), repeat_heads(key[own, keep].double(), query.shape[2], 2)
+        yield SoftmaxTokens(
+            query=queries,
+            key=keys,
+            scaling=scale,
+            causal=is_causal,
+            bias=bias if bias is not None and bias.any() else None,
+        )
+
+
+def _checked(valid: torch.Tensor, index: int) -> torch.Tensor:
+    """Refuse samples of padding only."""
+    if not valid.any():
+        raise ValueError(f"Sample {index} of the batch is padding only, which has no attention; leave it out.")
+    return valid
+
+
+def _features(
+    config: MHLAConfig,
+    tokens: tuple[torch.Tensor, torch.Tensor],
+    maps: tuple[LearnedFeatureMap | None, LearnedFeatureMap | None],
+    rotary: Callable[[torch.Tensor], torch.Tensor] | None,
+    scaling: float | None,
+) -> Tokens:
+    (query, plain_query), (key, plain_key) = (
+        features_and_plain(config, each, learned, rotary, scaling) for each, learned in zip(tokens, maps)
+    )
+    key = repeat_heads(key, query.shape[2], 2)
+    if plain_key is not None:
+        plain_key = repeat_heads(plain_key, query.shape[2], 2)
+    return {"query": query, "key": key, "normalizer_query": plain_query, "normalizer_key": plain_key}
+
+
+def _slice(head: int | None) -> slice:
+    return slice(None) if head is None else slice(head, head + 1)
+
+
+def _of_heads(tokens: Tokens, heads: slice) -> dict[str, Any]:
+    return {name: None if value is None else value[:, :, heads] for name, value in tokens.items()}
+
+
+def _of_sample(tokens: Tokens, index: int, keep: slice | torch.Tensor) -> Tokens:
+    return {name: None if value is None else value[index : index + 1, keep] for name, value in tokens.items()}
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -231,14 +546,3 @@ def _scores(query: torch.Tensor, key: torch.Tensor, rows: torch.Tensor) -> torch
 
 def _seen(rows: torch.Tensor, length: int) -> torch.Tensor:
     return torch.arange(length, device=rows.device) <= rows[:, None]
-
-
-def _checked_rows(rows: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
-    length = query.shape[1]
-    if rows is None:
-        return torch.arange(length, device=query.device)
-    if not isinstance(rows, torch.Tensor) or rows.dim() != 1 or rows.dtype != torch.long or not len(rows):
-        raise ValueError(f"rows must be a tensor of torch.int64 with one axis, got {shorten_value(rows)}.")
-    if rows.min() < 0 or rows.max() >= length:
-        raise ValueError(f"rows must be from 0 to {length - 1}, got {int(rows.min())} to {int(rows.max())}.")
-    return rows.to(query.device)

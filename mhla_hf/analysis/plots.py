@@ -1,45 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of mixing matrices, drawn by matplotlib: for sequences, images and videos."""
+"""Figures of mixing weights, statistics of attention, and their history, drawn by matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..layouts.blocks import BlockLayout
+from ..layouts.blocks import BlockLayout, is_integer
 from ..utils.figures import new_figure, save_figure
 from ..utils.messages import shorten_value
-from .grids import check_block, frames_shown, middle_block, weights_on_grid
+from .statistics import DistanceDecay
 
 
-# Colours of weights: blue below zero, red above.
 COLOR_MAP = "RdBu_r"
+"""Colours of weights: blue below zero, red above."""
+COLORS = {"original": "#5d666f", "mhla": "#1f77b4", "linear": "#d95f02", "pattern": "#77b3dc", "error": "#1f77b4"}
+"""Colours of bars."""
+MAX_FRAMES = 6
+"""Largest number of frames of a video that are drawn."""
+_HISTORY = {
+    "rank": "numerical rank",
+    "effective_rank": "effective rank",
+    "relative_entropy": "entropy, relative to equal weights",
+}
+# Larger matrices are drawn at the resolution of the figure.
+_MOST_CELLS = 256
+
+
+def middle_block(layout: BlockLayout) -> int:
+    """Return the number of the block in the middle of a layout's block grid."""
+    place = tuple(count // 2 for count in layout.blocks)
+    return layout.num_prefix_blocks + int(np.ravel_multi_index(place, layout.blocks))
+
+
+def check_block(block: int | None, layout: BlockLayout) -> int:
+    """Return `block`, or the middle one for `None`.
+
+    Raises:
+        ValueError: Unless it is the number of one of the layout's blocks on the token grid.
+    """
+    if block is None:
+        return middle_block(layout)
+    first, last = layout.num_prefix_blocks, layout.num_blocks - 1
+    if not is_integer(block) or not first <= block <= last:
+        raise ValueError(f"block={shorten_value(block)} must be a block on the token grid: {first} to {last}.")
+    return int(block)
+
+
+def weights_on_grid(weights: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """Give each token on the grid the weight of its block.
+
+    Args:
+        weights: One weight for each block, `[M]`.
+        layout: The layout; its prefix tokens are left out.
+
+    Returns:
+        `[frames, height, width]`; images are one frame, sequences one frame of one row.
+    """
+    on_tokens = weights[layout.block_of_token.to(weights.device)][layout.num_prefix_tokens :]
+    return on_tokens.reshape((1,) * (3 - len(layout.grid)) + layout.grid)
+
+
+def frames_shown(layout: BlockLayout, block: int) -> list[int]:
+    """Choose the frames of a layout that are drawn: all, or evenly spaced ones with one of the block among them."""
+    frames = layout.grid[0] if len(layout.grid) == 3 else 1
+    if frames <= MAX_FRAMES:
+        return list(range(frames))
+    chosen = {round(index * (frames - 1) / (MAX_FRAMES - 1)) for index in range(MAX_FRAMES)}
+    inside = weights_on_grid(torch.eye(layout.num_blocks)[block], layout).sum((1, 2)).nonzero().flatten().tolist()
+    if not chosen & set(inside):
+        middle = inside[len(inside) // 2]
+        chosen ^= {min(chosen, key=lambda frame: abs(frame - middle)), middle}
+    return sorted(chosen)
 
 
 def plot_mixing(
     path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, block: int | None = None
 ) -> None:
-    """Writes [`mixing_figure`][mhla_hf.analysis.mixing_figure] as a PNG file, complete or not at all.
-
-    Args:
-        path: File to write.
-        matrices: As there, like `layout` and `block`.
-
-    Raises:
-        ValueError: As there.
-    """
+    """Write [`mixing_figure`][mhla_hf.analysis.mixing_figure] as a PNG file, atomically."""
     save_figure(mixing_figure(matrices, layout, block=block), path)
 
 
 def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, block: int | None = None) -> Any:
-    """Draws each layer's mixing matrix, and one of its rows laid out on the token grid.
+    """Draw each layer's mixing matrix, and one of its rows laid out on the token grid.
 
     The row holds the weight of each block's summary for the queries of one block, which is outlined. It is drawn on
-    the tokens of a sequence, of an image, or of the frames of a video; of long videos on some of the frames.
+    the tokens of a sequence, of an image, or of some frames of a video.
 
     Args:
         matrices: Effective mixing `[M, M]` by layer; of `[H, M, M]` the mean over heads is drawn.
@@ -50,62 +101,183 @@ def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, 
         A matplotlib `Figure`.
 
     Raises:
-        ValueError: If there is no matrix, a matrix is not one of the layout's, or there is no such block.
+        ValueError: If a matrix does not fit the layout, or there is no such block.
     """
-    if not matrices:
-        raise ValueError("matrices has no entry: there is nothing to draw.")
-    block = middle_block(layout) if block is None else check_block(block, layout)
-    frames = frames_shown(layout, block)
-    wide = len(layout.grid) == 1
-    widths = [1.4] + [3.2 if wide else 1.0] * len(frames)
-    figure = new_figure(1.6 * sum(widths) + 0.6, 1.9 * len(matrices) + 0.6)
-    grid = figure.subplots(len(matrices), len(widths), squeeze=False, width_ratios=widths)
+    block = check_block(block, layout)
     own = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)
+    frames = frames_shown(layout, block)
+    figure, grid = _frames_figure(layout, frames, len(matrices), [1.4])
     for axes, (layer, matrix) in zip(grid, matrices.items()):
-        weights = _mean_over_heads(matrix, layout)
-        limit = float(np.abs(weights).max()) or 1.0
-        axes[0].imshow(weights, cmap=COLOR_MAP, vmin=-limit, vmax=limit, interpolation="nearest")
+        if matrix.shape[-1] != layout.num_blocks:
+            raise ValueError(f"matrices has {matrix.shape[-1]} blocks, but the layout has {layout.num_blocks}.")
+        matrix = matrix.detach().float().cpu()
+        weights = matrix.mean(dim=0) if matrix.dim() == 3 else matrix
+        _draw_weights(axes[0], weights, weights.abs().max().item())
         axes[0].set_ylabel(f"layer {layer}")
-        limit = float(np.abs(weights[block]).max()) or 1.0
-        on_tokens = weights_on_grid(torch.from_numpy(weights[block]), layout)
+        limit = weights[block].abs().max().item()
+        on_tokens = weights_on_grid(weights[block], layout)
         for axis, frame in zip(axes[1:], frames):
-            image = axis.imshow(
-                on_tokens[frame].numpy(),
-                cmap=COLOR_MAP,
-                vmin=-limit,
-                vmax=limit,
-                interpolation="nearest",
-                aspect="auto" if wide else "equal",
-            )
-            _outline(axis, own[frame].numpy())
+            image = _draw_weights(axis, on_tokens[frame], limit, aspect="equal" if len(layout.grid) > 1 else "auto")
+            _outline(axis, own[frame])
         figure.colorbar(image, ax=list(axes[1:]), fraction=0.02)
-        for axis in axes:
-            axis.set(xticks=[], yticks=[])
     grid[0][0].set_title(f"mixing matrix, {layout.num_blocks} × {layout.num_blocks}", fontsize=9)
-    if len(layout.grid) == 3:
-        for axis, frame in zip(grid[0][1:], frames):
-            axis.set_title(f"latent frame {frame}", fontsize=9)
     tokens = " × ".join(map(str, layout.grid[-2:])) + (" tokens a frame" if len(layout.grid) == 3 else " tokens")
     figure.suptitle(f"Weights of all blocks for the queries of one (outlined), on {tokens}")
     return figure
 
 
-def _mean_over_heads(matrix: torch.Tensor, layout: BlockLayout) -> np.ndarray:
-    if matrix.dim() not in (2, 3) or tuple(matrix.shape[-2:]) != (layout.num_blocks, layout.num_blocks):
-        raise ValueError(
-            f"matrices has one of shape {shorten_value(tuple(matrix.shape))}, but the layout has "
-            f"{layout.num_blocks} blocks."
-        )
-    matrix = matrix.detach().float().cpu()
-    return (matrix.mean(dim=0) if matrix.dim() == 3 else matrix).numpy()
+def layout_figure(layout: BlockLayout, block: int) -> Any:
+    """Draw which tokens share a block, in alternating shades; one block is red."""
+    from matplotlib.colors import ListedColormap
+
+    blocks = torch.arange(layout.num_blocks) - layout.num_prefix_blocks
+    places = torch.stack(torch.unravel_index(blocks.clamp(min=0), layout.blocks), dim=-1)
+    # Neighbours differ along every axis.
+    shade = (
+        (places.sum(-1) - places[:, 0]) % 2 + 2 * (places[:, 0] % 2) if len(layout.grid) == 3 else places.sum(-1) % 2
+    )
+    shade[block] = 4
+    frames = frames_shown(layout, block)
+    figure, grid = _frames_figure(layout, frames, 1, [])
+    colors = ListedColormap(["#b0bece", "#d2dbe5", "#8fa0b4", "#e4e9ef", "#d64541"])
+    on_tokens = weights_on_grid(shade, layout)
+    for axis, frame in zip(grid[0], frames):
+        aspect = "equal" if len(layout.grid) > 1 else "auto"
+        axis.imshow(on_tokens[frame], cmap=colors, vmin=0, vmax=4, interpolation="none", aspect=aspect)
+    return figure
 
 
-def _outline(axis: Any, inside: np.ndarray) -> None:
-    """Draws the border of a rectangle of ones."""
+def heads_figure(matrices: Mapping[int, torch.Tensor], heads: int) -> Any:
+    """Draw the mixing matrices `[H, M, M]` of the first heads of each layer, each with its own colour scale."""
+    figure = new_figure(1.1 * heads + 0.4, 1.1 * len(matrices) + 0.3)
+    grid = figure.subplots(len(matrices), heads, squeeze=False)
+    for axes, (layer, matrix) in zip(grid, matrices.items()):
+        axes[0].set_ylabel(f"layer {layer}", fontsize=8)
+        for head, (axis, weights) in enumerate(zip(axes, matrix)):
+            _draw_weights(axis, weights, weights.abs().max().item(), interpolation="nearest")
+            grid[0][head].set_title(f"head {head}", fontsize=8)
+    return figure
+
+
+def decay_figure(initial: DistanceDecay, layers: Mapping[int, DistanceDecay]) -> Any:
+    """Draw the mean mixing weight of each layer against the distance of two blocks; initial weights are dashed."""
+    figure = new_figure(7.2, 3.4)
+    axes = _plain_axes(figure.subplots())
+    axes.plot(*initial, "--", color="#888888", label="initial")
+    for (layer, decay), color in zip(layers.items(), _shades(len(layers))):
+        axes.plot(*decay, color=color, label=f"layer {layer}")
+    axes.set(xlabel="distance in blocks", ylabel="mean weight")
+    _legend(figure, axes, ["initial", *(f"layer {layer}" for layer in layers)])
+    return figure
+
+
+def bars_figure(
+    rows: Mapping[int, Mapping[str, float]], names: Mapping[str, str], *, digits: int = 2, limit: float | None = None
+) -> Any:
+    """Draw a group of horizontal bars for each layer.
+
+    Args:
+        rows: Values by kind, by layer.
+        names: Names of the kinds, which have `COLORS`.
+        digits: Digits of the labels.
+        limit: Right end of the axis; by default the largest value.
+    """
+    figure = new_figure(5.2, 0.2 * len(rows) * (len(names) + 0.7) + 0.7)
+    axes = _plain_axes(figure.subplots())
+    places = np.arange(len(rows)) * (len(names) + 0.7)
+    for number, (kind, name) in enumerate(names.items()):
+        values = [row[kind] if math.isfinite(row[kind]) else 0.0 for row in rows.values()]
+        bars = axes.barh(places + number, values, color=COLORS[kind], height=0.8, label=name)
+        axes.bar_label(bars, [f"{row[kind]:.{digits}f}" for row in rows.values()], padding=3, fontsize=8)
+    axes.set_yticks(places + (len(names) - 1) / 2, [f"layer {layer}" for layer in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    if limit is not None:
+        axes.set_xlim(0, 1.15 * limit)
+    if len(names) > 1:
+        figure.legend(loc="outside upper left", ncols=len(names), fontsize=8, frameon=False)
+    return figure
+
+
+def plot_history(history: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw rank and entropy of each layer over the steps of a training, as a PNG file.
+
+    Layers go from dark (the first) to light; softmax layers are dashed, linear ones dotted. Crosses mark the first
+    report of a failure signature, in the panel of the ranks.
+
+    Args:
+        history: `history` of an [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
+        path: File to write.
+
+    Raises:
+        ValueError: If the history is empty.
+    """
+    if not history:
+        raise ValueError("history has no rows: record something first.")
+    names = list(dict.fromkeys(name for row in history for name in row["layers"]))
+    figure = new_figure(4.0 * len(_HISTORY), 3.6)
+    styles = {"softmax": "--", "linear": ":", "mhla": "-"}
+    reported = {(each["name"], each["layer"]): row for row in reversed(history) for each in row.get("signatures", ())}
+    for axes, (statistic, title) in zip(figure.subplots(1, len(_HISTORY)), _HISTORY.items()):
+        for name, color in zip(names, _shades(len(names))):
+            rows = [(row["step"], row["layers"][name]) for row in history if name in row["layers"]]
+            points = [(step, layer[statistic]) for step, layer in rows if layer[statistic] is not None]
+            marker = "o" if len(points) == 1 else None
+            axes.plot(*zip(*points), styles[rows[0][1]["kind"]], color=color, marker=marker, label=name)
+        for (_, name), row in reported.items() if statistic == "rank" else ():
+            axes.plot(row["step"], row["layers"][name]["rank"] or 0, "x", color="#d62728", markersize=8)
+        _plain_axes(axes).set(title=title, xlabel="step", ylim=(0, None))
+    _legend(figure, axes, names)
+    save_figure(figure, Path(path))
+
+
+def _frames_figure(layout: BlockLayout, frames: Sequence[int], rows: int, widths: list[float]) -> tuple[Any, Any]:
+    """A figure with an axis for each frame in each row, after axes of other widths."""
+    widths = widths + [3.2 if len(layout.grid) == 1 else 1.0] * len(frames)
+    figure = new_figure(
+        1.6 * sum(widths) + 0.6, (1.9 if len(layout.grid) > 1 or len(widths) > 1 else 0.6) * rows + 0.6
+    )
+    grid = figure.subplots(rows, len(widths), squeeze=False, width_ratios=widths)
+    for axis in grid.flat:
+        axis.set(xticks=[], yticks=[])
+    for axis, frame in zip(grid[0][-len(frames) :], frames):
+        axis.set_title(f"latent frame {frame}" if len(layout.grid) == 3 else "", fontsize=9)
+    return figure, grid
+
+
+def _draw_weights(axis: Any, weights: torch.Tensor, limit: float, **options: Any) -> Any:
+    options = {"interpolation": "none" if len(weights) <= _MOST_CELLS else "antialiased", **options}
+    axis.set(xticks=[], yticks=[])
+    return axis.imshow(weights.numpy(), cmap=COLOR_MAP, vmin=-(limit or 1.0), vmax=limit or 1.0, **options)
+
+
+def _outline(axis: Any, inside: torch.Tensor) -> None:
+    """Draw the border of a rectangle of ones."""
     from matplotlib.patches import Rectangle
 
-    rows, columns = inside.nonzero()
+    rows, columns = inside.numpy().nonzero()
     if len(rows):
         corner = (columns.min() - 0.5, rows.min() - 0.5)
         size = (np.ptp(columns) + 1, np.ptp(rows) + 1)
         axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor="black", linewidth=1.8))
+
+
+def _shades(count: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.9 * index / max(1, count - 1)) for index in range(count)]
+
+
+def _plain_axes(axes: Any) -> Any:
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _legend(figure: Any, axes: Any, names: Sequence[str]) -> None:
+    """Name the lines below the axes; of many, some."""
+    shown = names if len(names) <= 12 else [names[0], names[1], names[-1]]
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    found = [handles[name] for name in shown]
+    figure.legend(found, shown, loc="outside lower center", ncols=min(4, len(shown)), fontsize=8, frameon=False)

@@ -1,41 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure signatures: what goes wrong with MHLA layers, told by their weights and by their attention on a probe."""
+"""Failure signatures: what goes wrong with MHLA layers, seen in their weights and in their attention on a probe."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
+from ..conversion.transformers_planning import StoredNames
 from ..layers.mhla import MHLA
 from ..layers.mixing import effective_mixing
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import extend_mixing
+from ..lora_check import model_without_weights
+from ..models.source import Component, read_source
 from ..ops import FEATURE_MAPS
+from ..training.matching.layers import mhla_layers
 from ..training.sharding import full_tensor
-from .mixing import mean_distance, reference_layout
-from .statistics import rank_bound
-from .tokens import LayerTokens
+from .matrices import LayerTokens
+from .statistics import mean_distance, rank_bound, reference_layout
 
-
-logger = logging.getLogger(__name__)
 
 SIGNATURES = {
-    "uniform-mixing": "every block has the same mixing weight: the layer is plain linear attention",
-    "lost-locality": "blocks attend farther away than equal mixing weights would, although they started local",
-    "cancelling-mixing": "positive and negative mixing weights cancel, so that divisors come close to zero",
-    "dead-mixing": "rows of mixing weights are zero: their blocks attend to nothing",
-    "exploding-mixing": "rows of mixing weights have grown to a multiple of their start",
-    "too-few-blocks": "the bound of the rank, Σ min(n_b, d), is far below the number of tokens",
-    "unstable-normalizer": "the normaliser divides by almost nothing, or outputs grow with the number of tokens",
-    "dead-features": "feature maps are zero for many tokens or channels",
-    "non-finite-attention": "attention weights are NaN or infinite",
+    "uniform-mixing": "its mixing weights differ from equal ones by {figure:.2%}, so it is plain linear attention; "
+    "start from mixing_init='linear', and train the mixing weights at a higher rate",
+    "lost-locality": "its blocks attend {figure:.2f} times as far as under equal weights; lower the learning rate of "
+    "the mixing weights, or reinitialise them",
+    "cancelling-mixing": "in {figure:.0%} of its rows positive and negative mixing weights cancel, and the normaliser "
+    "divides by what is left; use mixing_constraint='nonnegative' or normalizer='none' with output_norm=True",
+    "dead-mixing": "{figure:.0%} of its rows of mixing weights are zero; reinitialise them",
+    "exploding-mixing": "a row of its mixing weights adds up to {figure:.3g}, from 1 at the start; lower the learning "
+    "rate of the mixing weights, or clip gradients",
+    "too-few-blocks": "the rank of its attention is at most {figure:.0f} for {tokens:.0f} tokens in {blocks}; take "
+    "more blocks, about {wanted}",
+    "unstable-normalizer": "in {figure:.1%} of its rows the normaliser divides by almost nothing; use "
+    "mixing_constraint='nonnegative', a positive feature map, or normalizer='none' with output_norm=True",
+    "dead-features": "the features of {dead} of a head are zero; use feature_map='elu' or another without zeros",
+    "non-finite-attention": "its {part} not finite; lower the learning rate, and go back to earlier weights",
 }
-"""The failure signatures by name, and what they mean."""
+"""The failure signatures by name: what was measured, and what to do."""
+_GROWING = (
+    "nothing divides its outputs, which are {figure:.1f} times as large for {longer}; use normalizer='query' or "
+    "output_norm=True"
+)
 
 # Relative deviation of a row's weights from equal ones, below which nothing tells them apart.
 EVEN = 0.02
@@ -62,9 +74,9 @@ class FailureSignature:
     """A sign of failure in one layer.
 
     Attributes:
-        name: Name of the signature, a key of `SIGNATURES`.
+        name: Name of the signature, such as `"uniform-mixing"`.
         layer: Name of the attention module.
-        figure: What was measured; `None` where it is not finite.
+        figure: What was measured; `None` if it is not finite.
         message: One line that says what was measured, and what to do.
     """
 
@@ -81,6 +93,11 @@ class FailureSignature:
         return asdict(self)
 
 
+def _signature(name: str, layer: str, figure: float, text: str = "", **words: Any) -> FailureSignature:
+    message = (text or SIGNATURES[name]).format(figure=figure, **words)
+    return FailureSignature(name, layer, figure if math.isfinite(figure) else None, message)
+
+
 @torch.no_grad()
 def weight_signatures(
     mhla: MHLA,
@@ -90,115 +107,78 @@ def weight_signatures(
     linear: bool = False,
     settled: bool | None = None,
 ) -> list[FailureSignature]:
-    """Failure signatures that a layer's options and mixing weights show, without running it.
+    """Find failure signatures in a layer's options and mixing weights, without running it.
 
     Args:
         mhla: The layer; on the meta device, if `mixing` is given.
         layer: Its name.
         mixing: The stored mixing weights, if not the layer's own.
-        linear: Whether the host model's own attention is linear, as SANA's: equal weights are no failure then.
-        settled: Whether weights that started equal should have left that by now; `None` for whether they have moved
-            at all, since weights that never trained are no failure.
+        linear: Whether the host model's own attention is linear, as in SANA: equal weights are no failure then.
+        settled: Whether weights that were initialised as equal should differ by now; `None` for whether they have
+            changed, since untrained weights are no failure.
     """
     config, layout = mhla.config, reference_layout(mhla)
-    found: list[FailureSignature] = []
-
-    def add(name: str, figure: float, message: str) -> None:
-        found.append(FailureSignature(name, layer, figure if math.isfinite(figure) else None, message))
-
-    stored = full_tensor(mhla.mixing if mixing is None else mixing)
-    first = mhla.initial_tensor("mixing")
+    stored, first = full_tensor(mhla.mixing if mixing is None else mixing), mhla.initial_tensor("mixing")
     moved = not torch.equal(stored, first.to(stored.dtype))
     weights, initial = (_on_grid(mhla, tensor) for tensor in (stored.double(), first.double()))
     if not torch.isfinite(weights).all():
-        add("non-finite-attention", math.nan, "its mixing weights are not finite; take weights from before that")
-        return found
-    found += _block_signatures(mhla, layer, layout, linear)
+        return [_signature("non-finite-attention", layer, math.nan, part="mixing weights are")]
+    found = _block_signatures(mhla, layer, layout, linear)
+
+    def add(name: str, figure: float, text: str = "", **words: Any) -> None:
+        found.append(_signature(name, layer, figure, text, **words))
+
     if config.is_sequence and config.normalizer == "none" and not config.output_norm:
         growth = _growth(weights, config.causal)
         if growth > GROWTH:
-            add(
-                "unstable-normalizer",
-                growth,
-                f"nothing divides its outputs, which are {growth:.1f} times as large for texts {LONGER} times as long "
-                "as its mixing weights are for; use normalizer='query' or output_norm=True",
-            )
+            longer = f"texts {LONGER} times as long as its mixing weights are for"
+            add("unstable-normalizer", growth, _GROWING, longer=longer)
     uneven, uneven_at_first = _unevenness(weights, config.causal), _unevenness(initial, config.causal)
     judged = uneven_at_first >= EVEN or (moved if settled is None else settled)
     if uneven < EVEN and judged and not linear:
-        add(
-            "uniform-mixing",
-            uneven,
-            f"its mixing weights differ from equal ones by {uneven:.2%}, so it is plain linear attention; start from "
-            "mixing_init='linear', and let the mixing weights train at a higher rate",
-        )
+        add("uniform-mixing", uneven)
     elif EVEN <= uneven_at_first < math.inf:
         ahead = _distance_over_equal(weights, layout, config.causal)
         if ahead > FAR and _distance_over_equal(initial, layout, config.causal) < 1:
-            add(
-                "lost-locality",
-                ahead,
-                f"its blocks attend {ahead:.2f} times as far as under equal weights; lower the learning rate of the "
-                "mixing weights, or start them anew",
-            )
+            add("lost-locality", ahead)
     rows = weights.abs().sum(-1)
-    if config.normalizer != "none":
-        even = (weights.sum(-1).abs() < CANCELLED * rows).double().mean().item()
-        if even > CANCELLED_ROWS:
-            add(
-                "cancelling-mixing",
-                even,
-                f"in {even:.0%} of its rows positive and negative mixing weights cancel, and the normaliser divides "
-                "by what is left; use mixing_constraint='nonnegative' or normalizer='none' with output_norm=True",
-            )
+    cancelled = (weights.sum(-1).abs() < CANCELLED * rows).double().mean().item()
+    if config.normalizer != "none" and cancelled > CANCELLED_ROWS:
+        add("cancelling-mixing", cancelled)
     if rows.min() < DEAD:
-        dead = (rows < DEAD).double().mean().item()
-        add("dead-mixing", dead, f"{dead:.0%} of its rows of mixing weights are zero; start them anew")
+        add("dead-mixing", (rows < DEAD).double().mean().item())
     if rows.max() > EXPLODED:
-        largest = rows.max().item()
-        add(
-            "exploding-mixing",
-            largest,
-            f"a row of its mixing weights adds up to {largest:.3g}, from 1 at the start; lower the learning rate of "
-            "the mixing weights, or clip gradients",
-        )
+        add("exploding-mixing", rows.max().item())
     return found
 
 
 def _block_signatures(mhla: MHLA, layer: str, layout: BlockLayout, linear: bool) -> list[FailureSignature]:
-    """Too few blocks for the token grid that the layer was made for; it may name none."""
+    """Find too few blocks for the token grid that the layer was made for, if it names one."""
     blocks, tokens = layout.num_blocks, layout.num_tokens
     if mhla.config.causal or mhla.window_gain is not None or tokens == blocks or (linear and blocks == 1):
         return []
-    features = mhla.head_dim * FEATURE_MAPS[mhla.config.feature_map].width_factor
-    bound = rank_bound(layout, features)
-    if bound >= LOW_BOUND * tokens:
-        return []
-    return [_too_few_blocks(layer, bound, tokens, blocks)]
+    bound = rank_bound(layout, mhla.head_dim * FEATURE_MAPS[mhla.config.feature_map].width_factor)
+    return [_too_few_blocks(layer, bound, tokens, blocks)] if bound < LOW_BOUND * tokens else []
 
 
 def _too_few_blocks(layer: str, bound: float, tokens: float, blocks: float) -> FailureSignature:
     share = LOW_BOUND if bound < LOW_BOUND * tokens else LOW_BOUND_REACHED
     # The root of the number of tokens, unless narrow heads need more to leave the limit behind.
     wanted = max(math.isqrt(round(tokens)), math.floor(share * tokens * blocks / bound) + 1)
-    message = (
-        f"the rank of its attention is at most {bound:.0f} for {tokens:.0f} tokens in {blocks:.0f} "
-        f"block{'s' * (blocks != 1)}; take more blocks, about {wanted}"
-    )
-    return FailureSignature("too-few-blocks", layer, bound, message)
+    words = f"{blocks:.0f} block{'s' * (blocks != 1)}"
+    return _signature("too-few-blocks", layer, bound, tokens=tokens, blocks=words, wanted=wanted)
 
 
 @torch.no_grad()
-def probe_figures(sample: LayerTokens, heads: Iterable[int], rows: torch.Tensor | None) -> dict[str, float]:
-    """Figures of a sample of an MHLA layer that tell failures: shares of rows, queries, keys and channels.
+def probe_figures(sample: LayerTokens, rows: torch.Tensor | None) -> dict[str, float]:
+    """Measure what reveals failures in a sample of an MHLA layer: shares of rows, queries, keys and channels.
 
     Args:
         sample: The sample.
-        heads: The heads to look at.
         rows: Query tokens, LongTensor `[R]`; `None` for all T.
     """
     config = sample.mhla.config
-    query, key = (_plain(sample, name)[0].abs() <= config.feature_map_eps for name in ("query", "key"))
+    query, key = (_unrotated(sample, name)[0].abs() <= config.feature_map_eps for name in ("query", "key"))
     figures = {
         "dead_queries": query.all(-1).double().mean(0).max().item(),
         "dead_keys": key.all(-1).double().mean(0).max().item(),
@@ -207,74 +187,97 @@ def probe_figures(sample: LayerTokens, heads: Iterable[int], rows: torch.Tensor 
     }
     alive = ~query.all(-1) if rows is None else ~query.all(-1)[rows.to(query.device)]
     unstable, growth = [], []
-    for head in heads:
+    for head in range(sample.num_heads):
         total, divisor = sample.normalizer_terms(head=head, rows=rows)
         if divisor is not None:
             bad = (total > AMPLIFIED * divisor.abs()) | (divisor.abs() < TINY * config.eps) | ~divisor.isfinite()
             unstable.append((bad & alive[:, head]).double().mean())
         elif sample.causal and sample.mhla.output_norm is None and sample.layout.num_blocks >= 4:
-            # A quarter is at least a block; inside of one, outputs grow in any case.
+            # A quarter is at least a block; within one, outputs grow in any case.
             quarter = max(1, len(total) // 4)
             growth.append(total[-quarter:].mean() / total[:quarter].mean().clamp_min(1e-30))
-    if unstable:
-        figures["unstable_rows"] = torch.stack(unstable).mean().item()
-    if growth:
-        figures["growth"] = torch.stack(growth).mean().item()
-    return figures
+    means = {"unstable_rows": unstable, "growth": growth}
+    return figures | {name: torch.stack(values).mean().item() for name, values in means.items() if values}
 
 
 def probe_signatures(
     layer: str, facts: Mapping[str, Any], bound: int | None = None, linear: bool = False
 ) -> list[FailureSignature]:
-    """Failure signatures that a layer's attention on a probe shows.
+    """Find failure signatures in a layer's attention on a probe.
 
     Args:
         layer: Name of the layer.
         facts: Its entry in a row of [`AttentionTracker`][mhla_hf.analysis.AttentionTracker], with `probe_figures`.
         bound: Bound of the rank for all rows of the longest sample; `None` for none.
-        linear: Whether the host model's own attention is linear, as SANA's.
+        linear: Whether the host model's own attention is linear, as in SANA.
     """
     if facts["rank"] is None:
-        text = "its attention on the probe is not finite; lower the learning rate, and take weights from before that"
-        return [FailureSignature("non-finite-attention", layer, None, text)]
+        return [_signature("non-finite-attention", layer, math.nan, part="attention on the probe is")]
     found = []
-
-    def add(name: str, figure: float, message: str) -> None:
-        found.append(FailureSignature(name, layer, figure, message))
-
     if bound is not None and not (linear and facts["blocks"] == 1):
-        # The rank of some rows says nothing of a bound above their number.
+        # The rank of some rows says nothing about a bound above their number.
         reached = bound <= LOW_BOUND_REACHED * facts["rows"] and facts["rank"] >= REACHED * bound
         if bound < LOW_BOUND * facts["tokens"] or reached:
             found.append(_too_few_blocks(layer, bound, facts["tokens"], facts["blocks"]))
-    if facts.get("unstable_rows", 0.0) > UNSTABLE_ROWS:
-        share = facts["unstable_rows"]
-        add(
-            "unstable-normalizer",
-            share,
-            f"in {share:.1%} of its rows the normaliser divides by almost nothing; use "
-            "mixing_constraint='nonnegative', a positive feature map, or normalizer='none' with output_norm=True",
-        )
-    elif (facts.get("growth") or 0.0) > GROWTH:
-        figure = facts["growth"]
-        add(
-            "unstable-normalizer",
-            figure,
-            f"nothing divides its outputs, which are {figure:.1f} times as large for late tokens as for early ones; "
-            "use normalizer='query' or output_norm=True",
-        )
+    unstable, growth = facts.get("unstable_rows", 0.0), facts.get("growth") or 0.0
+    if unstable > UNSTABLE_ROWS:
+        found.append(_signature("unstable-normalizer", layer, unstable))
+    elif growth > GROWTH:
+        longer = "late tokens as for early ones"
+        found.append(_signature("unstable-normalizer", layer, growth, _GROWING, longer=longer))
     limits = {"dead_queries": DEAD_QUERIES, "dead_keys": DEAD_KEYS, "dead_channels": DEAD_CHANNELS}
     dead = [f"{facts[name]:.0%} of the {name[5:]}" for name, limit in limits.items() if facts[name] > limit]
     if dead and facts["tokens"] >= FEW_TOKENS:
         figure = max(facts[name] for name in limits)
-        text = (
-            f"the features of {' and '.join(dead)} of a head are zero; use feature_map='elu' or another without zeros"
-        )
-        add("dead-features", figure, text)
+        found.append(_signature("dead-features", layer, figure, dead=" and ".join(dead)))
     return found
 
 
-def _plain(sample: LayerTokens, name: str) -> torch.Tensor:
+def directory_signatures(root: str | Path) -> list[tuple[Path, FailureSignature]]:
+    """Find failure signatures in the mixing weights of the MHLA models of a directory.
+
+    Mixing weights are read one layer at a time, and no others; models are built on the meta device.
+
+    Args:
+        root: A pipeline of diffusers, or a model of diffusers or transformers, that
+            [`check_directory`][mhla_hf.hub.checks.check_directory] finds nothing wrong with.
+
+    Returns:
+        What was found, with the folder of the model; nothing where there is no MHLA model.
+
+    Raises:
+        ValueError: If a file is missing, damaged, or of another model than it says.
+    """
+    try:
+        components = read_source(Path(root)).mhla_components
+    except ValueError:
+        # No model that can be MHLA.
+        return []
+    return [(component.folder, signature) for component in components for signature in _of_component(component)]
+
+
+def _of_component(component: Component) -> list[FailureSignature]:
+    model = model_without_weights(component)
+    linear = bool(getattr(model, "upstream_is_linear", False))
+    files: dict[str, Path] = {}
+    for path in component.weight_sets()[0].files:
+        with safe_open(path, framework="pt") as tensors:
+            files.update(dict.fromkeys(tensors.keys(), path))
+    stored = {name: name for name in files}
+    if component.is_transformers:
+        stored = {name: file for file, name in StoredNames(model, list(files)).loaded.items()}
+    found = []
+    for layer in mhla_layers(model):
+        name = stored.get(f"{layer.name}.mhla.mixing")
+        if name is None:
+            continue
+        with safe_open(files[name], framework="pt") as tensors:
+            mixing = tensors.get_tensor(name)
+        found += weight_signatures(layer.mhla, layer.name, mixing=mixing, linear=linear)
+    return found
+
+
+def _unrotated(sample: LayerTokens, name: str) -> torch.Tensor:
     """Features before rotary embedding."""
     plain = sample.features[f"normalizer_{name}"]
     features = sample.features[name] if plain is None else plain

@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that describe an attention matrix: rank, effective rank, entropy, concentration.
+"""Numbers that describe attention: rank and entropy of its matrices, and what mixing weights have learned.
 
-Shape letters: R query tokens, T tokens; `...` any further axes.
+Shape letters: R query tokens, T tokens, H heads, M blocks; `...` any further axes.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from ..layers.mhla import MHLA
+from ..layers.mixing import effective_mixing
 from ..layouts.blocks import BlockLayout
-from ..utils.messages import shorten_value
 
 
 TOLERANCE = 1e-4
 """Singular values below this share of the largest one do not count towards the numerical rank."""
 TOP_SHARE = 0.1
 """Share of the tokens whose weights `top_share` adds up."""
-# Singular values from products of rows are exact down to the root of float64's precision.
-_LEAST_TOLERANCE = 1e-7
-# Matrices so many times as wide as high are reduced to products of their rows first.
+# Matrices this many times as wide as high are reduced to products of their rows first.
 _WIDE = 2
 
 
 def singular_values(matrix: torch.Tensor) -> torch.Tensor:
-    """Singular values in descending order, computed in float64.
+    """Compute singular values in descending order, in float64.
 
-    Those of a matrix with far more columns than rows are roots of eigenvalues of its R × R products of rows, which are
-    exact to about 1e-8 of the largest one.
+    For a matrix with far more columns than rows they are the roots of the eigenvalues of its R × R Gram matrix, exact
+    to about 1e-8 of the largest one.
 
     Args:
         matrix: `[..., R, T]`.
@@ -39,22 +39,18 @@ def singular_values(matrix: torch.Tensor) -> torch.Tensor:
     matrix = matrix.double()
     if matrix.shape[-1] < _WIDE * matrix.shape[-2]:
         return torch.linalg.svdvals(matrix)
-    squares = torch.linalg.eigvalsh(matrix @ matrix.mT)
-    return squares.clamp_min(0.0).sqrt().flip(-1)
+    return torch.linalg.eigvalsh(matrix @ matrix.mT).clamp_min(0.0).sqrt().flip(-1)
 
 
 def numerical_rank(singular: torch.Tensor, tolerance: float = TOLERANCE) -> torch.Tensor:
-    """Number of singular values above `tolerance` times the largest one.
+    """Count singular values above `tolerance` times the largest one.
 
     Args:
         singular: Singular values in descending order, `[..., N]`.
-        tolerance: From 1e-7 to less than 1.
+        tolerance: At least 1e-7, the precision of [`singular_values`][mhla_hf.analysis.singular_values].
 
     Returns:
         LongTensor `[...]`; 0 for a matrix of zeros.
-
-    Raises:
-        ValueError: If the tolerance is out of range.
 
     Examples:
         >>> import torch
@@ -62,24 +58,13 @@ def numerical_rank(singular: torch.Tensor, tolerance: float = TOLERANCE) -> torc
         >>> numerical_rank(singular_values(torch.ones(8, 8)))
         tensor(1)
     """
-    return (singular > check_tolerance(tolerance) * singular[..., :1]).sum(-1)
-
-
-def check_tolerance(tolerance: float) -> float:
-    """Returns `tolerance`.
-
-    Raises:
-        ValueError: Unless it is one that a numerical rank can have.
-    """
-    if isinstance(tolerance, bool) or not isinstance(tolerance, float) or not _LEAST_TOLERANCE <= tolerance < 1:
-        raise ValueError(f"tolerance={shorten_value(tolerance)} must be from {_LEAST_TOLERANCE:g} to less than 1.")
-    return tolerance
+    return (singular > tolerance * singular[..., :1]).sum(-1)
 
 
 def effective_rank(singular: torch.Tensor) -> torch.Tensor:
-    """Exponential of the entropy of the singular values, scaled to sum to one (Roy and Vetterli, 2007).
+    """Compute the exponential of the entropy of the normalised singular values (Roy and Vetterli, 2007).
 
-    It is 1 for a matrix of rank one, N where all N singular values are equal, and needs no tolerance.
+    It is 1 for a matrix of rank one, N if all N singular values are equal, and needs no tolerance.
 
     Args:
         singular: Singular values, `[..., N]`.
@@ -93,67 +78,27 @@ def effective_rank(singular: torch.Tensor) -> torch.Tensor:
         >>> effective_rank(singular_values(torch.eye(8)))
         tensor(8.0000, dtype=torch.float64)
     """
-    total = singular.sum(-1, keepdim=True)
-    shares = singular / torch.where(total > 0, total, 1.0)
-    return torch.where(total[..., 0] > 0, torch.special.entr(shares).sum(-1).exp(), 0.0)
-
-
-def row_entropy(matrix: torch.Tensor) -> torch.Tensor:
-    """Entropy of each row in nats; weights count by their absolute value and are scaled to sum to one.
-
-    Args:
-        matrix: `[..., R, T]`.
-
-    Returns:
-        `[..., R]`, from 0 (one token gets everything) to log T (all get the same).
-    """
-    return torch.special.entr(_shares(matrix)).sum(-1)
-
-
-def top_share(matrix: torch.Tensor, share: float = TOP_SHARE, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """Part of each row's absolute weights on its largest ones: how sparse attention is.
-
-    Args:
-        matrix: `[..., R, T]`.
-        share: Share of the tokens that count, rounded up: from above 0 to 1.
-        visible: Number of tokens that each row can see, `[R]`; `None` for all T.
-
-    Returns:
-        `[..., R]`, from `share` (all equal) to 1.
-
-    Raises:
-        ValueError: If `share` is out of range.
-    """
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ValueError(f"share={shorten_value(share)} must be above 0 and at most 1.")
-    visible = _visible(matrix, visible)
-    descending = _shares(matrix).sort(dim=-1, descending=True).values.cumsum(-1)
-    last = (share * visible).ceil().long().clamp(min=1) - 1
-    return descending.gather(-1, last.expand(matrix.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    entropy = torch.special.entr(_normalized(singular)).sum(-1)
+    return torch.where(singular.sum(-1) > 0, entropy.exp(), 0.0)
 
 
 def attention_statistics(
-    matrix: torch.Tensor,
-    *,
-    tolerance: float = TOLERANCE,
-    share: float = TOP_SHARE,
-    visible: torch.Tensor | None = None,
+    matrix: torch.Tensor, *, tolerance: float = TOLERANCE, visible: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """All statistics of attention matrices, those of rows averaged over the rows.
+    """Compute rank, entropy and concentration of attention matrices; rows are averaged.
 
     Args:
-        matrix: `[..., R, T]`: R of T query tokens, or all.
+        matrix: `[..., R, T]`: R of T query tokens, or all. Negative weights count by their absolute value.
         tolerance: See [`numerical_rank`][mhla_hf.analysis.numerical_rank].
-        share: See [`top_share`][mhla_hf.analysis.top_share].
         visible: Number of tokens that each row can see, `[R]`, for causal attention; `None` for all T.
 
     Returns:
         Values of shape `[...]` by name: `rank` and `effective_rank` (at most R), `entropy` in nats,
-        `relative_entropy` (over the logarithm of the tokens that a row sees; rows that see one are left out),
-        `top_share`, and `negative_share` (part of the absolute weights that is negative).
+        `relative_entropy` (divided by the logarithm of the tokens that a row sees; rows that see one are left out),
+        `top_share` (weight of a row's largest tenth), and `negative_share` (part of the weights that is negative).
 
     Raises:
-        ValueError: If an argument is out of range, or the matrix holds numbers that are not finite.
+        ValueError: If the matrix holds numbers that are not finite.
 
     Examples:
         >>> import torch
@@ -162,29 +107,31 @@ def attention_statistics(
         >>> round(uniform["effective_rank"].item(), 3), round(uniform["relative_entropy"].item(), 3)
         (1.0, 1.0)
     """
-    if not isinstance(matrix, torch.Tensor) or matrix.dim() < 2 or not all(matrix.shape[-2:]):
-        raise ValueError(f"matrix must be a tensor [..., rows, tokens], got {shorten_value(matrix)}.")
     if not torch.isfinite(matrix).all():
         raise ValueError("matrix holds numbers that are not finite.")
     matrix = matrix.double()
-    visible = _visible(matrix, visible)
-    singular, entropy = singular_values(matrix), row_entropy(matrix)
-    chosen = visible > 1
-    relative = entropy[..., chosen] / visible[chosen].log() if chosen.any() else torch.ones_like(entropy)
-    total = matrix.abs().sum((-1, -2))
-    negative = matrix.clamp(max=0.0).abs().sum((-1, -2))
+    seen = torch.as_tensor(matrix.shape[-1] if visible is None else visible, device=matrix.device).double()
+    seen = seen.expand(matrix.shape[-2])
+    singular, weights = singular_values(matrix), _normalized(matrix.abs())
+    entropy = torch.special.entr(weights).sum(-1)
+    several = seen > 1
+    relative = entropy[..., several] / seen[several].log() if several.any() else torch.ones_like(entropy)
+    cumulative = weights.sort(dim=-1, descending=True).values.cumsum(-1)
+    last = (TOP_SHARE * seen).ceil().long().clamp(min=1) - 1
+    top = cumulative.gather(-1, last.expand(matrix.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    total, negative = matrix.abs().sum((-1, -2)), matrix.clamp(max=0.0).abs().sum((-1, -2))
     return {
         "rank": numerical_rank(singular, tolerance).double(),
         "effective_rank": effective_rank(singular),
         "entropy": entropy.mean(-1),
         "relative_entropy": relative.mean(-1),
-        "top_share": top_share(matrix, share, visible).mean(-1),
+        "top_share": top.mean(-1),
         "negative_share": negative / torch.where(total > 0, total, 1.0),
     }
 
 
 def rank_bound(layout: BlockLayout, features: int) -> int:
-    """Upper bound of the rank of an MHLA matrix that looks in both directions: min(N, Σ_b min(n_b, d)).
+    """Bound the rank of a bidirectional MHLA matrix: min(N, Σ_b min(n_b, d)).
 
     The columns of block b are a product with the d features of its n_b keys, so their rank is at most min(n_b, d).
     One block gives the bound min(N, d) of linear attention.
@@ -202,22 +149,141 @@ def rank_bound(layout: BlockLayout, features: int) -> int:
     return min(layout.num_tokens, int(layout.block_tokens.clamp(max=features).sum()))
 
 
-def _shares(matrix: torch.Tensor) -> torch.Tensor:
-    weights = matrix.abs().double()
-    total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total > 0, total, 1.0)
+class DistanceDecay(NamedTuple):
+    """Mean mixing weight by the distance of two block centres, in blocks, rounded and ascending."""
+
+    distance: list[int]
+    mean: list[float]
 
 
-def _visible(matrix: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    if visible is None:
-        return torch.full(matrix.shape[-2:-1], float(matrix.shape[-1]), dtype=torch.double, device=matrix.device)
-    if visible.shape != matrix.shape[-2:-1]:
-        raise ValueError(f"visible has shape {tuple(visible.shape)}, but matrix has {matrix.shape[-2]} rows.")
-    return visible.to(matrix.device, torch.double)
+@dataclass(frozen=True)
+class MixingSummary:
+    """What the mixing weights of one layer have learned.
+
+    Attributes:
+        matrix: Effective weights at their reference blocks, float32 on the CPU, `[M, M]` or `[H, M, M]`.
+        initial: Weights at initialisation, `[M, M]`.
+        layout: Blocks and token grid that the weights were made for.
+        movement: ‖W − W₀‖ / ‖W₀‖ (Frobenius) of each head; one number if the heads share their weights.
+        pattern_movement: The same after scaling each row to an absolute sum of 1. Normalisers that divide by the
+            weights of a row cancel its scale.
+        negative_share: Share of the weights below zero.
+        row_sum: Mean sum of a row, 1 at initialisation.
+        decay: Mean weight by distance, `(distance, mean)`, of rows scaled to an absolute sum of 1.
+        initial_decay: The same for the initial weights.
+        grid: The token grid of `layout`; `None` if unknown, when `layout` counts each block as one token.
+    """
+
+    matrix: torch.Tensor
+    initial: torch.Tensor
+    layout: BlockLayout
+    movement: list[float]
+    pattern_movement: list[float]
+    negative_share: float
+    row_sum: float
+    decay: DistanceDecay
+    initial_decay: DistanceDecay
+    grid: tuple[int, ...] | None = None
+
+    @property
+    def mean_matrix(self) -> torch.Tensor:
+        """The weights, averaged over heads: `[M, M]`."""
+        return self.matrix.mean(0) if self.matrix.dim() == 3 else self.matrix
 
 
-def spread(values: torch.Tensor) -> dict[str, float]:
-    """Mean and standard deviation (0 for one value) of values of any shape."""
+def reference_layout(mhla: MHLA) -> BlockLayout:
+    """Return the blocks and tokens that a layer's mixing weights were made for.
+
+    If the layer's options name no token grid, each block counts as one token.
+    """
+    config = mhla.config
+    if config.is_sequence:
+        assert config.block_size is not None
+        return BlockLayout((mhla.blocks[0] * config.block_size[0],), block_size=config.block_size)
+    if config.grid is not None:
+        layout = mhla.layout_for(config.grid)
+        if tuple(layout.blocks) == tuple(mhla.blocks):
+            return layout
+    return BlockLayout(mhla.blocks, blocks=mhla.blocks, num_prefix_tokens=mhla.num_prefix_tokens)
+
+
+@torch.no_grad()
+def mixing_summary(mhla: MHLA) -> MixingSummary:
+    """Compare the mixing weights of a layer with their initial values, at the blocks that they were made for.
+
+    Args:
+        mhla: The layer. Its initial weights are recomputed from its options.
+
+    Raises:
+        ValueError: If a weight is not finite.
+    """
+    config, layout = mhla.config, reference_layout(mhla)
+    initial = effective_mixing(config, mhla.initial_tensor("mixing").double())
+    matrix = effective_mixing(config, mhla.mixing.detach().cpu().double())
+    if config.causal:
+        initial, matrix = initial.tril(), matrix.tril()
+    if not torch.isfinite(matrix).all():
+        raise ValueError("the mixing weights are not finite.")
+    visible = torch.ones(matrix.shape[-2:], dtype=torch.bool)
+    visible = visible.tril() if config.causal else visible
+    pattern, initial_pattern = (weights / _row_sizes(weights) for weights in (matrix, initial))
+    return MixingSummary(
+        matrix=matrix.float(),
+        initial=(initial[0] if initial.dim() == 3 else initial).float(),
+        layout=layout,
+        movement=_relative_change(matrix, initial),
+        pattern_movement=_relative_change(pattern, initial_pattern),
+        negative_share=(matrix[..., visible] < 0).double().mean().item(),
+        row_sum=matrix.sum(-1).mean().item(),
+        decay=_decay(pattern, layout, visible),
+        initial_decay=_decay(initial_pattern, layout, visible),
+        grid=layout.grid if config.is_sequence or layout.grid == config.grid else None,
+    )
+
+
+def mean_distance(mixing: torch.Tensor, layout: BlockLayout) -> float:
+    """Average the distance of attended blocks, in blocks, weighted by absolute mixing weights.
+
+    Args:
+        mixing: `[M, M]` or `[H, M, M]`; zero where unused, as above the diagonal of causal weights.
+        layout: The blocks; a block of prefix tokens is left out.
+
+    Returns:
+        The mean distance; NaN if all weights are zero.
+    """
+    first = layout.num_prefix_blocks
+    weights = mixing.detach().cpu().double()[..., first:, first:].abs()
+    centers = layout.centers.double()
+    return ((weights * torch.cdist(centers, centers)).sum() / weights.sum()).item()
+
+
+def mean_and_std(values: torch.Tensor) -> dict[str, float]:
+    """Return mean and standard deviation (0 for one value) of values of any shape."""
     flat = values.double().flatten()
-    deviation = flat.std().item() if flat.numel() > 1 else 0.0
-    return {"mean": flat.mean().item(), "std": 0.0 if math.isnan(deviation) else deviation}
+    return {"mean": flat.mean().item(), "std": flat.std().item() if len(flat) > 1 else 0.0}
+
+
+def _decay(mixing: torch.Tensor, layout: BlockLayout, visible: torch.Tensor) -> DistanceDecay:
+    # A block of prefix tokens has no place on the grid.
+    first = layout.num_prefix_blocks
+    visible = visible[first:, first:]
+    distance = torch.cdist(layout.centers, layout.centers).round().long()[visible]
+    weights = mixing[..., first:, first:][..., visible].reshape(-1, len(distance)).mean(0)
+    steps, index = distance.unique(return_inverse=True)
+    means = torch.zeros(len(steps), dtype=torch.double).index_add(0, index, weights) / index.bincount()
+    return DistanceDecay(steps.tolist(), means.tolist())
+
+
+def _relative_change(matrix: torch.Tensor, initial: torch.Tensor) -> list[float]:
+    difference = torch.linalg.matrix_norm(matrix - initial)
+    change = torch.where(difference > 0, difference / torch.linalg.matrix_norm(initial), 0.0)
+    return change.reshape(-1).tolist()
+
+
+def _row_sizes(weights: torch.Tensor) -> torch.Tensor:
+    total = weights.abs().sum(-1, keepdim=True)
+    return torch.where(total > 0, total, 1.0)
+
+
+def _normalized(weights: torch.Tensor) -> torch.Tensor:
+    return weights / _row_sizes(weights)

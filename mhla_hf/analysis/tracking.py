@@ -1,42 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank, entropy and sparsity of a model's attention through its training, on a fixed probe."""
+"""Rank, entropy and failure signatures of a model's attention during training, on a fixed probe."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..layers.mhla import MHLA
 from ..layouts.blocks import is_integer
-from ..training.matching.layers import Batch
+from ..training.matching.layers import Batch, mhla_layers
 from ..training.processes import Processes
 from ..utils.files import write_json
 from ..utils.json_files import check_fields, read_json
 from ..utils.messages import shorten_value
-from .recording import AttentionTokens, check_memory, observe_batch, query_rows
+from .matrices import LayerTokens
+from .recording import Sample, observe_batch, query_rows
 from .signatures import FailureSignature, probe_figures, probe_signatures, weight_signatures
-from .statistics import TOLERANCE, attention_statistics, check_tolerance, rank_bound
-from .tokens import LayerTokens
+from .statistics import attention_statistics
 
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROWS = 256
-"""Query tokens of a sample that attention matrices are computed for, while a model trains."""
+"""Query tokens of a sample that attention matrices are computed for during training."""
+HISTORY_FILE = "attention_history.json"
+"""File in the output directory that holds the history."""
 STATISTICS = ("rank", "effective_rank", "entropy", "relative_entropy", "top_share", "negative_share")
 """Statistics of attention matrices that the history keeps."""
 LOGGED = ("rank", "effective_rank", "relative_entropy", "top_share")
 """Statistics that go into logs."""
-# Matrices of several heads are handled together up to this size.
-_TOGETHER = 2**27
 
 
 def attention_matrices(
@@ -46,16 +50,17 @@ def attention_matrices(
     layers: str | Iterable[int] | None = None,
     rows: torch.Tensor | None = None,
 ) -> dict[str, list[torch.Tensor]]:
-    """Attention matrices of a model's self-attention layers, whatever they compute: softmax, linear or MHLA.
+    """Compute the attention matrices of a model's self-attention layers, softmax or MHLA.
 
     Args:
         model: A model of diffusers or transformers, with MHLA layers or without; not changed.
         batch: Keyword arguments of its `forward`.
         layers: The layers, as numbers or text such as `"1,2,4"`; `None` for all.
-        rows: Query tokens whose rows are wanted, LongTensor `[R]`; `None` for all T.
+        rows: Query tokens to compute, LongTensor `[R]`; `None` for all T.
 
     Returns:
-        For each layer by name one matrix `[H, R, T]` for each sample, float64; padding is left out.
+        For each layer by name one matrix `[H, R, T]` for each sample, float64; padding is left out. Layers with the
+        linear attention of SANA have none.
 
     Raises:
         ValueError: If the model has no attention layer that can be observed, an argument is wrong, or a matrix would
@@ -68,39 +73,35 @@ def attention_matrices(
     """
     found: dict[str, list[torch.Tensor]] = {}
 
-    def observe(name: str, sample: AttentionTokens) -> None:
-        count = sample.num_tokens if rows is None else len(rows)
-        check_memory(sample.num_heads * count, sample.num_tokens, f"rows={count}")
-        found.setdefault(name, []).append(sample.attention_matrix(rows=rows))
+    def observe(name: str, sample: Sample) -> None:
+        query_rows(sample, sample.num_tokens if rows is None else len(rows), "rows")
+        found.setdefault(name, []).append(sample.matrix(rows=rows))
 
     observe_batch(model, batch, layers, observe)
     return found
 
 
 class AttentionTracker:
-    """Statistics of a model's attention matrices on a fixed probe, recorded while it trains.
+    """Statistics of a model's attention matrices on a fixed probe, recorded during training.
 
     Recording runs the probe once, in evaluation mode and without gradients, and changes neither the model nor the
-    state of the random number generators: training ends with the same bits with it and without.
+    state of the random number generators: training gives the same bits with and without it.
 
     Args:
         batch: The probe: keyword arguments of the model's `forward`, or a list of such.
-        every: Steps from one record to the next, for callbacks; step 0 is one.
+        every: Number of steps between records, for callbacks; step 0 is one.
         layers: The layers to record, as numbers or text such as `"1,2,4"`; `None` for all.
-        heads: The heads to record; `None` for all.
-        rows: Query tokens of a sample that matrices are computed for; of longer samples, so many are drawn at random,
-            always the same. Keys are never left out. Ranks are at most this.
-        samples: Samples of the probe that matrices are computed for, from its first one on; `None` for all.
-        tolerance: Of the numerical rank, see [`numerical_rank`][mhla_hf.analysis.numerical_rank].
-        settle: Steps after which mixing weights that started equal should have left that: a failure signature from
-            then on.
-        seed: Seed of the rows that are drawn, and of models that draw numbers themselves.
+        rows: Largest number of query tokens of a sample that matrices are computed for, drawn at random once. Keys
+            are never left out. Ranks are at most this.
+        settle: Steps after which mixing weights that were initialised as equal should differ, else they are reported
+            as a failure signature.
+        seed: Seed of the rows that are drawn, and of models that draw random numbers.
 
     Attributes:
         history: One row for each record, ready for JSON: `step`, `seconds`, and `layers`, which holds for each layer
             by name its `kind` (`"softmax"`, `"linear"` or `"mhla"`), the means over heads and samples of
             [`attention_statistics`][mhla_hf.analysis.attention_statistics], the `tokens` and `rows` of its matrices,
-            and the `rank_bound`, where there is one. Statistics are `None` where attention is not finite. Under
+            and the `rank_bound`, if there is one. Statistics are `None` if attention is not finite. Under
             `signatures` it has the failure signatures of MHLA layers; a warning is logged for the first of each
             name and layer.
 
@@ -124,41 +125,31 @@ class AttentionTracker:
         *,
         every: int = 1,
         layers: str | Iterable[int] | None = None,
-        heads: Iterable[int] | None = None,
         rows: int = DEFAULT_ROWS,
-        samples: int | None = None,
-        tolerance: float = TOLERANCE,
         settle: int = 200,
         seed: int = 0,
     ) -> None:
         self.batches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not self.batches or not all(isinstance(one, Mapping) for one in self.batches):
             raise ValueError("batch must hold keyword arguments of the model's forward by name, or be a list of such.")
-        least = {"every": (every, 1), "rows": (rows, 2), "settle": (settle, 0)}
-        if samples is not None:
-            least["samples"] = (samples, 1)
-        for name, (value, minimum) in least.items():
+        for name, value, minimum in (("every", every, 1), ("rows", rows, 2), ("settle", settle, 0)):
             if not is_integer(value) or value < minimum:
                 raise ValueError(f"{name}={shorten_value(value)} must be a whole number of at least {minimum}.")
-        self.heads = None if heads is None else sorted(set(heads))
-        if self.heads is not None and not (self.heads and all(is_integer(head) and head >= 0 for head in self.heads)):
-            raise ValueError(f"heads={shorten_value(self.heads)} must be numbers of heads, from 0 on.")
-        self.every, self.rows, self.samples, self.settle, self.seed = every, rows, samples, settle, seed
+        self.every, self.rows, self.settle, self.seed = every, rows, settle, seed
         self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
-        self.tolerance = check_tolerance(tolerance)
         self.history: list[dict[str, Any]] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether a callback records after this many steps."""
+        """Return whether a callback records after this many steps."""
         return step % self.every == 0
 
     def record(self, model: nn.Module, step: int) -> dict[str, Any]:
-        """Runs the probe, and adds a row to the history.
+        """Run the probe, and add a row to the history.
 
         Args:
-            model: A model of diffusers or transformers, with MHLA layers or without; wrapped for several devices or
-                compiled, if it is.
-            step: Optimizer steps that it was trained for.
+            model: A model of diffusers or transformers, with MHLA layers or without; may be wrapped for several
+                devices, or compiled.
+            step: Optimizer steps so far.
 
         Returns:
             The row.
@@ -168,11 +159,11 @@ class AttentionTracker:
         """
         began = time.perf_counter()
         layers, signatures = self.probe(model, step)
-        told = {(each["name"], each["layer"]) for row in self.history for each in row.get("signatures", ())}
-        # Of a model in shards, all processes record the same.
+        known = {(each["name"], each["layer"]) for row in self.history for each in row.get("signatures", ())}
+        # All processes of a sharded model record the same.
         is_first = Processes().rank == 0
         for signature in signatures:
-            if is_first and (signature.name, signature.layer) not in told:
+            if is_first and (signature.name, signature.layer) not in known:
                 logger.warning("step %d: %s", step, signature)
         row = {
             "step": step,
@@ -184,41 +175,70 @@ class AttentionTracker:
         return row
 
     def probe(self, model: nn.Module, step: int = 0) -> tuple[dict[str, dict[str, Any]], list[FailureSignature]]:
-        """Runs the probe, and adds nothing to the history.
+        """Run the probe, without adding to the history.
 
         Args:
             model: As for `record`.
             step: Likewise.
 
         Returns:
-            What a row holds of the layers, and the failure signatures.
+            The `layers` of a row, and the failure signatures.
         """
         model = extract_model_from_parallel(model, keep_torch_compile=False)
-        gathered = _Gathered(self)
-        for batch in self.batches:
-            observe_batch(model, batch, self.layers, gathered.add, self.seed)
-        layers = gathered.layers()
-        return layers, gathered.signatures(layers, bool(getattr(model, "upstream_is_linear", False)), step)
+        records: dict[str, _LayerRecord] = {}
 
-    def figures(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Figures of a row for a log, means over the layers."""
-        return mean_figures(row)
+        def observe(name: str, sample: Sample) -> None:
+            rows = query_rows(sample, self.rows, "rows", self.seed)
+            records.setdefault(name, _LayerRecord(sample.kind)).add(sample, rows)
+
+        for batch in self.batches:
+            observe_batch(model, batch, self.layers, observe, self.seed)
+        layers = {name: record.to_dict() for name, record in records.items()}
+        linear, found = bool(getattr(model, "upstream_is_linear", False)), {}
+        for name, record in records.items():
+            if record.mhla is not None:
+                for signature in (
+                    *probe_signatures(name, layers[name], record.bound, linear),
+                    *weight_signatures(record.mhla, name, linear=linear, settled=step >= self.settle),
+                ):
+                    found.setdefault((name, signature.name), signature)
+        return layers, list(found.values())
+
+    def figures(self, row: Mapping[str, Any], *, per_layer: bool = False) -> dict[str, float]:
+        """Return the figures of a row for a log.
+
+        Args:
+            row: A row of the history.
+            per_layer: Add the figures of each layer.
+
+        Returns:
+            Means over the layers such as `attention_rank`, and `attention_rank/blocks.0.attn1` of each layer; those
+            that are not finite are left out.
+        """
+        figures: dict[str, float] = {}
+        for statistic in LOGGED:
+            values = {name: layer[statistic] for name, layer in row["layers"].items() if layer[statistic] is not None}
+            if values:
+                figures[f"attention_{statistic}"] = sum(values.values()) / len(values)
+            if per_layer:
+                figures.update({f"attention_{statistic}/{name}": value for name, value in values.items()})
+        return figures
 
     def restore(self, history: Iterable[Mapping[str, Any]], step: int | None = None) -> None:
-        """Continues a history, as a resumed run does.
+        """Continue a history, as a resumed run does.
 
         Args:
             history: Rows of an earlier run.
-            step: The step that training resumes from; rows of later steps are left out. `None` keeps all.
+            step: The step that training resumes from; later rows are dropped. `None` keeps all.
         """
         self.history = [dict(row) for row in history if step is None or row["step"] <= step]
 
     def save(self, path: str | Path) -> None:
-        """Writes the history as a JSON file, complete or not at all."""
-        write_json(Path(path), {"tolerance": self.tolerance, "rows": self.rows, "history": self.history})
+        """Write the history as a JSON file, atomically."""
+        write_json(Path(path), {"rows": self.rows, "history": self.history})
 
     def load(self, path: str | Path, step: int) -> None:
-        """Continues the history of a file that `save` has written, see `restore`.
+        """Continue the history of a file written by `save`, see `restore`.
 
         Raises:
             ValueError: If the file is damaged.
@@ -230,112 +250,139 @@ class AttentionTracker:
         self.restore(content["history"], step)
 
 
-def mean_figures(row: Mapping[str, Any], *, per_layer: bool = False) -> dict[str, float]:
-    """Figures of one record for a log: means over its layers, and those of each layer.
+class TrackingCallback(TrainerCallback):
+    """Records attention in the `Trainer` of transformers, at the beginning and every `tracker.every` steps.
+
+    The history is written to `attention_history.json` in the output directory, and continued by a resumed run. Means
+    over the layers are logged as `attention_rank`, `attention_effective_rank`, ...
 
     Args:
-        row: A row of a history.
-        per_layer: Add the figures of each layer.
+        tracker: The tracker, with the probe.
+        trainer: The trainer, whose `log` passes the figures on, to TensorBoard for example. Without it they are in
+            `state.log_history` only.
+        per_layer: Log the figures of each layer as well, as `attention_rank/LAYER`.
+
+    Examples:
+        >>> trainer = Trainer(model, arguments, train_dataset=dataset)  # doctest: +SKIP
+        >>> trainer.add_callback(TrackingCallback(AttentionTracker(batch, every=50), trainer))  # doctest: +SKIP
+    """
+
+    def __init__(self, tracker: AttentionTracker, trainer: Any = None, *, per_layer: bool = False) -> None:
+        self.tracker, self.trainer, self.per_layer = tracker, trainer, per_layer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Continue the history of a resumed run, or record the initial model.
+
+        Raises:
+            ValueError: Under DeepSpeed ZeRO-3, where no process has all weights.
+        """
+        if is_deepspeed_zero3_enabled():
+            raise ValueError("TrackingCallback does not run under DeepSpeed ZeRO-3; use FSDP 2, or ZeRO-2.")
+        path = Path(args.output_dir) / HISTORY_FILE
+        if state.global_step and path.is_file():
+            self.tracker.load(path, state.global_step)
+        elif not state.global_step:
+            self.tracker.history = []
+        if state.global_step not in [row["step"] for row in self.tracker.history]:
+            self.on_step_end(args, state, control, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Record attention if the step is due."""
+        # A sharded model needs all processes; without shards each has a copy. `accelerate launch` can shard too,
+        # which the arguments do not say.
+        is_sharded = AcceleratorState().distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if not self.tracker.is_due(state.global_step) or not (state.is_world_process_zero or is_sharded):
+            return
+        row = self.tracker.record(model, state.global_step)
+        if not state.is_world_process_zero:
+            return
+        figures = self.tracker.figures(row, per_layer=self.per_layer)
+        if self.trainer is not None:
+            # This log would cancel the trainer's that is due at this step.
+            due = control.should_log
+            self.trainer.log(figures)
+            control.should_log = due
+        else:
+            state.log_history.append({**figures, "step": state.global_step})
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        self.tracker.save(Path(args.output_dir) / HISTORY_FILE)
+
+
+def failure_signatures(
+    model: nn.Module,
+    batches: Batch | Sequence[Batch] = (),
+    *,
+    layers: str | Iterable[int] | None = None,
+    rows: int = DEFAULT_ROWS,
+) -> list[FailureSignature]:
+    """Find failure signatures in a model's MHLA layers, from their weights and, given a probe, from their attention.
+
+    Args:
+        model: A model of diffusers or transformers with MHLA layers, may be wrapped or compiled; not changed.
+        batches: The probe: keyword arguments of the model's `forward`, or a list of such, best of the lengths that
+            the model is used at. Without any, weights are all there is.
+        layers: The layers that the probe is for, as numbers or text such as `"1,2,4"`; `None` for all.
+        rows: See [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
 
     Returns:
-        Figures by name, such as `attention_rank` and `attention_rank/blocks.0.attn1`; those that are not finite are
-        left out.
+        The signatures, in the order of the layers; empty for a sound model.
+
+    Raises:
+        ValueError: If the model has no MHLA layers, or an argument is wrong.
+
+    Examples:
+        >>> for signature in failure_signatures(model, tokenizer(text, return_tensors="pt")):  # doctest: +SKIP
+        ...     print(signature)
+        model.layers.3.self_attn: uniform-mixing: its mixing weights differ from equal ones by 0.41%, ...
     """
-    figures: dict[str, float] = {}
-    for statistic in LOGGED:
-        values = {name: layer[statistic] for name, layer in row["layers"].items() if layer[statistic] is not None}
-        if values:
-            figures[f"attention_{statistic}"] = sum(values.values()) / len(values)
-        if per_layer:
-            figures.update({f"attention_{statistic}/{name}": value for name, value in values.items()})
-    return figures
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    linear = bool(getattr(model, "upstream_is_linear", False))
+    converted = {layer.name: layer.mhla for layer in mhla_layers(model)}
+    # Untrained weights may be equal, so weights are judged before the probe's own verdict on them.
+    found = [each for name, mhla in converted.items() for each in weight_signatures(mhla, name, linear=linear)]
+    if batches:
+        known = {(each.layer, each.name) for each in found}
+        probed = AttentionTracker(batches, layers=layers, rows=rows).probe(model)[1]
+        found += [each for each in probed if (each.layer, each.name) not in known]
+    names = list(converted)
+    return sorted(found, key=lambda each: (names.index(each.layer), each.name))
 
 
-class _Gathered:
-    """Statistics of the layers of one record."""
+class _LayerRecord:
+    """Statistics of one layer on a probe."""
 
-    def __init__(self, tracker: AttentionTracker) -> None:
-        self.tracker = tracker
-        self.facts: dict[str, dict[str, Any]] = {}
-        self.values: dict[str, dict[str, list[torch.Tensor]]] = {}
-        self.seen: dict[str, int] = {}
-        self.mhla: dict[str, MHLA] = {}
+    def __init__(self, kind: str) -> None:
+        self.facts: dict[str, Any] = {"kind": kind, "tokens": 0, "rows": 0, "rank_bound": None}
+        self.values: dict[str, list[float]] = {}
+        self.is_finite = True
+        self.mhla: MHLA | None = None
         # Of all rows of the longest sample.
-        self.bounds: dict[str, int] = {}
+        self.bound: int | None = None
 
-    def add(self, name: str, sample: AttentionTokens) -> None:
-        tracker = self.tracker
-        self.seen[name] = self.seen.get(name, 0) + 1
-        if tracker.samples is not None and self.seen[name] > tracker.samples:
-            return
-        heads = range(sample.num_heads) if tracker.heads is None else tracker.heads
-        if heads[-1] >= sample.num_heads:
-            raise ValueError(f"heads names {heads[-1]}, but layer {name} has heads 0 to {sample.num_heads - 1}.")
-        rows = query_rows(sample.num_tokens, tracker.rows, tracker.seed)
-        count = sample.num_tokens if rows is None else len(rows)
-        check_memory(count, sample.num_tokens, f"rows={tracker.rows}")
-        facts = self.facts.setdefault(name, {"kind": sample.kind, "tokens": 0, "rows": 0, "rank_bound": None})
-        bound = _bound(sample)
-        if bound is not None:
-            facts["rank_bound"] = max(facts["rank_bound"] or 0, min(bound, count))
-            if sample.num_tokens > facts["tokens"]:
-                self.bounds[name] = bound
-        facts["tokens"], facts["rows"] = max(facts["tokens"], sample.num_tokens), max(facts["rows"], count)
-        values = self.values.setdefault(name, {})
+    def add(self, sample: Sample, rows: torch.Tensor | None) -> None:
+        facts, tokens = self.facts, sample.num_tokens
+        count = tokens if rows is None else len(rows)
+        if sample.rank_bound is not None:
+            facts["rank_bound"] = max(facts["rank_bound"] or 0, min(sample.rank_bound, count))
+            if tokens > facts["tokens"]:
+                self.bound = sample.rank_bound
+        facts["tokens"], facts["rows"] = max(facts["tokens"], tokens), max(facts["rows"], count)
         if isinstance(sample, LayerTokens):
-            self.mhla[name] = sample.mhla
-            for figure, share in probe_figures(sample, heads, rows).items():
-                values.setdefault(figure, []).append(torch.tensor([share], dtype=torch.double))
-        for matrix in _matrices(sample, heads, rows):
+            self.mhla = sample.mhla
+            for figure, value in probe_figures(sample, rows).items():
+                self.values.setdefault(figure, []).append(value)
+        for head in range(sample.num_heads):
+            matrix = sample.matrix(head=head, rows=rows)
             if not torch.isfinite(matrix).all():
-                facts["finite"] = False
+                self.is_finite = False
                 continue
-            figures = attention_statistics(matrix, tolerance=tracker.tolerance, visible=sample.visible(rows))
-            for statistic, value in figures.items():
-                values.setdefault(statistic, []).append(value.flatten().cpu())
+            for statistic, value in attention_statistics(matrix, visible=sample.visible(rows)).items():
+                self.values.setdefault(statistic, []).append(value.item())
 
-    def layers(self) -> dict[str, dict[str, Any]]:
-        """What the history keeps of each layer."""
-        found = {}
-        for name, facts in self.facts.items():
-            means: dict[str, float | None] = {}
-            for figure, values in self.values[name].items():
-                mean = torch.cat(values).mean().item()
-                means[figure] = mean if math.isfinite(mean) else None
-            if not facts.pop("finite", True):
-                means.update(dict.fromkeys(STATISTICS))
-            found[name] = {"kind": facts["kind"], **{statistic: means.pop(statistic) for statistic in STATISTICS}}
-            found[name].update(facts)
-            found[name].update(means)
-        return found
-
-    def signatures(self, layers: Mapping[str, Any], linear: bool, step: int) -> list[FailureSignature]:
-        """Failure signatures of the MHLA layers, each name once for a layer."""
-        found: dict[tuple[str, str], FailureSignature] = {}
-        for name, mhla in self.mhla.items():
-            settled = step >= self.tracker.settle
-            for signature in (
-                *probe_signatures(name, layers[name], self.bounds.get(name), linear),
-                *weight_signatures(mhla, name, linear=linear, settled=settled),
-            ):
-                found.setdefault((name, signature.name), signature)
-        return list(found.values())
-
-
-def _bound(sample: AttentionTokens) -> int | None:
-    """Bound of the rank of a sample's matrix; `None` where it has none below its size."""
-    if sample.causal or sample.kind == "softmax":
-        return None
-    if not isinstance(sample, LayerTokens):
-        return min(sample.num_tokens, sample.query.shape[3])
-    return None if sample.mhla.window_gain is not None else rank_bound(sample.layout, sample.num_features)
-
-
-def _matrices(sample: AttentionTokens, heads: Sequence[int], rows: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Matrices of the heads: all of them at once where they are small, else one by one."""
-    count = sample.num_tokens if rows is None else len(rows)
-    if 8 * sample.num_heads * count * sample.num_tokens <= _TOGETHER:
-        yield sample.attention_matrix(rows=rows)[list(heads)]
-        return
-    for head in heads:
-        yield sample.attention_matrix(head=head, rows=rows)[None]
+    def to_dict(self) -> dict[str, Any]:
+        """Return a layer's entry in the history."""
+        means = {name: sum(values) / len(values) for name, values in self.values.items()}
+        found = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
+        if not self.is_finite:
+            found.update(dict.fromkeys(STATISTICS))
+        return {"kind": self.facts["kind"], **found, **self.facts}

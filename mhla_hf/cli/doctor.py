@@ -50,7 +50,7 @@ def doctor_command(
 def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, Any]) -> None:
     from dataclasses import asdict
 
-    from ..analysis.diagnosis import directory_signatures
+    from ..analysis.signatures import directory_signatures
     from ..hub.checks import Problem, check_directory
     from ..hub.description import describe_directory
     from ..utils.locations import find_directory

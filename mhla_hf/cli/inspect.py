@@ -13,7 +13,7 @@ from .output import JsonFile, write_report
 
 
 if TYPE_CHECKING:
-    from ..analysis import InspectionReport, LayerInspection, ModelInspection
+    from ..analysis import InspectionReport, ModelInspection
 
 _PROBE = "Probe"
 
@@ -134,7 +134,7 @@ def _show(report: "InspectionReport", html: Path | None) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, highlight=False)
     for model in report.models:
         converted = sum(layer.kind == "mhla" for layer in model.layers)
         others = [str(layer.index) for layer in model.layers if layer.kind != "mhla"]
@@ -146,55 +146,48 @@ def _show(report: "InspectionReport", html: Path | None) -> None:
         kept = f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} {model.layers[0].original}"
         console.print(
             f"{escape(model.class_name)} ({escape(model.component)}): {converted} of {len(model.layers)} layers are "
-            f"MHLA, with {' or '.join(described)}{kept if others else ''}",
-            highlight=False,
+            f"MHLA, with {' or '.join(described)}{kept if others else ''}"
         )
+        if model.is_untrained:
+            console.print("It is untrained since its conversion: all mixing weights have their initial values.")
         console.print(_table(model))
         for note in model.notes:
-            console.print(escape(note), highlight=False)
+            console.print(escape(note))
         if model.output_error is not None:
             error = f"{model.output_error['mean']:.4f} ± {model.output_error['std']:.4f}"
             console.print(f"Relative error of the model's output against {escape(report.base)}: {error}")
     console.print(
         "moved: relative change of the mixing weights since initialisation; pattern: the same with rows scaled to an "
-        "absolute sum of 1.",
-        highlight=False,
+        "absolute sum of 1."
     )
     if report.probe:
         console.print(
             f"Probe: {escape(report.probe)}. Rank and entropy are means over heads and samples: "
-            f"{report.models[0].layers[0].original}|MHLA|linear.",
-            highlight=False,
+            f"{report.models[0].layers[0].original}|MHLA|linear."
         )
         if not report.base:
-            console.print("No base model was found, so there are no output errors; --base names it.", highlight=False)
+            console.print("No base model was found, so there are no output errors; --base names it.")
     if html is not None:
-        console.print(f"Wrote {escape(str(html))}", highlight=False)
+        console.print(f"Wrote {escape(str(html))}")
 
 
 def _table(model: "ModelInspection") -> Any:
     from rich.table import Table
 
     layers = model.mhla_layers
-    columns = ["layer", "moved", "pattern"]
     with_probe, with_base = (any(getattr(layer, name) for layer in layers) for name in ("attention", "output_error"))
-    columns += ["effective rank", "relative entropy"] if with_probe else []
-    table = Table(*columns, *(["output error"] if with_base else []))
+    columns = ["layer", "moved", "pattern"]
+    columns += ["effective rank", "relative entropy"] * with_probe + ["output error"] * with_base
+    table = Table(*columns)
     for layer in layers:
         assert layer.mixing is not None
         movement, pattern = (sum(x) / len(x) for x in (layer.mixing.movement, layer.mixing.pattern_movement))
         cells = [str(layer.index), f"{movement:.3f}", f"{pattern:.3f}"]
         if with_probe:
-            cells += [_three(layer, "effective_rank", 0), _three(layer, "relative_entropy", 2)]
+            found = layer.attention.statistics.values() if layer.attention else ()
+            for statistic, digits in (("effective_rank", 0), ("relative_entropy", 2)):
+                cells.append("|".join(f"{kind[statistic]['mean']:.{digits}f}" for kind in found))
         if with_base:
             cells.append(f"{layer.output_error['mean']:.4f}" if layer.output_error else "")
         table.add_row(*cells)
     return table
-
-
-def _three(layer: "LayerInspection", statistic: str, digits: int) -> str:
-    """A statistic of the original attention, MHLA and linear attention."""
-    if layer.attention is None:
-        return ""
-    kinds = ("original", "mhla", "linear")
-    return "|".join(f"{layer.attention.statistics[kind][statistic]['mean']:.{digits}f}" for kind in kinds)

@@ -1,37 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matplotlib figures without a display, written as complete files."""
+"""Matplotlib figures without a display: as complete files, images, or SVG for web pages."""
 
 from __future__ import annotations
 
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 from .files import atomic_file
+from .messages import how_to_install
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Makes an empty matplotlib figure, width and height in inches."""
-    # A figure without pyplot needs no display and leaves a notebook's backend alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Make an empty matplotlib figure, width and height in inches.
 
+    Raises:
+        ValueError: If matplotlib is not installed.
+    """
+    # A figure without pyplot needs no display and leaves a notebook's backend alone.
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"Figures need matplotlib: {how_to_install('report')}.") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a figure as a PNG file, complete or not at all."""
+    """Write a figure as a PNG file, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png", facecolor="white")
 
 
 def figure_image(figure: Any, dpi: int = 110) -> Any:
-    """Draws a figure as a PIL image."""
+    """Draw a figure as a PIL image."""
     from PIL import Image
 
     with BytesIO() as file:
         figure.savefig(file, dpi=dpi, format="png", facecolor="white")
         return Image.open(file).convert("RGB")
+
+
+def figure_svg(figure: Any) -> str:
+    """Draw a figure as an `<svg>` element, with text as text."""
+    from matplotlib import rc_context
+
+    file = StringIO()
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    content = file.getvalue()
+    return content[content.index("<svg") :]

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights of a LoRA made for a softmax model apply to the MHLA model converted from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from .conversion.planning import empty_model
+from .models.registry import family_for
+from .models.source import Component, Source, open_source
+from .training.matching.layers import mhla_layers
+from .utils.messages import shorten_list, shorten_text
+
+
+KINDS = ("MHLA layer", "softmax layer", "other module", "MHLA parameter", "nothing")
+"""Kinds of targets; the first two are self-attention."""
+_PEFT_PREFIX = "base_model.model."
+_FILE_NAMES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Target of a weight of a LoRA.
+
+    Attributes:
+        kind: Part of the model, one of `KINDS`.
+        layer: Number of the layer; `None` outside of layers.
+        reason: Why the weight does not apply; empty if it does.
+    """
+
+    kind: str
+    layer: int | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LoraReport:
+    """Result of checking a LoRA.
+
+    Attributes:
+        model: Location of the model, as given.
+        component: The model's name in its pipeline.
+        lora: The LoRA's file.
+        weights: Target of each of its weights, by peft's name, such as `blocks.0.attn1.to_q.lora_A.weight`.
+        others: Weights in the file for other models of a pipeline.
+    """
+
+    model: str
+    component: str
+    lora: str
+    weights: dict[str, Target]
+    others: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of weights of each kind."""
+        kinds = [target.kind for target in self.weights.values()]
+        return {kind: kinds.count(kind) for kind in KINDS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {**asdict(self), "counts": self.counts}
+
+
+def check_lora(
+    model: str | Path,
+    lora: str | Path,
+    *,
+    component: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+) -> LoraReport:
+    """Find the weights of a LoRA that apply to an MHLA model, by their names and shapes; no weights are loaded.
+
+    Args:
+        model: Directory or Hub id of an MHLA pipeline or model.
+        lora: Directory or .safetensors file of a LoRA, of peft or in any format that diffusers loads.
+        component: The pipeline's transformer to check, if it has several.
+        revision: Branch, tag or commit of the model on the Hub.
+        token: Access token for the Hub.
+        cache_dir: Cache folder for downloads.
+
+    Raises:
+        ValueError: If the model is not MHLA, the LoRA cannot be read, or none of its weights applies.
+    """
+    source = open_source(model, revision=revision, token=token, cache_dir=cache_dir)
+    part = mhla_parts(source, component)[0]
+    path = _weight_file(Path(lora).expanduser())
+    shapes, others = _read_lora(path, part)
+    targets = _find_targets(model_without_weights(part), shapes)
+    lost = {name: target.reason for name, target in targets.items() if target.reason}
+    if len(lost) == len(targets):
+        raise ValueError(
+            f"None of the {len(targets)} weights of LoRA {path} applies to {model}, for example {min(lost)}: "
+            f"{lost[min(lost)]}."
+        )
+    return LoraReport(str(model), part.name, str(path), targets, others)
+
+
+def mhla_parts(source: Source, component: str | None = None) -> list[Component]:
+    """Return the MHLA models of a directory, or the one that was asked for.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    wanted = source.components if component is None else [source.component(component)]
+    parts = [part for part in wanted if part.is_mhla]
+    if not parts:
+        raise ValueError(
+            f"{source.location} has no MHLA model ({shorten_list(part.class_name for part in wanted)}): convert it "
+            "first with `mhla-hf convert`."
+        )
+    return parts
+
+
+def model_without_weights(part: Component) -> Any:
+    """Build a model on the meta device."""
+    if not part.is_transformers:
+        return empty_model(part.load_class(), part.config)
+    config = part.load_config()
+    with torch.device("meta"):
+        return part.load_class()(config)
+
+
+def _weight_file(location: Path) -> Path:
+    if location.is_file():
+        if location.suffix != ".safetensors":
+            raise ValueError(f"LoRA {location} is not a .safetensors file; other formats are not read.")
+        return location
+    if not location.is_dir():
+        raise ValueError(f"LoRA {location} is neither a directory nor a file.")
+    files = sorted(path for path in location.glob("*.safetensors") if path.is_file())
+    files = [path for path in files if path.name in _FILE_NAMES] or files
+    if len(files) != 1:
+        found = shorten_list(path.name for path in files) if files else "no .safetensors file"
+        raise ValueError(f"LoRA {location} has {found}: name the file to check.")
+    return files[0]
+
+
+def _read_lora(path: Path, part: Component) -> tuple[dict[str, list[int]], tuple[str, ...]]:
+    """Shapes of the weights for a model by peft's names, and names of weights for other models of a pipeline."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"LoRA {path} cannot be read as safetensors: {shorten_text(str(error), 200)}") from error
+    if not any("lora" in name for name in shapes):
+        raise ValueError(f"LoRA {path} holds no LoRA weights, but {shorten_list(shapes)}.")
+    if part.is_transformers or any(name.startswith(_PEFT_PREFIX) for name in shapes):
+        return {name.removeprefix(_PEFT_PREFIX): shape for name, shape in shapes.items()}, ()
+    weights = _converted_by_diffusers(path, family_for(part.class_name).name)
+    parts = {name.partition(".")[0] for name in weights}
+    parts = {name for name in parts if re.fullmatch(r"(transformer|text_encoder|unet)(_\d+)?", name)}
+    # Each transformer of Wan 2.2 may have a file for itself, whose names are those of the first.
+    prefix = "transformer." if part.name not in parts and parts == {"transformer"} else f"{part.name}."
+    others = tuple(sorted(name for name in weights if parts and not name.startswith(prefix)))
+    if len(others) == len(weights):
+        raise ValueError(f"LoRA {path} has nothing for {part.name}, only weights of {shorten_list(parts)}.")
+    found = {name.removeprefix(prefix): list(weights[name].shape) for name in weights if name not in others}
+    return found, others
+
+
+def _converted_by_diffusers(path: Path, family: str) -> Mapping[str, torch.Tensor]:
+    from diffusers.loaders.lora_pipeline import SanaLoraLoaderMixin, WanLoraLoaderMixin
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    loader = WanLoraLoaderMixin if family == "wan" else SanaLoraLoaderMixin
+    try:
+        weights = loader.lora_state_dict(str(path), use_safetensors=True)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        reason = shorten_text(f"{type(error).__name__}: {error}", 200)
+        raise ValueError(f"LoRA {path} has names that diffusers cannot convert ({reason}).") from error
+    return weights if any(".lora_A." in name for name in weights) else convert_unet_state_dict_to_peft(weights)
+
+
+def _find_targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str, Target]:
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    attentions = {layer.name for layer in mhla_layers(model)}
+    patterns = {_numberless(name) for name in attentions}
+    pairs: dict[str, dict[str, list[int]]] = {}
+    for name, shape in shapes.items():
+        if ".lora_" in name:
+            module, _, rest = name.partition(".lora_")
+            pairs.setdefault(module, {})[f"lora_{rest}"] = shape
+    # Half of a pair changes nothing.
+    reasons = {module: _obstacle(modules.get(module), parts) for module, parts in pairs.items()}
+    found = {}
+    for name, shape in shapes.items():
+        module = name.partition(".lora_")[0] if ".lora_" in name else name.removesuffix(".alpha")
+        reason = reasons.get(module)
+        if reason is None:
+            # A parameter that an adapter saves in full (`modules_to_save`).
+            there = parameters.get(name)
+            reason = "no such parameter" if there is None else ""
+            if there is not None and list(there.shape) != shape:
+                reason = f"the parameter is {_sizes(there.shape)}"
+        parents = {module[: match.start()] for match in re.finditer(r"\.|$", module)}
+        kind = "other module"
+        if reason:
+            kind = "nothing"
+        elif ".mhla." in module:
+            kind = "MHLA parameter"
+        elif parents & attentions:
+            kind = "MHLA layer"
+        elif {_numberless(parent) for parent in parents & modules.keys()} & patterns:
+            kind = "softmax layer"
+        layer = re.search(r"\.(\d+)\.", name)
+        found[name] = Target(kind, int(layer[1]) if layer else None, reason)
+    return found
+
+
+def _obstacle(module: nn.Module | None, parts: Mapping[str, list[int]]) -> str:
+    """Why the two matrices of a LoRA do not fit a module, or an empty string."""
+    if module is None:
+        return "no such module"
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
+        return f"a {type(module).__name__} has no matrix to add to"
+    if not {"lora_A.weight", "lora_B.weight"} <= parts.keys():
+        return f"only {', '.join(sorted(parts))} of the pair lora_A.weight and lora_B.weight"
+    down, up = parts["lora_A.weight"], parts["lora_B.weight"]
+    # The Conv1D of GPT-2 stores [in, out].
+    outputs, *inputs = reversed(weight.shape) if type(module).__name__ == "Conv1D" else weight.shape
+    if down[1:] == inputs and up[:2] == [outputs, down[0]] and down[0] > 0:
+        return ""
+    return f"matrices {_sizes(up)} and {_sizes(down)} for a weight {_sizes(weight.shape)}"
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name)
+
+
+def _sizes(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape))
