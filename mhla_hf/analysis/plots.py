@@ -143,7 +143,7 @@ def layout_figure(layout: BlockLayout, block: int) -> Any:
     on_tokens = weights_on_grid(shade, layout)
     for axis, frame in zip(grid[0], frames):
         aspect = "equal" if len(layout.grid) > 1 else "auto"
-        axis.imshow(on_tokens[frame], cmap=colors, vmin=0, vmax=4, interpolation="none", aspect=aspect)
+        axis.imshow(on_tokens[frame].numpy(), cmap=colors, vmin=0, vmax=4, interpolation="none", aspect=aspect)
     return figure
 
 
@@ -223,7 +223,8 @@ def plot_history(history: Sequence[Mapping[str, Any]], path: str | Path) -> None
             rows = [(row["step"], row["layers"][name]) for row in history if name in row["layers"]]
             points = [(step, layer[statistic]) for step, layer in rows if layer[statistic] is not None]
             marker = "o" if len(points) == 1 else None
-            axes.plot(*zip(*points), styles[rows[0][1]["kind"]], color=color, marker=marker, label=name)
+            xs, ys = [step for step, _ in points], [value for _, value in points]
+            axes.plot(xs, ys, styles[rows[0][1]["kind"]], color=color, marker=marker, label=name)
         for (_, name), row in reported.items() if statistic == "rank" else ():
             axes.plot(row["step"], row["layers"][name]["rank"] or 0, "x", color="#d62728", markersize=8)
         _plain_axes(axes).set(title=title, xlabel="step", ylim=(0, None))

@@ -381,7 +381,7 @@ class _LayerRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a layer's entry in the history."""
-        means = {name: sum(values) / len(values) for name, values in self.values.items()}
+        means = {name: torch.tensor(values, dtype=torch.double).mean().item() for name, values in self.values.items()}
         found = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
         if not self.is_finite:
             found.update(dict.fromkeys(STATISTICS))

@@ -54,6 +54,6 @@ def _show(report: "LoraReport") -> None:
     if report.others:
         table.add_row("other models of the pipeline", str(len(report.others)), "")
     console.print(table)
-    reasons = {name: target.reason for name, target in report.weights.items() if target.reason}
-    for name, reason in list(reasons.items())[:3]:
+    examples = {target.reason: name for name, target in report.weights.items() if target.reason}
+    for reason, name in list(examples.items())[:3]:
         console.print(f"  {escape(shorten_text(name))}: {escape(reason)}", highlight=False)

@@ -50,7 +50,7 @@ def test_hybrid_layers_are_listed():
 
 def test_softmax_windows_of_others_are_layers_too():
     _, model, _ = language_model("gemma3")
-    kinds = ["mhla" if hasattr(module, "mhla") else "softmax" for _, module in attention_modules(model)]
+    kinds = ["mhla" if hasattr(module, "mhla") else "softmax" for module in attention_modules(model).values()]
     assert kinds == ["softmax", "mhla", "mhla"]
     assert [layer.kind for layer in inspect_model(model).layers] == kinds
 
@@ -193,7 +193,7 @@ def test_mistakes(monkeypatch):
     with pytest.raises(ValueError, match="base: teacher has MHLA layers"):
         inspect_model(model, batches, base=copy.deepcopy(model))
     monkeypatch.setattr("mhla_hf.analysis.recording.MAX_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"GiB for the attention matrix of a head.*\(--tokens\)"):
+    with pytest.raises(ValueError, match="tokens=512 of 24 tokens need 0.0 GiB"):
         inspect_model(model, batches)
     with torch.no_grad():
         model.blocks[1].attn1.to_q.weight.fill_(float("nan"))
@@ -202,5 +202,5 @@ def test_mistakes(monkeypatch):
         inspect_model(model, batches)
     with torch.no_grad():
         model.blocks[0].attn1.mhla.mixing.fill_(float("inf"))
-    with pytest.raises(ValueError, match="layer blocks.0.attn1: the mixing weights hold numbers that are not finite"):
+    with pytest.raises(ValueError, match="layer blocks.0.attn1: the mixing weights are not finite"):
         inspect_model(model)

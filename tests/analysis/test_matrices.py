@@ -10,7 +10,7 @@ import torch
 
 import mhla_hf
 from mhla_hf import MHLA, BlockLayout, MHLAConfig
-from mhla_hf.analysis import layer_tokens, linear_matrix, mhla_matrix, softmax_matrix, window_mask
+from mhla_hf.analysis import layer_tokens, linear_matrix, mhla_matrix, softmax_matrix
 from mhla_hf.layers.fused import PairwiseRotary
 from mhla_hf.layers.original import original_attention
 from mhla_hf.layers.sequence import TokenSequence
@@ -19,7 +19,6 @@ from mhla_hf.training.matching.layers import mhla_layers, run
 from tests.integrations.transformers.mhla_models import default_options, served_names
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 from tests.layers.test_original import DIFFUSERS
-from tests.layers.test_window import dense_mask
 
 
 WITHOUT_CHANNELS = {"output_gate": False, "lepe_kernel": None}
@@ -187,14 +186,6 @@ def test_linear_is_one_block_and_softmax_is_softmax(length):
     torch.testing.assert_close(softmax_matrix(query, key, causal=True), expected)
 
 
-@pytest.mark.parametrize("window", ("block", "adjacent", "cross"))
-def test_window_mask(window):
-    grid, size = (3, 4, 5), (1, 2, 2)
-    layout = BlockLayout(grid=grid, block_size=size, num_prefix_tokens=1)
-    rows = torch.arange(layout.num_tokens)
-    assert torch.equal(window_mask(window, layout, rows=rows), dense_mask(grid, window, size, prefix=1))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,10 +200,8 @@ def test_calls_without_one_matrix_are_refused(options, message):
         layer_tokens(layer, *[torch.ones(1, 8, 1, 4)] * 3, **options)
 
 
-@pytest.mark.parametrize("rows", ([0, 1], torch.tensor([0.5]), torch.tensor([], dtype=torch.long), torch.tensor([8])))
-def test_wrong_rows_are_named(rows):
-    with pytest.raises(ValueError, match="rows must be"):
-        softmax_matrix(torch.ones(1, 8, 1, 4), torch.ones(1, 8, 1, 4), rows=rows)
+def test_unknown_kinds_are_named():
+    layer, grid = layer_for("image")
+    (sample,) = layer_tokens(layer, *[torch.ones(1, 42, n, 6) for n in (4, 2, 2)], grid=grid)
     with pytest.raises(ValueError, match="kind='sparse' is not one of"):
-        layer, grid = layer_for("image")
-        layer_tokens(layer, *[torch.ones(1, 42, n, 6) for n in (4, 2, 2)], grid=grid)[0].matrix("sparse")
+        sample.matrix("sparse")

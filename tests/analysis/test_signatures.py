@@ -13,15 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import mhla_hf
 from mhla_hf import MHLA, MHLAConfig
-from mhla_hf.analysis import AttentionTracker, FailureSignature, failure_signatures
-from mhla_hf.analysis.diagnosis import directory_signatures
-from mhla_hf.analysis.signatures import SIGNATURES, probe_signatures, weight_signatures
-from tests.integrations.transformers.mhla_models import default_options, served_names
+from mhla_hf.analysis import AttentionTracker, failure_signatures
+from mhla_hf.analysis.signatures import SIGNATURES, directory_signatures, probe_signatures, weight_signatures
+from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
-from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaSprintCase, SanaVideoCase, WanCase
-
-
-CASES = (WanCase, DiTCase, PixArtCase, SanaCase, SanaSprintCase, SanaVideoCase)
+from tests.models.cases import DiTCase, SanaCase, WanCase
 
 
 def layer(prefix: int = 0, width: int = 8, **options: object) -> MHLA:
@@ -53,13 +49,13 @@ INITIAL = (
 
 
 @pytest.mark.parametrize("options", INITIAL, ids=str)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_fresh_layers_show_none(options, dtype):
-    assert names(layer(**options).to(dtype)) == []
+def test_fresh_layers_show_none(options):
+    assert names(layer(**options)) == names(layer(**options).to(torch.bfloat16)) == []
 
 
-@pytest.mark.parametrize("prefix", (0, 2))
-@pytest.mark.parametrize("options", ({}, {"mixing_heads": "per_head"}, {"mixing_constraint": "nonnegative"}), ids=str)
+@pytest.mark.parametrize(
+    ("options", "prefix"), [({}, 2), ({"mixing_heads": "per_head"}, 0), ({"mixing_constraint": "nonnegative"}, 0)]
+)
 def test_mixing_that_collapsed(options, prefix):
     mhla = fill(layer(prefix, **options), 0.03)
     (found,) = weight_signatures(mhla, "blocks.1.attn1")
@@ -161,13 +157,13 @@ def test_sequences_that_nothing_divides():
     assert names(layer(**{**options, "normalizer": "query"}, mixing_init="uniform")) == []
 
 
-@pytest.mark.parametrize("name", served_names())
+@pytest.mark.parametrize("name", ("llama", "bert", "vit", "gemma3"))
 def test_fresh_models_of_transformers_show_none(name):
     model = mhla_hf.convert(softmax_model(name), default_options(name)).eval()
     assert failure_signatures(model, inputs(name)) == []
 
 
-@pytest.mark.parametrize("case", [case() for case in CASES], ids=lambda case: type(case).__name__)
+@pytest.mark.parametrize("case", [WanCase(), DiTCase(), SanaCase()], ids=lambda case: type(case).__name__)
 def test_fresh_models_of_diffusers_show_none(case):
     model = mhla_hf.convert(case.make(case.upstream), case.options).eval()
     assert failure_signatures(model, case.inputs(case.upstream_size)) == []
@@ -240,15 +236,6 @@ def test_rank_at_a_low_bound():
     ] * 3
 
 
-def test_too_few_blocks_where_some_rows_are_computed():
-    """Tokens count, not the rows."""
-    layers, signatures = AttentionTracker(TEXT, rows=20).probe(bert(block_size=48, grid=[48], feature_map="relu"))
-    assert all((each["rank_bound"], each["rows"], each["tokens"]) == (16, 20, 96) for each in layers.values())
-    assert all("at most 16 for 96 tokens in 2 blocks" in each.message for each in signatures) and len(signatures) == 3
-    layers, signatures = AttentionTracker(TEXT, rows=20).probe(bert(block_size=16, grid=[96], feature_map="relu"))
-    assert all(each["rank_bound"] == 20 for each in layers.values()) and signatures == []
-
-
 @pytest.mark.parametrize(
     ("facts", "bound", "wanted"),
     [
@@ -264,16 +251,16 @@ def test_more_blocks_than_there_are_help(facts, bound, wanted):
     assert found.name == "too-few-blocks" and found.message.endswith(f"take more blocks, about {wanted}")
 
 
-@pytest.mark.parametrize("wrap", (torch.nn.DataParallel, lambda model: torch.compile(model, backend="eager")))
-def test_wrapped_models(wrap):
+def test_wrapped_models():
     case = SanaCase()
     model = mhla_hf.convert(case.make(case.upstream), case.options).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("mhla.mixing"):
                 parameter.fill_(0.3)
-    assert AttentionTracker(case.inputs(case.upstream_size), settle=0).probe(wrap(model))[1] == []
-    assert failure_signatures(wrap(model), case.inputs(case.upstream_size)) == []
+    wrapped = torch.nn.DataParallel(model)
+    assert AttentionTracker(case.inputs(case.upstream_size), settle=0).probe(wrapped)[1] == []
+    assert failure_signatures(wrapped, case.inputs(case.upstream_size)) == []
 
 
 def test_attention_that_is_not_finite():
@@ -331,12 +318,6 @@ def test_tracker_warns_once_for_each_signature_and_layer(caplog):
 def test_models_without_mhla_are_refused():
     with pytest.raises(ValueError, match="has no MHLA layers: convert it first"):
         failure_signatures(softmax_model("bert"))
-
-
-def test_signatures_are_plain():
-    signature = FailureSignature("dead-mixing", "layer", None, "text")
-    assert str(signature) == "layer: dead-mixing: text"
-    assert signature.to_dict() == {"name": "dead-mixing", "layer": "layer", "figure": None, "message": "text"}
 
 
 def saved(folder, kind: str):

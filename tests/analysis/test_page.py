@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures and the HTML page of an inspection: what they show, hostile names, size, and the look on a phone."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+
+from mhla_hf import BlockLayout
+from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure, plot_history, write_html
+from mhla_hf.analysis.page import render_html
+from mhla_hf.analysis.plots import bars_figure, frames_shown, layout_figure, middle_block, weights_on_grid
+from mhla_hf.utils.machine import machine_facts
+from tests.analysis.test_inspection import language_model, wan
+
+
+LAYOUTS = {
+    "sequence": BlockLayout(grid=(50,), block_size=(16,)),
+    "image-with-class-token": BlockLayout(grid=(6, 9), blocks=(2, 3), num_prefix_tokens=1),
+    "video": BlockLayout(grid=(3, 4, 6), blocks=(3, 2, 2)),
+    "long-video": BlockLayout(grid=(21, 4, 4), blocks=(21, 2, 2)),
+}
+HOSTILE = "<script>alert(1)</script><img src=http://example.com/x.png>\"'{{ 7 * 7 }}$x^$"
+MODELS = {
+    "wan": lambda: wan(mixing_heads="per_head", window="block"),
+    "llama": language_model,
+    "vit": lambda: language_model("vit"),
+}
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return {name: report_of(make) for name, make in MODELS.items()}
+
+
+def report_of(make, moved: bool = True, **facts: object) -> InspectionReport:
+    softmax, model, batches = make()
+    for module in model.modules():
+        if moved and hasattr(module, "mixing"):
+            with torch.no_grad():
+                module.mixing += 0.2 * torch.randn(module.mixing.shape, generator=torch.Generator().manual_seed(0))
+    inspected = inspect_model(model, batches, base=softmax, component="transformer")
+    values = {"location": "model", "origin": {"location": "model"}, "probe": "random inputs", "base": "base"}
+    return InspectionReport(models=[inspected], machine=machine_facts(torch.device("cpu")), **{**values, **facts})
+
+
+class Elements(HTMLParser):
+    """Tags with their attributes, and the text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_page_is_self_contained(name, reports):
+    page = render_html(reports[name])
+    elements = Elements(page)
+    assert not {tag for tag, _ in elements.tags} & {"script", "link", "iframe", "object", "embed", "video", "base"}
+    for _, attributes in elements.tags:
+        for attribute, value in attributes.items():
+            assert not attribute.startswith("on")
+            if attribute in ("src", "href", "xlink:href", "srcset", "data", "action"):
+                assert value.startswith(("data:image/png;base64,", "#"))
+    assert "@import" not in page
+    model = reports[name].models[0]
+    # The layout, mixing weights, decay, movement, four statistics and errors.
+    drawn = sum(tag == "svg" for tag, _ in elements.tags)
+    assert drawn == 9 + any(layer.mixing.matrix.dim() == 3 for layer in model.mhla_layers)
+    for layer in model.mhla_layers:
+        mean = layer.attention.statistics["mhla"]["effective_rank"]["mean"]
+        assert f"{mean:.1f} ±" in page and f"{layer.output_error['mean']:.3f}" in page
+        assert f">layer {layer.index}</text>" in page
+    assert len(page) < 500_000
+
+
+def test_names_and_prompts_of_others_are_text():
+    facts = {"location": HOSTILE, "origin": {"location": HOSTILE}, "prompts": [HOSTILE], "probe": HOSTILE}
+    report = report_of(MODELS["wan"], **facts, base=HOSTILE)
+    report.models[0].component = report.models[0].notes = [HOSTILE]
+    report.models[0].class_name = report.models[0].layers[0].name = HOSTILE
+    elements = Elements(render_html(report))
+    assert not {tag for tag, _ in elements.tags} & {"script", "img"}
+    assert elements.text.count("<script>alert(1)</script>") >= 5 and "{{ 7 * 7 }}" in elements.text
+
+
+def test_untrained_models_and_pages_without_a_probe_say_so(reports):
+    _, model, _ = wan()
+    machine = machine_facts(torch.device("cpu"))
+    text = Elements(
+        render_html(InspectionReport("m", {"location": "m"}, [inspect_model(model)], machine=machine))
+    ).text
+    assert "Only the weights" in text and "Effective rank" not in text and "Error of each layer" not in text
+    assert "Untrained since its conversion" in text and "Change of the mixing weights" not in text
+    assert "Untrained" not in Elements(render_html(reports["wan"])).text
+
+
+def test_chosen_block_and_several_models(reports, tmp_path):
+    report = InspectionReport(**{**vars(reports["wan"]), "models": reports["wan"].models + reports["vit"].models})
+    write_html(report, tmp_path / "page.html", block=1)
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.count("block 1 is red") == text.count("Blocks on the token grid") == 2
+    with pytest.raises(ValueError, match="block=99 must be a block on the token grid"):
+        write_html(report, tmp_path / "other.html", block=99)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("block", (None, 2))
+def test_figures_show_matrix_row_and_block(layout, block):
+    mixing = torch.randn(2, layout.num_blocks, layout.num_blocks)
+    figure = mixing_figure({3: mixing}, layout, block=block)
+    block = middle_block(layout) if block is None else block
+    matrix, *frames, _ = figure.axes
+    np.testing.assert_allclose(matrix.images[0].get_array(), mixing.mean(0))
+    assert matrix.get_ylabel() == "layer 3"
+    shown = frames_shown(layout, block)
+    assert len(frames) == len(shown) <= 6
+    expected = mixing.mean(0)[block][layout.block_of_token][layout.num_prefix_tokens :]
+    on_grid = expected.reshape((1,) * (3 - len(layout.grid)) + layout.grid)
+    for axis, frame in zip(frames, shown):
+        np.testing.assert_allclose(axis.images[0].get_array(), on_grid[frame])
+    # The outline covers the tokens of the block in the frames shown.
+    of_block = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)[shown]
+    areas = [patch.get_width() * patch.get_height() for axis in frames for patch in axis.patches]
+    assert sum(areas) == of_block.sum() > 0
+    red = sum((axis.images[0].get_array() == 4).sum() for axis in layout_figure(layout, block).axes)
+    assert red == of_block.sum()
+
+
+def test_neighbouring_blocks_have_other_shades():
+    layout = BlockLayout(grid=(3, 3, 3), blocks=(3, 3, 3))
+    shades = np.stack([axis.images[0].get_array() for axis in layout_figure(layout, 26).axes])
+    for axis in range(3):
+        assert (np.diff(shades, axis=axis) != 0).all()
+
+
+def test_wrong_matrices_and_blocks_are_named():
+    layout = LAYOUTS["image-with-class-token"]
+    with pytest.raises(ValueError, match="matrices has 5 blocks, but the layout has 7"):
+        mixing_figure({0: torch.eye(5)}, layout)
+    with pytest.raises(ValueError, match="block=0 must be a block on the token grid: 1 to 6"):
+        mixing_figure({0: torch.eye(7)}, layout, block=0)
+
+
+def test_bars_are_as_long_as_their_labels_say():
+    figure = bars_figure({0: {"mhla": 4.0, "pattern": 1.0}, 3: {"mhla": float("inf"), "pattern": 2.0}}, KINDS)
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [4.0, 0.0, 1.0, 2.0]
+    assert [text.get_text() for text in axes.texts] == ["4.00", "inf", "1.00", "2.00"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 3"]
+
+
+KINDS = {"mhla": "weights", "pattern": "pattern"}
+
+
+def test_history_of_a_training(tmp_path):
+    row = {"rank": 12.0, "effective_rank": 5.0, "relative_entropy": 0.7}
+    history = [
+        {
+            "step": step,
+            "layers": {
+                "blocks.0": {**row, "kind": "softmax"},
+                "blocks.1": {**row, "kind": "mhla", "rank": None if step == 20 else 10.0},
+                "blocks.2": {**dict.fromkeys(row), "kind": "mhla"},
+            },
+            "signatures": [{"name": "uniform-mixing", "layer": "blocks.1"}] if step else [],
+        }
+        for step in (0, 10, 20)
+    ]
+    plot_history(history, tmp_path / "history.png")
+    assert (tmp_path / "history.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="history has no rows"):
+        plot_history([], tmp_path / "none.png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("wan", "llama"))
+def test_page_fits_a_phone(name, reports, page, tmp_path):
+    path = tmp_path / "page.html"
+    write_html(reports[name], path)
+    for width in (390, 320, 1200):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.querySelector('.figure svg').getBoundingClientRect().width") > 200

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf check-lora`: where the weights of real LoRA files go."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import peft
+import pytest
+import torch
+from diffusers import WanPipeline
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from mhla_hf.cli.main import app
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.lora_check import check_lora
+from mhla_hf.models.wan import MHLAWanTransformer3DModel
+from tests.integrations.transformers.tiny_models import softmax_model
+from tests.models.adapter_checks import TARGETS
+from tests.tiny import wan_transformer
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory):
+    """A Wan with one MHLA layer of two, and LoRAs of its softmax original."""
+    path = tmp_path_factory.mktemp("wan")
+    softmax = wan_transformer()
+    softmax.save_pretrained(path / "original")
+    convert_pretrained(path / "original", path / "converted", {"blocks": [2, 2, 2], "layers": [1]}, progress=False)
+    softmax.add_adapter(LoraConfig(r=4, target_modules=[*TARGETS, "ffn.net.2"]))
+    softmax.save_lora_adapter(path / "model-lora")
+    layers = peft.get_peft_model_state_dict(softmax)
+    WanPipeline.save_lora_weights(path / "pipeline-lora", transformer_lora_layers=layers)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    softmax = softmax_model("llama")
+    softmax.save_pretrained(path / "original")
+    convert_pretrained(path / "original", path / "converted", {"block_size": [4], "layers": [0, 2]}, progress=False)
+    adapted = peft.get_peft_model(softmax, LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"]))
+    adapted.save_pretrained(path / "lora")
+    return path
+
+
+def test_all_weights_of_a_wan_lora_apply(wan):
+    for lora in ("model-lora", "pipeline-lora"):
+        report = check_lora(wan / "converted", wan / lora)
+        # Two matrices for each of four projections of two attentions, and for one of the feed-forward, in two layers.
+        assert report.counts == {
+            "MHLA layer": 8, "softmax layer": 8, "other module": 20, "MHLA parameter": 0, "nothing": 0,
+        }  # fmt: skip
+        assert report.weights["blocks.1.attn1.to_q.lora_A.weight"].kind == "MHLA layer"
+        assert report.weights["blocks.0.attn1.to_q.lora_A.weight"].kind == "softmax layer"
+        assert report.weights["blocks.1.attn2.to_q.lora_A.weight"].kind == "other module"
+
+
+def test_files_for_two_transformers_and_kohya_names(wan, tmp_path):
+    weights = load_file(wan / "pipeline-lora" / "pytorch_lora_weights.safetensors")
+    both = {**weights, **{name.replace("transformer", "transformer_2", 1): value for name, value in weights.items()}}
+    save_file({name: value.clone() for name, value in both.items()}, tmp_path / "both.safetensors")
+    report = check_lora(wan / "converted", tmp_path / "both.safetensors")
+    assert len(report.weights) == 36 and len(report.others) == 36 and report.others[0].startswith("transformer_2.")
+    kohya = {}
+    for layer in range(2):
+        for part, (outputs, inputs) in {"ffn_0": (32, 24), "ffn_2": (24, 32)}.items():
+            stem = f"lora_unet_blocks_{layer}_{part}"
+            kohya[f"{stem}.lora_down.weight"] = torch.zeros(4, inputs)
+            kohya[f"{stem}.lora_up.weight"] = torch.zeros(outputs, 4)
+            kohya[f"{stem}.alpha"] = torch.tensor(2.0)
+        for attention in ("self_attn", "cross_attn"):
+            for projection in "qkvo":
+                stem = f"lora_unet_blocks_{layer}_{attention}_{projection}"
+                kohya[f"{stem}.lora_down.weight"] = torch.zeros(4, 24)
+                kohya[f"{stem}.lora_up.weight"] = torch.zeros(24, 4)
+                kohya[f"{stem}.alpha"] = torch.tensor(2.0)
+    save_file(kohya, tmp_path / "kohya.safetensors")
+    counts = check_lora(wan / "converted", tmp_path / "kohya.safetensors").counts
+    assert counts["nothing"] == 0 and counts["MHLA layer"] >= 8
+
+
+def test_llama(llama):
+    report = check_lora(llama / "converted", llama / "lora")
+    assert report.counts == {
+        "MHLA layer": 8, "softmax layer": 4, "other module": 6, "MHLA parameter": 0, "nothing": 0,
+    }  # fmt: skip
+
+
+def test_mhla_parameters_of_an_adapter_apply(wan, tmp_path):
+    model = MHLAWanTransformer3DModel.from_pretrained(wan / "converted")
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["mhla"]))
+    model.save_lora_adapter(tmp_path / "lora")
+    report = check_lora(wan / "converted", tmp_path / "lora")
+    assert report.counts["MHLA parameter"] > 0 == report.counts["nothing"]
+
+
+def test_command_names_weights_that_do_not_apply(wan, tmp_path):
+    weights = load_file(wan / "model-lora" / "pytorch_lora_weights.safetensors")
+    changed = {name.replace("blocks.0.attn1", "blocks.7.attn1"): value for name, value in weights.items()}
+    changed["blocks.1.attn1.to_v.lora_A.weight"] = torch.zeros(4, 20)
+    del changed["blocks.1.attn1.to_k.lora_B.weight"]
+    save_file(changed, tmp_path / "lora.safetensors")
+    arguments = ["check-lora", str(wan / "converted"), str(tmp_path / "lora.safetensors")]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "report.json")])
+    assert result.exit_code == 0, result.output
+    for words in ("24 of 35 weights apply to transformer", "MHLA layers", "no such module"):
+        assert words in result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    reasons = {name: target["reason"] for name, target in report["weights"].items() if target["reason"]}
+    assert report["counts"]["nothing"] == len(reasons) == 8 + 2 + 1
+    assert reasons["blocks.7.attn1.to_q.lora_A.weight"] == "no such module"
+    assert reasons["blocks.1.attn1.to_v.lora_B.weight"] == "matrices 24×4 and 4×20 for a weight 24×24"
+    assert reasons["blocks.1.attn1.to_k.lora_A.weight"].startswith("only lora_A.weight of the pair")
+
+
+PAIR = {
+    "transformer.blocks.0.attn1.to_q.lora_A.weight": torch.zeros(2, 24),
+    "transformer.blocks.0.attn1.to_q.lora_B.weight": torch.zeros(24, 2),
+}
+FILES: dict[str, tuple[Any, str]] = {
+    "missing": (None, "is neither a directory nor a file"),
+    "lora.bin": ("no weights", "is not a .safetensors file"),
+    "lora.safetensors": ("no weights", "cannot be read as safetensors"),
+    "model": ({"proj_out.weight": torch.zeros(2, 2)}, "holds no LoRA weights, but proj_out.weight"),
+    "other": ({"transformer_2.proj_out.lora_A.weight": torch.zeros(2, 24)}, "has nothing for transformer"),
+    "unknown": ({"a.lora_A.weight": torch.zeros(2, 24), "a.lora_B.weight": torch.zeros(24, 2)}, "None of the 2"),
+    "names": ({"lora_unet_blocks_0_self_attn_q.lora_down.weight": torch.zeros(2, 24)}, "diffusers cannot convert"),
+    "one axis": ({name: value.flatten() for name, value in PAIR.items()}, "matrices 48 and 48"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_wrong_files_give_one_line(wan, tmp_path, name):
+    content, message = FILES[name]
+    path = tmp_path / name
+    if isinstance(content, dict):
+        path.mkdir()
+        save_file(content, path / "adapter_model.safetensors")
+    elif content is not None:
+        path.write_text(content)
+    result = CliRunner().invoke(app, ["check-lora", str(wan / "converted"), str(path)])
+    assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
+    assert len(result.stderr.strip().splitlines()) <= 1 or "[transformers]" in result.stderr, result.stderr
+
+
+def test_softmax_models_are_refused(wan):
+    with pytest.raises(ValueError, match="has no MHLA model .*convert it first"):
+        check_lora(wan / "original", wan / "model-lora")
