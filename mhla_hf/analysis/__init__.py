@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .page import write_html as write_html
     from .plots import mixing_figure as mixing_figure
     from .plots import plot_history as plot_history
-    from .plots import plot_mixing as plot_mixing
     from .signatures import FailureSignature as FailureSignature
     from .statistics import MixingSummary as MixingSummary
     from .statistics import attention_statistics as attention_statistics

@@ -79,13 +79,6 @@ def frames_shown(layout: BlockLayout, block: int) -> list[int]:
     return sorted(chosen)
 
 
-def plot_mixing(
-    path: Path, matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, block: int | None = None
-) -> None:
-    """Write [`mixing_figure`][mhla_hf.analysis.mixing_figure] as a PNG file, atomically."""
-    save_figure(mixing_figure(matrices, layout, block=block), path)
-
-
 def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, block: int | None = None) -> Any:
     """Draw each layer's mixing matrix, and one of its rows laid out on the token grid.
 
