@@ -71,7 +71,7 @@ class BatchSource:
         return len(self.indices)
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """The batch of a step, on the CPU; a pure function of the seed and the arguments.
+        """Return the batch of a step, on the CPU; a pure function of the seed and the arguments.
 
         Args:
             stage: Name of the stage; the order depends on it.
@@ -84,15 +84,15 @@ class BatchSource:
         return self._make([self.indices[order.dataset_index(number)] for number in order.sample_numbers(step)])
 
     def held_out(self, batch_size: int) -> list[Batch]:
-        """All samples that no `batch` has, in batches that are always the same."""
+        """Return all held-out samples, always in the same batches."""
         return [self._make(part) for part in _parts(self.held_out_indices, batch_size)]
 
     def describe(self) -> dict[str, Any]:
-        """Description of the data as plain JSON values."""
+        """Describe the data as plain JSON values."""
         return {"kind": self.kind, "samples": len(self), "held_out": len(self.held_out_indices)}
 
     def batches(self, stage: str, count: int, batch_size: int) -> list[Batch]:
-        """The first batches of a stage."""
+        """Return the first batches of a stage."""
         return [self.batch(stage, step, batch_size) for step in range(count)]
 
     def _make(self, indices: Sequence[int]) -> Batch:
@@ -170,7 +170,7 @@ class Passages(BatchSource):
         return {**super().describe(), "length": max(self.lengths), "left_out": self.table.skipped}
 
     def _make_together(self, stage: str, group: int, batch_size: int) -> list[Sequence[int]]:
-        """The batches of all processes for some successive steps."""
+        """Return the batches of all processes for a group of successive steps."""
         order = self._order(stage, batch_size, 0, 1)
         steps = range(group * _BATCHES_TOGETHER, (group + 1) * _BATCHES_TOGETHER)
         numbers = [number for step in steps for number in order.sample_numbers(step)]
@@ -263,7 +263,7 @@ class Latents(BatchSource):
         return self.inputs(self.latent_batch(stage, step, batch_size, rank, world_size))
 
     def latent_batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> LatentBatch:
-        """The batch of a step before noise is added, as the training loop takes it; arguments as in `batch`."""
+        """Return the batch of a step before noise is added, as the training loop takes it; arguments as in `batch`."""
         order = self._order(stage, batch_size, rank, world_size)
         return make_batch(self.samples, order, step, 0, self.objective, self.condition_dropout, self.null_condition)
 
@@ -281,7 +281,7 @@ class Latents(BatchSource):
         return evaluation_batches(self.held_out_samples, self.objective, batch_size=batch_size, draws_per_sample=draws)
 
     def inputs(self, batch: LatentBatch) -> Batch:
-        """The arguments of the model's `forward` for a batch."""
+        """Return the arguments of the model's `forward` for a batch."""
         return self.objective.inputs_of(self.model, batch, cast(Any, self.model).dtype)
 
     def describe(self) -> dict[str, Any]:

@@ -7,9 +7,9 @@ resumed run sees what an uninterrupted one would have, and two models trained wi
 running number does not depend on how samples are shared out, so neither do the draws: two processes with batch 2 see
 what one process with batch 4 sees.
 
-Without buckets an epoch is one permutation of the data set. With them every bucket has permutations of its own, read
-one after another, and batches of all processes together take from one bucket: the turns of the buckets are drawn so
-that each has its share of every epoch, as exactly as whole batches allow, and nothing is left out at its end.
+Without buckets an epoch is one permutation of the data set. With them each bucket has its own permutations,
+read one after another, and the batches of all processes of a step come from one bucket. The order of the buckets is
+drawn so that each gets its share of every epoch up to a batch, and no sample is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DataOrder:
         dataset_size: Number of samples.
         batch_size: Samples per process and micro-step.
         seed: Seed of the run.
-        stage: Name of the stage; each has an order of its own.
+        stage: Name of the stage; each has its own order.
         accumulation_steps: Micro-steps per step.
         world_size: Number of processes.
         rank: Number of this one.
@@ -70,7 +70,7 @@ class DataOrder:
 
     @cached_property
     def _members(self) -> list[list[int]]:
-        """The samples of each bucket; of one bucket, it does not matter which."""
+        """The samples of each bucket."""
         if self.buckets is None:
             return []
         members: dict[int, list[int]] = {}
@@ -98,7 +98,7 @@ class DataOrder:
     def _turn(self, turn: int) -> tuple[int, int]:
         """The bucket whose turn it is, and how many batches it has had before."""
         bucket_count = len(self._members)
-        # After as many epochs each bucket has had all the whole batches that its samples make.
+        # After this number of epochs each bucket has had all full batches that its samples fill.
         last = (turn + bucket_count + 1) * self.global_batch_size // self.dataset_size + 1
         epoch = bisect.bisect_right(range(last + 1), turn, key=lambda epoch: sum(self._batches(epoch))) - 1
         if epoch not in self._remembered:
@@ -111,12 +111,12 @@ class DataOrder:
         return self._remembered[epoch][turn - sum(self._batches(epoch))]
 
     def _batches(self, epochs: int) -> list[int]:
-        """Number of whole batches that each bucket makes in so many epochs."""
+        """Number of full batches of each bucket in a number of epochs."""
         return [epochs * len(members) // self.global_batch_size for members in self._members]
 
 
 def first_of_buckets(dataset: Any) -> list[int]:
-    """The first sample of every bucket of a data set; of one without buckets its first."""
+    """Return the first sample of every bucket of a data set, or its first where it has no buckets."""
     buckets = getattr(dataset, "buckets", None)
     if buckets is None:
         return [0]
@@ -149,7 +149,7 @@ class LatentSamples(Protocol):
     `prompt_attention_mask` `[L]`, 1 where there is text; for DiT `class_label` `[]`, int64.
 
     A data set may also have an attribute `null_condition`: the same tensors of a sample without caption or class,
-    which some samples are given instead of their own, for guidance. And one where samples differ in size, `buckets`:
+    which replace those of some samples, for guidance. And one where samples differ in size, `buckets`:
     the number of each sample's bucket, from 0, whose samples all have one size.
     """
 
@@ -159,7 +159,7 @@ class LatentSamples(Protocol):
 
 
 class TrainingBatch(Protocol):
-    """The interface of a micro-batch to the training loop.
+    """A micro-batch as the training loop sees it.
 
     Attributes:
         indices: Where in the data set its samples come from, for messages.
@@ -180,7 +180,7 @@ class Batch:
         latents: Clean latents `[B, C, ...]`, fp32.
         noise: Standard normal, same shape, fp32.
         levels: Noise levels `[B]`, as the objective draws them.
-        condition: Captions or classes, each `[B, ...]`: fp32, or int64 where samples hold whole numbers.
+        condition: Captions or classes, each `[B, ...]`: fp32, or int64 for integers.
         indices: See `TrainingBatch`.
     """
 
@@ -204,7 +204,7 @@ def make_batch(
     condition_dropout: float = 0.0,
     null_condition: Tensors | None = None,
 ) -> Batch:
-    """Builds the micro-batch of (step, micro-step) of the process that `order` was made for.
+    """Build the micro-batch of (step, micro-step) of the process that `order` was made for.
 
     Args:
         dataset: The samples, of one size or in buckets.
@@ -212,7 +212,7 @@ def make_batch(
         step: Optimizer step, from 0.
         micro_step: Micro-step within it, from 0.
         objective: Draws noise levels and names the condition.
-        condition_dropout: Share of samples that are given `null_condition` instead of their own.
+        condition_dropout: Share of samples whose condition is replaced by `null_condition`.
         null_condition: See `LatentSamples`; needed for `condition_dropout`.
 
     Returns:
@@ -247,7 +247,7 @@ def assemble_batch(
     condition_dropout: float = 0.0,
     null_condition: Tensors | None = None,
 ) -> Batch:
-    """Builds a batch of given samples, each with draws from its own seed; the rest as in `make_batch`.
+    """Build a batch of given samples, each with draws from its own seed; the rest as in `make_batch`.
 
     Args:
         indices: Indices into the data set.
@@ -278,10 +278,10 @@ def assemble_batch(
 
 
 def check_null_condition(condition_dropout: float, null_condition: Tensors | None) -> None:
-    """Checks that there is something to give to samples that lose their condition.
+    """Require a null condition when condition dropout is on.
 
     Raises:
-        ValueError: If there is not.
+        ValueError: If there is none.
     """
     if condition_dropout > 0 and null_condition is None:
         raise ValueError(
@@ -290,7 +290,7 @@ def check_null_condition(condition_dropout: float, null_condition: Tensors | Non
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    # Encoders called without `no_grad` leave a graph behind.
+    # Samples encoded without `no_grad` carry a graph.
     return (tensor.float() if tensor.is_floating_point() else tensor.long()).detach().cpu()
 
 

@@ -151,7 +151,7 @@ class LatentDataset:
 
     def _read(self, path: Path, shape: Any = None) -> dict[str, torch.Tensor]:
         """Read a file, check it against the manifest and pad its text."""
-        length, problem = self.settings.get("max_sequence_length"), ""
+        length, problem = self.settings.get("max_sequence_length") or 0, ""
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
@@ -159,7 +159,7 @@ class LatentDataset:
         for name, tensor in tensors.items():
             if name in _FLOATS and not tensor.is_floating_point():
                 problem = f"has {name} of type {str(tensor.dtype).removeprefix('torch.')}, not floating-point"
-            elif name in _PADDED and (length is None or tensor.ndim == 0 or len(tensor) > length):
+            elif name in _PADDED and (tensor.ndim == 0 or len(tensor) > length):
                 problem = f"has {name} of shape {tuple(tensor.shape)}, which does not fit max_sequence_length {length}"
             elif name in _PADDED:
                 tensors[name] = torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])

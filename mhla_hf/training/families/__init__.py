@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of diffusion models that can be trained, each in a file of its own.
+"""Families of diffusion models that can be trained, one file each.
 
 Models of transformers share one objective, in `stages.transformers`.
 """
@@ -42,7 +42,7 @@ _TRANSFORMERS_OPTIONS = frozenset({"distill_target", "distill_temperature"})
 
 
 def option_families(option: str) -> tuple[str, ...]:
-    """Returns the families that have an option of a run or its cache.
+    """Return the families that have an option of a run or its cache.
 
     Args:
         option: Name of a field of `TrainingConfig` or `CacheConfig`.
@@ -53,7 +53,7 @@ def option_families(option: str) -> tuple[str, ...]:
 
 
 def check_options(config: TrainingConfig | CacheConfig, family: str) -> None:
-    """Checks that every option that differs from its default is one of a family.
+    """Check that every option that differs from its default is one of a family.
 
     Args:
         config: The options.
@@ -69,7 +69,7 @@ def check_options(config: TrainingConfig | CacheConfig, family: str) -> None:
 
 
 def family_of_class(class_name: str, what: str = "model") -> Family:
-    """Returns the family of a transformer class, upstream or MHLA.
+    """Return the family of a transformer class, upstream or MHLA.
 
     Args:
         class_name: As in `_class_name` of a config.
@@ -87,8 +87,8 @@ def family_of_class(class_name: str, what: str = "model") -> Family:
 
 
 def family_of(model: Any) -> Family:
-    """Returns the family of a transformer; errors as in `family_of_class`."""
-    # Sharding gives a model a class of its own, derived from the one that is known.
+    """Return the family of a transformer; errors as in `family_of_class`."""
+    # Sharding replaces the class of a model by a subclass.
     names = [cls.__name__ for cls in type(model).__mro__]
     known = [name for name in names if name in {*MODEL_FAMILIES, *MHLA_CLASSES}]
     return family_of_class((known or names)[0])

@@ -54,7 +54,7 @@ class Objective(ABC):
     Attributes:
         upstream: Name of the diffusers class; its MHLA class is trained in the same way.
         condition_names: Tensors of a sample besides `latents`, and those of the sample for guidance.
-        sharded_classes: Modules that sharding gathers by themselves, besides those that the model names.
+        sharded_classes: Modules that sharding gathers separately, besides those that the model names.
     """
 
     upstream: ClassVar[str]
@@ -64,7 +64,7 @@ class Objective(ABC):
     @classmethod
     @abstractmethod
     def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> Objective:
-        """The objective of a run.
+        """Make the objective of a run.
 
         Args:
             config: The options.
@@ -82,19 +82,19 @@ class Objective(ABC):
     @classmethod
     @abstractmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
-        """Checks that a model of this configuration can be trained.
+        """Check that a model of this configuration can be trained.
 
         Raises:
             ValueError: If it is of a kind that needs another objective.
         """
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values, which tell the objectives of two runs apart."""
+        """Return the fields as plain JSON values, to compare the objectives of two runs."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @abstractmethod
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
-        """Noise levels from uniform draws.
+        """Map uniform draws to noise levels.
 
         Args:
             uniform: Draws in [0, 1) `[B]`, float64.
@@ -105,7 +105,7 @@ class Objective(ABC):
 
     @abstractmethod
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """Noisy latents, of the shape of `latents`.
+        """Add noise to latents.
 
         Args:
             latents: Clean latents `[B, C, ...]`.
@@ -117,7 +117,7 @@ class Objective(ABC):
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
     ) -> dict[str, Any]:
-        """Keyword arguments of the model's `forward` for noisy latents.
+        """Return the keyword arguments of the model's `forward` for noisy latents.
 
         Args:
             config: The model's configuration.
@@ -127,12 +127,12 @@ class Objective(ABC):
         """
 
     def predict(self, model: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
-        """The model's output for noisy latents; arguments as in `model_inputs`."""
+        """Run the model on noisy latents; arguments as in `model_inputs`."""
         return model(**self.model_inputs(cast(Any, model.config), noisy, levels, condition))[0]
 
     @abstractmethod
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Loss of each sample `[B]`, fp32.
+        """Compute the loss of each sample `[B]`, fp32.
 
         Args:
             prediction: See `predict`.
@@ -143,7 +143,7 @@ class Objective(ABC):
     def distillation_losses(
         self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Distance of each sample's prediction to the teacher's, `[B]`, fp32: their mean squared error.
+        """Compute the mean squared error of each sample's prediction to the teacher's, `[B]`, fp32.
 
         Args:
             prediction: See `predict`.
@@ -154,11 +154,11 @@ class Objective(ABC):
         return (prediction.float() - target.float()).square().flatten(1).mean(1)
 
     def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context to train the model in; afterwards the model is as it was."""
+        """Context to train the model in; restores the model afterwards."""
         return nullcontext()
 
     def losses(self, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Loss of each sample `[B]`, fp32.
+        """Compute the loss of each sample `[B]`, fp32.
 
         Args:
             model: The transformer.
@@ -176,7 +176,7 @@ class Objective(ABC):
         return self.predict(model, noisy, batch.levels, condition)
 
     def inputs_of(self, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Keyword arguments of the model's `forward` for a batch; arguments as in `losses`."""
+        """Return the keyword arguments of the model's `forward` for a batch; arguments as in `losses`."""
         noisy = self.add_noise(batch.latents, batch.noise, batch.levels)
         noisy, condition = self._cast(noisy, batch, dtype)
         return self.model_inputs(cast(Any, model.config), noisy, batch.levels, condition)
@@ -198,7 +198,7 @@ class Objective(ABC):
 
     @classmethod
     def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
-        """Checks that samples fit a model.
+        """Check that samples fit a model.
 
         Args:
             model: The transformer.
@@ -230,7 +230,7 @@ class Objective(ABC):
     @classmethod
     @abstractmethod
     def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
-        """Checks that the condition of one sample fits a model of this configuration.
+        """Check that the condition of one sample fits a model of this configuration.
 
         Raises:
             ValueError: If it does not.
@@ -246,7 +246,7 @@ class Objective(ABC):
 
 
 def check_text_width(embeddings: torch.Tensor, width: int) -> None:
-    """Checks text embeddings `[L, D]` of one sample.
+    """Check text embeddings `[L, D]` of one sample.
 
     Raises:
         ValueError: If the model takes another width.
@@ -266,11 +266,11 @@ class FlowObjective(Objective):
 
     @classmethod
     def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> FlowObjective:
-        """Takes a shift that the options do not give from the pipeline's scheduler."""
+        """Take a shift that the options do not give from the pipeline's scheduler."""
         shift: float | None = DEFAULT_SHIFT
         if source is not None:
             scheduler = source.scheduler
-            # Schedulers made for flows alone do not say so.
+            # Schedulers for flow matching alone have no such entry.
             prediction_type = scheduler.get("prediction_type", "flow_prediction")
             if prediction_type != "flow_prediction":
                 raise ValueError(
@@ -284,7 +284,7 @@ class FlowObjective(Objective):
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
-        """Returns sigmas in [0, 1], fp32."""
+        """Return sigmas in [0, 1], fp32."""
         from ..stages.flow_matching import sigmas_from_uniform
 
         return sigmas_from_uniform(
@@ -296,20 +296,20 @@ class FlowObjective(Objective):
         )
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """Returns x_t = (1 - sigma) x_0 + sigma eps."""
+        """Return x_t = (1 - sigma) x_0 + sigma eps."""
         from ..stages.flow_matching import add_noise
 
         return add_noise(latents, noise, levels)
 
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Returns the mean squared error to the direction from data to noise."""
+        """Return the mean squared error to the direction from data to noise."""
         from ..stages.flow_matching import flow_matching_losses
 
         return flow_matching_losses(prediction, batch.latents, batch.noise)
 
     @staticmethod
     def timesteps(sigmas: torch.Tensor) -> torch.Tensor:
-        """Returns timesteps as the flow schedulers of diffusers count them."""
+        """Return timesteps as the flow schedulers of diffusers count them."""
         from ..stages.flow_matching import timesteps_from_sigmas
 
         return timesteps_from_sigmas(sigmas)
@@ -322,7 +322,7 @@ class PipelineSizes:
     Attributes:
         family: The model's family.
         spatial_factor: Pixels of height or width per latent.
-        temporal_factor: Frames per latent; the first frame is a latent of its own.
+        temporal_factor: Frames per latent; the first frame is one latent.
         patch_size: Height and width of a token, in latents.
         own_size: Height and width that an image model was made for, in pixels; 0 for video models.
         num_classes: Number of classes of the model; 0 if it is conditioned on text.
@@ -336,7 +336,7 @@ class PipelineSizes:
     num_classes: int
 
     def complete(self, config: CacheConfig) -> CacheConfig:
-        """The options with every size given.
+        """Fill in the sizes that the options do not give.
 
         Videos are 480x832 with 81 frames, moving digits 64x64 with 17. Images have the size that the model was made
         for; digits at most 64x64, except for DiT, whose pipeline makes images of one size only. Of square data,
@@ -353,7 +353,7 @@ class PipelineSizes:
         return completed
 
     def check(self, config: CacheConfig) -> None:
-        """Checks that the VAE and the transformer's patches divide the wanted sizes.
+        """Check that the VAE and the transformer's patches divide the wanted sizes.
 
         Raises:
             ValueError: If they do not; the error names the option.
@@ -371,14 +371,14 @@ class PipelineSizes:
                 )
 
     def buckets(self, config: CacheConfig) -> tuple[Bucket, ...]:
-        """The sizes of the options of a cache; one where they name no buckets."""
+        """Return the sizes of the options of a cache; one where they name no buckets."""
         if config.buckets is not None:
             return parse_buckets(config.buckets)
         assert config.height is not None and config.width is not None
         return (Bucket(config.height, config.width, config.num_frames or 1),)
 
     def _complete_buckets(self, config: CacheConfig) -> CacheConfig:
-        """The options with the frames of all buckets, and the sizes of the first."""
+        """Fill in the frames of all buckets, and the sizes of the first."""
         videos = self.family.video_size
         default = (config.num_frames or videos["num_frames"]) if videos else 1
         buckets = parse_buckets(str(config.buckets), default)
@@ -411,7 +411,7 @@ class PipelineSizes:
 
 
 def read_count(config: dict[str, Any], name: str, path: Path, *, default: int | None = None, most: int = _MOST) -> int:
-    """Reads a positive integer of a configuration.
+    """Read a positive integer of a configuration.
 
     Args:
         config: The configuration.
@@ -441,7 +441,7 @@ class Family(ABC):
         folders: Parts of the pipeline that encode samples.
         text_length: Default number of tokens that captions are padded to; 0 for models of classes.
         video_size: Default height, width and number of frames; empty for models of images.
-        prompt_encoders: Parts of the pipeline that encode prompts, and are left out once that is done.
+        prompt_encoders: Parts of the pipeline that encode prompts, released afterwards.
         pipeline_options: Entries of the pipeline's configuration that its sampling depends on.
     """
 
@@ -460,7 +460,7 @@ class Family(ABC):
         return self.objective.family().name
 
     def read_sizes(self, source: PipelineSource) -> PipelineSizes:
-        """Reads the sizes of samples that a pipeline takes: those of images, unless a family overrides it.
+        """Read the sizes of samples that a pipeline takes; those of images by default.
 
         Raises:
             ValueError: If a configuration is damaged.
@@ -482,7 +482,7 @@ class Family(ABC):
 
     @abstractmethod
     def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        """Encodes one video or image.
+        """Encode one video or image.
 
         Args:
             pipeline: The pipeline, without its transformer.
@@ -494,7 +494,7 @@ class Family(ABC):
 
     @abstractmethod
     def encode_condition(self, pipeline: Any, condition: str | int, config: CacheConfig) -> dict[str, torch.Tensor]:
-        """Encodes a caption or class.
+        """Encode a caption or class.
 
         Args:
             pipeline: See `encode_media`.
@@ -507,13 +507,13 @@ class Family(ABC):
 
     @abstractmethod
     def encode_null_condition(self, pipeline: Any, config: CacheConfig, num_classes: int) -> dict[str, torch.Tensor]:
-        """Encodes the condition of a sample without caption or class, as the pipeline's guidance takes it."""
+        """Encode the condition of a sample without caption or class, as the pipeline's guidance takes it."""
 
     @abstractmethod
     def validation_inputs(
         self, pipeline: Any, source: PipelineSource, config: TrainingConfig, dataset: LatentDataset
     ) -> list[dict[str, Any]]:
-        """Encodes the prompts of validation samples.
+        """Encode the prompts of validation samples.
 
         Args:
             pipeline: See `encode_media`.
@@ -530,6 +530,6 @@ class Family(ABC):
 
 
 def encode_with(vae: Any, media: torch.Tensor) -> Any:
-    """Calls a VAE's `encode` on its device and in its type."""
+    """Call a VAE's `encode` on its device and in its type."""
     parameter = next(vae.parameters())
     return vae.encode(media.to(parameter.device, parameter.dtype))

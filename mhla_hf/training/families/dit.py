@@ -52,18 +52,18 @@ class DiTObjective(Objective):
 
     upstream = "DiTTransformer2DModel"
     condition_names = ("class_label",)
-    # The end of the model calls the first block's embeddings once more, when the block is sharded again.
+    # The last layer of the model reuses the first block's embeddings, after that block was resharded.
     sharded_classes = ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings")
 
     scheduler: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_SCHEDULER))
 
     def __post_init__(self) -> None:
-        # Not at the first batch, when there is work to lose.
+        # Fail before the first batch.
         _ = self.schedule
 
     @classmethod
     def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> DiTObjective:
-        """Takes the noise of the pipeline's scheduler."""
+        """Take the noise of the pipeline's scheduler."""
         stored = {} if source is None else source.scheduler
         if not stored:
             return cls()
@@ -80,7 +80,7 @@ class DiTObjective(Objective):
 
     @classmethod
     def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
-        """Checks that samples fit a model; diffusers' own class takes square images only."""
+        """Check that samples fit a model; diffusers' own class takes square images only."""
         super().check_data(model, sample, null_condition)
         config: Any = model.config
         height, width = sample["latents"].shape[1:]
@@ -109,13 +109,13 @@ class DiTObjective(Objective):
         return NoiseSchedule.from_config(self.scheduler)
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
-        """Returns timesteps, int64."""
+        """Return timesteps, int64."""
         from ..stages.noise_prediction import timesteps_from_uniform
 
         return timesteps_from_uniform(uniform, self.schedule)
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """Returns x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
+        """Return x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
         from ..stages.noise_prediction import add_noise
 
         return add_noise(latents, noise, levels, self.schedule)
@@ -123,7 +123,7 @@ class DiTObjective(Objective):
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
     ) -> dict[str, Any]:
-        """Returns the arguments of `forward`, which predicts noise `[B, C, H, W]`, and variances in some models."""
+        """Return the arguments of `forward`, which predicts noise `[B, C, H, W]`, and variances in some models."""
         return {
             "hidden_states": noisy,
             "timestep": levels,
@@ -132,7 +132,7 @@ class DiTObjective(Objective):
         }
 
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Returns the mean squared error of the noise, plus the weighted variational bound of predicted variances."""
+        """Return the mean squared error of the noise, plus the weighted variational bound of predicted variances."""
         from ..stages.noise_prediction import noise_prediction_losses
 
         return noise_prediction_losses(prediction, batch.noise, noisy, batch.latents, batch.levels, self.schedule)
@@ -140,13 +140,13 @@ class DiTObjective(Objective):
     def distillation_losses(
         self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Returns the mean squared error to the teacher's noise, plus the divergence from its learned variances."""
+        """Return the mean squared error to the teacher's noise, plus the divergence from its learned variances."""
         from ..stages.noise_prediction import noise_distillation_losses
 
         return noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
 
     def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Has classes dropped from the sample's own seed alone, and not once more in every block."""
+        """Drop classes by the seed of the sample alone, not also in every block."""
         from ..stages.noise_prediction import no_label_dropout
 
         return no_label_dropout(model)
@@ -164,7 +164,7 @@ class DiT(Family):
     prompt_encoders = ()
 
     def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        """Returns the mode of the VAE's distribution, scaled as the pipeline scales it."""
+        """Return the mode of the VAE's distribution, scaled as the pipeline scales it."""
         vae = pipeline.vae
         return encode_with(vae, media[None]).latent_dist.mode()[0].float() * vae.config.scaling_factor
 
@@ -174,7 +174,7 @@ class DiT(Family):
         return {"class_label": torch.tensor(int(condition))}
 
     def encode_null_condition(self, pipeline: Any, config: CacheConfig, num_classes: int) -> dict[str, torch.Tensor]:
-        """Returns the label after the last class."""
+        """Return the label after the last class."""
         return self.encode_condition(pipeline, num_classes, config)
 
     def validation_inputs(

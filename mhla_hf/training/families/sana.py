@@ -30,7 +30,7 @@ class SanaObjective(FlowObjective):
 
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
-        """Refuses SANA-Sprint, which is distilled."""
+        """Refuse SANA-Sprint, which is distilled."""
         if config.get("guidance_embeds"):
             raise ValueError(
                 "model: this is a SANA-Sprint model, which is distilled and not trained by flow matching; train the "
@@ -55,7 +55,7 @@ class SanaObjective(FlowObjective):
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
     ) -> dict[str, Any]:
-        """Returns the arguments of `forward`, which predicts the direction `[B, C, H, W]`."""
+        """Return the arguments of `forward`, which predicts the direction `[B, C, H, W]`."""
         return {
             "hidden_states": noisy,
             "encoder_hidden_states": condition["prompt_embeds"],
@@ -69,8 +69,8 @@ class SanaObjective(FlowObjective):
 class Sana(Family):
     """Images `[3, H, W]` to `[C, H', W']`; captions to `prompt_embeds` `[l, D]`, `prompt_attention_mask` `[l]`.
 
-    Captions follow the instruction that the pipeline puts before prompts unless told otherwise ("complex human
-    instruction"), and the empty prompt is without it: training sees text as inference does.
+    Captions follow the instruction that the pipeline puts before prompts by default ("complex human instruction"), and
+    the empty prompt goes without it: training sees text as inference does.
     """
 
     objective = SanaObjective
@@ -95,7 +95,7 @@ class Sana(Family):
         return _without_padding(embeddings[0], mask[0])
 
     def encode_null_condition(self, pipeline: Any, config: CacheConfig, num_classes: int) -> dict[str, torch.Tensor]:
-        """Encodes the empty negative prompt."""
+        """Encode the empty negative prompt."""
         _, _, embeddings, mask = pipeline.encode_prompt(
             "", negative_prompt="", max_sequence_length=config.max_sequence_length
         )
@@ -124,14 +124,14 @@ class Sana(Family):
 
 
 def sana_instruction(pipeline: Any) -> list[str]:
-    """Returns the lines that a SANA pipeline puts before prompts by default."""
+    """Return the lines that a SANA pipeline puts before prompts by default."""
     from ...utils.compat.diffusers import call_default
 
     return list(call_default(pipeline, "complex_human_instruction"))
 
 
 def _without_padding(embeddings: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Cuts the padding off embeddings `[L, D]` and their mask `[L]`."""
+    """Cut the padding off embeddings `[L, D]` and their mask `[L]`."""
     used = mask.nonzero()
     # With everything masked, attention would look at the padding: it stays.
     length = int(used.max()) + 1 if len(used) else len(mask)

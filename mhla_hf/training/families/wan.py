@@ -38,14 +38,14 @@ class WanObjective(FlowObjective):
 
     @classmethod
     def from_run(cls, config: TrainingConfig, source: PipelineSource | None) -> WanObjective:
-        """Trains each transformer of a pipeline with two on its side of the boundary."""
+        """Restrict each of two transformers of a pipeline to its side of the boundary."""
         objective = super().from_run(config, source)
         assert isinstance(objective, WanObjective)
         return objective if source is None else replace(objective, sigma_range=sigma_range(source))
 
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
-        """Refuses image-to-video models."""
+        """Refuse image-to-video models."""
         in_channels = config.get("in_channels", 16)
         # As in diffusers, `null` stands for as many as go in.
         if in_channels != (config.get("out_channels", 16) or in_channels):
@@ -58,7 +58,7 @@ class WanObjective(FlowObjective):
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
     ) -> dict[str, Any]:
-        """Returns the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
+        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
         return {
             "hidden_states": noisy,
             "timestep": self.timesteps(levels),
@@ -102,7 +102,7 @@ class Wan(Family):
         return {"prompt_embeds": embeddings[0, : int(used.max()) + 1 if len(used) else 0]}
 
     def encode_null_condition(self, pipeline: Any, config: CacheConfig, num_classes: int) -> dict[str, torch.Tensor]:
-        """Encodes the empty prompt."""
+        """Encode the empty prompt."""
         return self.encode_condition(pipeline, "", config)
 
     def validation_inputs(
@@ -123,7 +123,7 @@ class Wan(Family):
 
 
 def sigma_range(source: PipelineSource) -> tuple[float, float]:
-    """Returns the noise levels that a transformer is used at: all, or its side of Wan 2.2's boundary."""
+    """Return the noise levels that a transformer is used at: all, or its side of Wan 2.2's boundary."""
     boundary = source.index.get("boundary_ratio")
     if boundary is None:
         return (0.0, 1.0)
@@ -131,7 +131,7 @@ def sigma_range(source: PipelineSource) -> tuple[float, float]:
 
 
 def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
-    """Normalised latents of videos: the mean of the VAE's distribution, less the VAE's mean, over its deviation.
+    """Encode videos to normalised latents: the mean of the distribution, less the VAE's mean, over its deviation.
 
     Args:
         vae: An `AutoencoderKLWan`.

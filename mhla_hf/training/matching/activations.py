@@ -173,7 +173,7 @@ class ActivationCache(ABC):
 
     @abstractmethod
     def call(self, index: int, name: str) -> LayerCall:
-        """The call of one layer.
+        """Return the call of one layer.
 
         Args:
             index: Number of the record.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MHLA layers of any model here, run with their original attention, recorded, and called again one by one.
+"""The MHLA layers of a model: run with their original attention, recorded, and called separately.
 
 A freshly converted model holds all weights of its original. With the outputs of its `mhla` modules replaced by what
-softmax attention gives, it *is* the original, so one model is student and teacher at once.
+softmax attention gives, it *is* the original, so one model is both student and teacher.
 
 Shapes: B batch, T tokens, D width of the model, H heads, V value width.
 """
@@ -95,7 +95,7 @@ class CallArguments(NamedTuple):
     place: int | str
 
     def with_hidden_states(self, hidden_states: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with these hidden states."""
+        """Return the arguments of a call with these hidden states."""
         if isinstance(self.place, str):
             return self.args, {**self.kwargs, self.place: hidden_states}
         args = list(self.args)
@@ -120,7 +120,7 @@ class LayerCall(NamedTuple):
 
 
 def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
-    """The attention layers of a model that have an `mhla` submodule, in the order of its modules.
+    """List the attention layers of a model that have an `mhla` submodule, in the order of its modules.
 
     Their projections are not known yet: see [`find_projections`].
 
@@ -142,7 +142,7 @@ def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
 
 @torch.no_grad()
 def find_projections(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch) -> list[AttentionLayer]:
-    """Finds the output projection of each layer: the linear map that is handed the heads just as they are.
+    """Find the output projection of each layer: the linear map whose input is the output of the heads.
 
     Args:
         model: The model.
@@ -197,9 +197,9 @@ Observer = Callable[[AttentionLayer, tuple[Any, ...], dict[str, Any], torch.Tens
 def original_heads(
     model: nn.Module, layers: Iterable[AttentionLayer], observer: Observer | None = None
 ) -> Iterator[None]:
-    """A context in which MHLA layers hand on the heads of the original attention.
+    """A context in which MHLA layers return the heads of the original attention.
 
-    While nothing but parameters of `mhla` modules was changed, the model then computes what its original does.
+    If only parameters of `mhla` modules were changed, the model then computes what its original does.
 
     Args:
         model: The model; its class says whether its original attention is softmax.
@@ -253,7 +253,7 @@ def record_calls(
     only: Collection[str] | None = None,
     keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
 ) -> dict[str, LayerCall]:
-    """Runs a batch with the original attention and keeps what went into each layer, and what came out.
+    """Run a batch with the original attention and record input and output of each layer.
 
     Args:
         model: The model.
@@ -293,7 +293,7 @@ def record_calls(
         for layer in layers:
             if only is not None and layer.name not in only:
                 continue
-            # Ahead of hooks that add arguments, which they will do again when the layer is called by itself.
+            # Ahead of hooks that add arguments: they add them again when the layer is called separately.
             handle = layer.attention.register_forward_pre_hook(before(layer.name), with_kwargs=True, prepend=True)
             hooks.callback(handle.remove)
             last = layer.projection if layer.projects_outside else layer.attention
@@ -372,12 +372,12 @@ def run(model: nn.Module, batch: Batch) -> Any:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """A transformers model without its head, any other model as it is."""
+    """A transformers model without its head; any other model unchanged."""
     return getattr(model, "base_model", model)
 
 
 def trunk_for(model: nn.Module, batch: Batch) -> nn.Module:
-    """The model without its head, if that takes all of a batch: attention does not need it, and it may be large."""
+    """The model without its head, which may be large, if that takes all arguments of a batch."""
     trunk = base_model(model)
     taken = forward_parameters(trunk)
     return trunk if set(batch) <= set(taken) else model
@@ -389,7 +389,7 @@ def first(output: Any) -> torch.Tensor:
 
 
 def _take_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallArguments, torch.Tensor]:
-    """Splits the arguments of an attention module; masks become `None`, for MHLA layers do not read them."""
+    """Split the arguments of an attention module; masks become `None`, for MHLA layers do not read them."""
     kwargs = {name: None if name in ("attention_mask", "past_key_values") else kwargs[name] for name in kwargs}
     if "hidden_states" in kwargs:
         hidden_states = kwargs["hidden_states"]

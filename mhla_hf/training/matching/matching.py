@@ -54,7 +54,7 @@ class MatchingReport:
         losses: Loss of every step of each layer, before the step, by the name of its attention module: the squared
             distance to the original's output divided by that output's variance.
         cache: Where the records were: `"memory"`, `"disk"` or `"none"`.
-        cache_bytes: Size of all records, stated before they are made; 0 if there were none to make.
+        cache_bytes: Size of all records, computed before recording; 0 if there was nothing to record.
         seconds: Of the two parts, `"recording"` and `"training"`, in this process.
     """
 
@@ -153,7 +153,7 @@ class Matching:
             yield
 
     @contextmanager
-    def whole_model(self) -> Iterator[None]:
+    def prepared_model(self) -> Iterator[None]:
         """Keep the model in evaluation mode, with gradients for what trains alone."""
         names = [name for layer in self.layers for name in trained_names(layer, self.config.train)]
         with evaluating(self.model), only_trainable(self.model, names):
@@ -170,7 +170,7 @@ class Matching:
                 records = self._records(cache, limit, signals)
         with self.processes.together():
             began = time.perf_counter()
-            # Records that are not kept are made for all layers at once.
+            # Records that are not kept serve all layers of a step.
             together = [runs] if records.kind == "none" else [[run] for run in runs]
             for group in together:
                 self._train(group, records, signals)
@@ -423,7 +423,7 @@ def match_layers(
         progress=progress,
         identity={**options, "steps": steps, "batch_size": batch_size, "cache_dtype": str(dtype)},
     )
-    with run.locked(), run.whole_model(), StopSignals() as signals:
+    with run.locked(), run.prepared_model(), StopSignals() as signals:
         before = {
             original_name(name): parameter.detach().to("cpu", copy=True)
             for name, parameter in model.named_parameters()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers: the student itself with its original attention and its original weights, or a model of its own."""
+"""Teachers: the student itself with its original attention and original weights, or a second model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SharedTeacher:
             yield name, self.weights.get(name, parameter)
 
     def keep(self, names: Iterable[str] | None = None) -> None:
-        """Stores the present values of parameters that are about to change; those stored already stay as they are.
+        """Store the values of parameters that are about to change, unless they are stored already.
 
         Args:
             names: Names in the model; None for all. Those of MHLA and LoRA have no part in the teacher.
@@ -87,7 +87,7 @@ class SharedTeacher:
                 self.weights[name] = parameters[name].detach().clone()
 
     def to(self, device: torch.device | str) -> SharedTeacher:
-        """Moves the stored weights to the device that the model is on."""
+        """Move the stored weights to the device that the model is on."""
         self.weights = {name: value.to(device) for name, value in self.weights.items()}
         return self
 
@@ -96,7 +96,7 @@ class SharedTeacher:
         return self.compute(lambda model: model(*args, **kwargs))
 
     def compute(self, function: Callable[[Any], Any]) -> Any:
-        """The result of a function of the original model.
+        """Call a function on the original model.
 
         Args:
             function: Called with the model, or parts of it, while it is the original.
@@ -176,7 +176,7 @@ def shared_teacher(model: nn.Module, teacher: nn.Module | SharedTeacher | None =
 
 
 class _Call(nn.Module):
-    """Hands a model to a function."""
+    """Pass a model to a function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Switches the adapters of a model off, if it has any."""
+    """Switch the adapters of a model off, if it has any."""
     if not getattr(model, "peft_config", None):
         yield
         return
@@ -235,7 +235,7 @@ def share_weights(model: nn.Module, teacher: nn.Module) -> Teacher:
 
 
 def compute_with(teacher: Teacher, function: Callable[[Any], Any]) -> Any:
-    """Calls a function on the teacher's model, without gradients.
+    """Call a function on the teacher's model, without gradients.
 
     Args:
         teacher: The teacher.

@@ -31,7 +31,7 @@ def shift_sigmas(sigmas: torch.Tensor, flow_shift: float) -> torch.Tensor:
 
 
 def unshift_sigmas(sigmas: torch.Tensor, flow_shift: float) -> torch.Tensor:
-    """The inverse of `shift_sigmas`."""
+    """Invert `shift_sigmas`."""
     return shift_sigmas(sigmas, 1.0 / flow_shift)
 
 

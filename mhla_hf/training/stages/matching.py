@@ -65,7 +65,7 @@ def attention_matching_loss(output: torch.Tensor, target: torch.Tensor) -> torch
 
 
 def layer_loss(layer: AttentionLayer, call: LayerCall) -> torch.Tensor:
-    """The matching loss of a layer on one record; padding does not count.
+    """Compute the matching loss of a layer on one record; padding does not count.
 
     Args:
         layer: The layer, with its projection.
@@ -95,7 +95,7 @@ class LayerMatching(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
 
     def forward(self, records: Sequence[Mapping[str, LayerCall]]) -> torch.Tensor:
-        """The matching loss of each layer, the mean over some records.
+        """Compute the matching loss of each layer, the mean over records.
 
         Args:
             records: Input and output of the original layers, by layer.
@@ -190,7 +190,7 @@ class MatchingStage(Stage):
 
 
 class OneProcess:
-    """The part of `accelerate.Accelerator` that the training loop uses, for a process that trains layers by itself.
+    """The part of `accelerate.Accelerator` that the training loop uses, for layers that one process trains.
 
     An `Accelerator` would have all processes of `torch.distributed` train the same layer.
 
@@ -243,7 +243,7 @@ class OneProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRun(Run):
-    """The run of one layer, which trains by itself; see [`Run`].
+    """The run of one layer; see [`Run`].
 
     Attributes:
         layer: The layer.
@@ -315,7 +315,7 @@ class LayerRun(Run):
     def diverged(
         self, problem: str, position: Position, batches: Sequence[tuple[float, tuple[int, ...]]]
     ) -> FloatingPointError:
-        """The end of a run whose loss or gradient is not finite; arguments as in [`Run`]."""
+        """Describe a loss or gradient that is not finite; arguments as in [`Run`]."""
         good = None
         if self.output is not None:
             good = checkpoints.last_good_checkpoint(self.output, position)
@@ -444,7 +444,7 @@ class Transfer(MatchingStage):
         return super().module()
 
     def loss(self, module: nn.Module, batch: RecordNumbers, accelerator: Accelerator) -> torch.Tensor:
-        """The matching loss, averaged over layers; missing records are made first."""
+        """Compute the matching loss, averaged over layers, after recording what is missing."""
         assert self.records is not None
         for number in self.records.missing(batch.numbers):
             self.records.put(number, pack(self._record(self._inputs(number), _kept)))

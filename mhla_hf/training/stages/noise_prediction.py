@@ -265,7 +265,7 @@ def normal_divergence(
 def posterior_mean(
     clean: torch.Tensor, noisy: torch.Tensor, timesteps: torch.Tensor, schedule: NoiseSchedule
 ) -> torch.Tensor:
-    """The mean of q(x_{t-1} | x_t, x_0) for x_0 and x_t `[B, C, ...]`, same shape; at t = 0 it is x_0."""
+    """Compute the mean of q(x_{t-1} | x_t, x_0) for x_0 and x_t `[B, C, ...]`, same shape; at t = 0 it is x_0."""
     clean_weight = _at(schedule.posterior_clean, timesteps, clean.ndim)
     return clean_weight * clean + _at(schedule.posterior_noisy, timesteps, clean.ndim) * noisy
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a run, and those that train the whole model on its predictions: distillation and fine-tuning."""
+"""The interface of a stage, and the stages that train on predictions of the model: distillation and fine-tuning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stage(ABC):
         steps: Number of optimizer steps.
         learning_rate: Peak learning rate.
         mhla_learning_rate: Peak learning rate of the MHLA parameters.
-        validates: True if validation samples are made during the stage, in which the whole model trains.
+        validates: True if the stage generates validation samples.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Stage(ABC):
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: Any, accelerator: Any) -> torch.Tensor:
-        """The loss of a micro-batch, a scalar.
+        """Compute the loss of a micro-batch, a scalar.
 
         Args:
             module: The wrapped module.
@@ -107,7 +107,7 @@ class PredictionStage(Stage):
         self.learning_rate = own_rate or config.learning_rate
         # The more particular option wins, as in the matching stage.
         self.mhla_learning_rate = own_rate or config.mhla_learning_rate or config.learning_rate
-        # Fine-tuning makes them later, of the same steps.
+        # Fine-tuning generates them later, for the same steps.
         self.validates = get_teacher is None or not config.max_steps
 
     def trainable_names(self) -> list[str]:
@@ -127,7 +127,7 @@ class PredictionStage(Stage):
 
 
 def split_units(model: nn.Module, others: Iterable[str] = ()) -> list[str]:
-    """Classes of modules that sharding gathers by themselves; it refuses names that no module has."""
+    """Names of the classes that sharding gathers separately; it refuses names that no module has."""
     there = {type(module).__name__ for module in model.modules()}
     return sorted({*unsplit_classes(model), *others} & there)
 
@@ -136,7 +136,7 @@ class ObjectivePrediction(nn.Module):
     """The transformer, called as its objective calls it.
 
     Accelerate changes the forward method of what it wraps; wrapping this leaves the transformer as it was. The loss is
-    not in here: sharding under mixed precision casts whatever it is handed, and the targets are better in fp32.
+    not in here: sharding under mixed precision casts arguments, and the targets are better in fp32.
     """
 
     def __init__(self, transformer: nn.Module, objective: Objective) -> None:
@@ -146,16 +146,16 @@ class ObjectivePrediction(nn.Module):
         self._no_split_modules = split_units(transformer, objective.sharded_classes)
 
     def forward(self, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]) -> torch.Tensor:
-        """See `Objective.predict`; `levels` are as `whole_numbers` makes them."""
+        """See `Objective.predict`; `levels` are those of `as_integers`."""
         levels = levels.view(torch.float32) if levels.dtype == torch.int32 else levels
         return self.objective.predict(self.transformer, noisy, levels, condition)
 
     @staticmethod
-    def whole_numbers(levels: torch.Tensor) -> torch.Tensor:
-        """Noise levels, or the bits of those that are fractions, int32.
+    def as_integers(levels: torch.Tensor) -> torch.Tensor:
+        """Reinterpret noise levels that are fractions as int32.
 
-        Sharding under mixed precision rounds whatever fractions it is handed, and the model would be told other noise
-        levels than it sees.
+        Sharding under mixed precision rounds floating-point arguments: the model would be conditioned on other noise
+        levels than those of its input.
         """
         return levels.view(torch.int32) if levels.dtype == torch.float32 else levels
 
@@ -170,13 +170,13 @@ class DiffusionStage(PredictionStage):
         return ObjectivePrediction(self.model, self.objective)
 
     def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
-        """The distance to the teacher's prediction, the objective's loss, or a mixture of both."""
+        """Compute the distance to the teacher's prediction, the objective's loss, or a mixture of both."""
         objective, share = self.objective, self.teacher_share
         noisy = objective.add_noise(batch.latents, batch.noise, batch.levels)
         if share:
             with torch.no_grad(), accelerator.autocast():
                 target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
-        prediction = module(noisy, ObjectivePrediction.whole_numbers(batch.levels), batch.condition)
+        prediction = module(noisy, ObjectivePrediction.as_integers(batch.levels), batch.condition)
         if not share:
             return objective.losses_of(prediction, noisy, batch).mean()
         loss = objective.distillation_losses(prediction, target, noisy, batch).mean()

@@ -47,7 +47,7 @@ class BatchesByStep(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Mapping[str, Any]:
-        """The batch of a step, on the CPU; a pure function."""
+        """Return the batch of a step, on the CPU; a pure function."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ModelBatch:
 class TokenPredictions(nn.Module):
     """A language model, called for the sums of its losses over tokens.
 
-    All of it runs within `forward`, where sharding and other processes expect it.
+    Everything runs within `forward`, as sharding and distributed training require.
     """
 
     def __init__(self, model: nn.Module, temperature: float) -> None:
@@ -140,7 +140,7 @@ class TransformersStage(PredictionStage):
 
     @property
     def _part(self) -> Any:
-        """The part of the model that runs: without its head where nothing is learned from that."""
+        """The part of the model that runs: without its head where the loss does not need it."""
         needs_head = self.objective.target == "logits" or self.teacher_share < 1
         return self.model if needs_head else self.model.base_model
 
@@ -168,7 +168,7 @@ class TransformersStage(PredictionStage):
         return ModelOutputs(self._part)
 
     def loss(self, module: nn.Module, batch: ModelBatch, accelerator: Accelerator) -> torch.Tensor:
-        """The distance to the teacher, mixed with the task's loss; both are means over the tokens of all processes."""
+        """Compute the distance to the teacher and the loss of the task, means over the tokens of all processes."""
         inputs, share = batch.inputs, self.teacher_share
         if self._by_tokens:
             return self._token_loss(module, inputs, accelerator)
@@ -192,7 +192,7 @@ class TransformersStage(PredictionStage):
         return without_dropout(self.model) if self.name == "distill" else nullcontext()
 
     def _inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the model that runs; labels cost the logits of all tokens."""
+        """Drop labels that the loss does not need: they cost the logits of all tokens."""
         if self.teacher_share < 1:
             return inputs
         return {name: value for name, value in inputs.items() if name != "labels"}
@@ -264,7 +264,7 @@ def _teacher_logits(teacher: Teacher, states: torch.Tensor) -> torch.Tensor:
 
 
 def _mean(total: torch.Tensor, count: int, accelerator: Accelerator) -> torch.Tensor:
-    """The sum over this process's tokens as its part of the mean over those of all processes.
+    """Scale the sum over this process's tokens to its part of the mean over the tokens of all processes.
 
     Gradients of processes are averaged, hence the factor.
     """
@@ -292,9 +292,9 @@ def divergences(logits: torch.Tensor, target: torch.Tensor, temperature: float =
 
 
 def relative_errors(states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Squared distance of each row to the teacher's, relative to the squared length of that.
+    """Squared distance of each row to the teacher's, relative to the squared length of the teacher's.
 
-    So layers whose states grow large weigh as much as others, and so do tokens.
+    Layers and tokens with large states weigh no more than others.
 
     Args:
         states: `[N, D]`, any dtype.
@@ -317,9 +317,9 @@ def language_losses(
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divergence from the teacher and cross entropy of tokens, without ever holding the logits of all of them.
+    """Compute divergence from the teacher and cross entropy of tokens, holding the logits of a chunk at a time.
 
-    Both are computed for some tokens at a time, and once more in the backward pass.
+    Each chunk is computed again in the backward pass.
 
     Args:
         states: Hidden states `[N, D]` that the student's head makes logits of.
@@ -336,7 +336,7 @@ def language_losses(
     total = states.new_zeros((), dtype=torch.float32)
     sums = (total, total.clone())
     if not len(states):
-        # An empty chunk still has the head take part, for processes wait for its gradients.
+        # The head takes part even so: other processes wait for its gradients.
         return 0.0 * head(states).float().sum(), total
     with torch.no_grad():
         vocabulary = head(states[:1]).shape[-1]
@@ -380,7 +380,7 @@ class TransformersObjective:
 
     @classmethod
     def of(cls, model: nn.Module, target: str | None = None, temperature: float = 1.0) -> TransformersObjective:
-        """The objective of a model.
+        """Choose the objective of a model.
 
         Args:
             model: Of transformers.
@@ -398,7 +398,7 @@ class TransformersObjective:
             MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
         )
 
-        # Sharding gives a model a class of its own, derived from the one that is known.
+        # Sharding replaces the class of a model by a subclass.
         names = {base.__name__ for base in type(model).__mro__}
         classifiers = (
             MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
@@ -418,7 +418,7 @@ class TransformersObjective:
         return cls(predicts_tokens=predicts_tokens, target=target, temperature=temperature)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values, which tell the objectives of two runs apart."""
+        """Return the fields as plain JSON values, to compare the objectives of two runs."""
         return {"distill_target": self.target, "distill_temperature": self.temperature}
 
 
@@ -433,7 +433,7 @@ def token_states(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def head_of(model: Any) -> Head:
-    """The head of a language model, with whatever its class does to logits.
+    """Return the head of a language model, with the scaling and capping of logits of its class.
 
     It is the model's own `forward`, with given hidden states in place of what lies under the head.
 
@@ -457,7 +457,7 @@ def head_of(model: Any) -> Head:
 
 @contextmanager
 def _returning(module: nn.Module, states: torch.Tensor) -> Iterator[list[bool]]:
-    """Has a module return hidden states instead of computing them; the list grows with every call."""
+    """Make a module return hidden states instead of computing them; the list grows with every call."""
     before, calls = module.__dict__.get("forward"), []
 
     def forward(*args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
@@ -475,7 +475,7 @@ def _returning(module: nn.Module, states: torch.Tensor) -> Iterator[list[bool]]:
 
 
 def matched_states(target: str, output: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The part of a model's output that is matched: one tensor `[N, D]`, or one for each layer.
+    """Select the part of a model's output that is matched: one tensor `[N, D]`, or one for each layer.
 
     Tokens of padding are left out.
 
