@@ -89,8 +89,8 @@ def convert_command(
 
     from ..conversion import convert_pretrained
     from ..conversion.options import automatic_share
-    from .card import write_first_card
     from .recover import show_calibration
+    from .share import write_first_card
 
     hub = given(options, Hub)
     if automatic:
@@ -206,7 +206,7 @@ def import_official_command(
     axes = {"blocks": parse_axes(blocks, "blocks"), "grid": parse_axes(grid, "grid")}
 
     from ..conversion import import_official
-    from .card import write_first_card
+    from .share import write_first_card
 
     report = import_official(
         source,

@@ -39,7 +39,7 @@ _MEMORY_OPTIONS = (
 # Panels of fewer columns would cut the names of options.
 _PANEL_COLUMNS = 78
 # Names of arguments in Python where the command line has another.
-_CALLED = {"destination": "output", "directory": "model"}
+_CALLED = {"destination": "output", "directory": "model", "base": "original"}
 _VERBS = "must|is|are|was|has|have|had|names|name|needs|need|cannot|could|already|selects|makes|takes|does|do"
 
 

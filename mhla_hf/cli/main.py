@@ -7,8 +7,7 @@ from typing import Any
 import typer
 
 from .. import __version__
-from . import bench, card, check_lora, convert, demo, doctor, inspect, push, recover, serve, train
-from .app import app_command
+from . import bench, convert, doctor, look, recover, share, train
 from .errors import FriendlyGroup
 
 
@@ -95,39 +94,39 @@ _add(
 )
 _add("train", RECOVER, train.app)
 
-_add("demo", LOOK, demo.run_command)
+_add("demo", LOOK, look.demo_command)
 _add(
     "inspect",
     LOOK,
-    inspect.inspect_command,
+    look.inspect_command,
     "mhla-hf inspect wan-mhla --html report.html --original Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     "mhla-hf inspect qwen3-mhla --prompt 'import this' --json figures.json",
 )
 _add("bench", LOOK, bench.app)
-_add("app", LOOK, app_command, "mhla-hf app demo-output/mhla", "mhla-hf app you/wan-mhla --export-space space")
+_add("app", LOOK, look.app_command, "mhla-hf app demo-output/mhla", "mhla-hf app you/wan-mhla --export-space space")
 
 _add(
     "card",
     SHARE,
-    card.card_command,
+    share.card_command,
     "mhla-hf card wan-mhla",
     "mhla-hf card wan-mhla --benchmark decode.json --output -",
 )
 _add(
     "push",
     SHARE,
-    push.push_command,
+    share.push_command,
     "mhla-hf push wan-mhla you/wan-mhla --private",
     "mhla-hf push qwen3-mhla you/qwen3-mhla --benchmark decode.json --create-pr",
 )
-_add("check-lora", SHARE, check_lora.check_lora_command, "mhla-hf check-lora wan-mhla my-lora.safetensors")
+_add("check-lora", SHARE, share.check_lora_command, "mhla-hf check-lora wan-mhla my-lora.safetensors")
 _add(
     "serve",
     SHARE,
-    serve.serve_command,
+    share.serve_command,
     "mhla-hf serve qwen3-mhla",
     "mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16",
-    context_settings=serve.PASSED_ON,
+    context_settings=share.PASSED_ON,
     options_metavar="MODEL [OPTIONS]",
 )
 

@@ -9,7 +9,6 @@ import typer
 
 from ..config import CHOICES, MHLAConfig
 from ..recovery.recipes import STAGES, VARIANTS, DataOptions, recipe_names
-from .card import write_first_card
 from .options import (
     AXES,
     BLOCKS,
@@ -37,6 +36,7 @@ from .options import (
     with_options,
 )
 from .output import JsonFile, progress_bars, say, show_table, write_report
+from .share import write_first_card
 
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from ..training.config import UNCONVERTED, CacheConfig, TrainingConfig
 from ..training.families import FAMILIES, check_options, option_families
 from ..utils.json_files import read_json
 from ..utils.messages import check_count, check_names
-from .card import write_first_card
 from .options import DIRECTORY, FILE, Quiet, argument, option, options_from, with_options
 from .output import JsonFile, write_report
+from .share import write_first_card
 
 
 app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)

@@ -48,7 +48,7 @@ def finished(base, tmp_path_factory):
     """Directory and report of a complete demo, run by its command."""
     output = tmp_path_factory.mktemp("demo") / "output"
     options = ["--match-steps", "2", "--distill-steps", "3", "--train-videos", "4", "--held-out-videos", "4"]
-    options += ["--prompt", "a three moves left", "--inference-steps", "2", "--base", str(base)]
+    options += ["--prompt", "a three moves left", "--inference-steps", "2", "--original", str(base)]
     result = CliRunner().invoke(app, ["demo", str(output), *options])
     assert result.exit_code == 0, result.output
     assert "MHLA + window" in result.stdout and "linear" in result.stdout
@@ -154,7 +154,7 @@ def test_the_package_ships_a_small_base_pipeline():
 @pytest.mark.slow
 def test_a_killed_demo_ends_like_an_uninterrupted_one(base, tmp_path):
     arguments = [
-        *(sys.executable, "-m", "mhla_hf", "demo", str(tmp_path / "killed"), "--base", str(base)),
+        *(sys.executable, "-m", "mhla_hf", "demo", str(tmp_path / "killed"), "--original", str(base)),
         *("--match-steps", "2", "--distill-steps", "60", "--inference-steps", "2"),
         *("--train-videos", "4", "--held-out-videos", "4"),
     ]

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf demo`, `inspect` and `app`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..demo import DemoConfig
+from .options import (
+    DIRECTORY,
+    DTYPES,
+    FILE,
+    HUB,
+    PROBE,
+    SIZES,
+    Component,
+    Device,
+    Hub,
+    Overwrite,
+    Quiet,
+    Seed,
+    Sizes,
+    argument,
+    given,
+    listed,
+    option,
+    options_from,
+    with_options,
+)
+from .output import JsonFile, progress_bars, say, show_table, write_report
+
+
+if TYPE_CHECKING:
+    from ..analysis import InspectionReport, ModelInspection
+
+_TRAINING, _GENERATION = "Training", "Generation"
+_DEMO = options_from(
+    DemoConfig,
+    names=(
+        "base", "seed", "resume", "layers", "match_steps", "distill_steps", "train_videos", "held_out_videos",
+        "prompts", "inference_steps", "guidance",
+    ),
+    panels={
+        **dict.fromkeys(("match_steps", "distill_steps", "train_videos", "held_out_videos"), _TRAINING),
+        **dict.fromkeys(("prompts", "inference_steps", "guidance"), _GENERATION),
+    },
+    flags={"base": "--original", "prompts": "--prompt", "resume": "--resume/--no-resume"},
+    metavars={"base": DIRECTORY, "prompts": "TEXT"},
+)  # fmt: skip
+
+
+@with_options(_DEMO)
+def demo_command(
+    output: Path = argument("Directory to write.", default=Path("demo-output")),
+    *,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Convert, recover and compare a small video model on a CPU.
+
+    A Wan pipeline of moving digits becomes MHLA, MHLA with a softmax window, and linear attention. OUTPUT gets a
+    report, videos, figures and the recovered pipelines. A demo that was stopped resumes.
+    """
+    config = DemoConfig(output=str(output), progress=not quiet, **given(options, DemoConfig))
+
+    from ..demo.report import STAGE_TITLES, TITLES
+    from ..demo.run import run_demo
+
+    report = run_demo(config)
+    write_report(json_file, report)
+    if quiet:
+        return
+    rows: list[list[str]] = [["softmax", "", "", "", f"{report['softmax']['held_out_loss']:.4f}"]]
+    for name, entry in report["variants"].items():
+        cells = [f"{cell['loss']:.4f} ({cell['above_softmax_percent']:+.1f} %)" for cell in entry["held_out"].values()]
+        rows.append([TITLES[name], *cells])
+    show_table(["model", *STAGE_TITLES.values()], rows, title="Held-out loss, and how far above softmax")
+    say(f"Report, videos and figures: {output}\nThe MHLA pipeline: {output / 'mhla'}")
+
+
+@with_options(SIZES, HUB)
+def inspect_command(
+    model: str = argument("Directory or Hub id of an MHLA pipeline or model."),
+    *,
+    html: Path | None = option("Write a self-contained HTML page to FILE.", metavar=FILE),
+    original: str | None = option(
+        "Softmax original to compare outputs with: directory or Hub id. Default: what conversion.json names, if it is "
+        "on this machine.",
+        metavar="MODEL",
+    ),
+    component: Component = None,
+    layers: str | None = option("Layers to inspect, such as 1,2,4. Default: all MHLA layers.", metavar="LAYERS"),
+    block: int | None = option("Block whose weights the page shows on the token grid. Default: the middle one."),
+    prompts: list[str] | None = option(
+        "Prompt of a pipeline, or text; may be repeated.", "--prompt", metavar="TEXT", panel=PROBE
+    ),
+    images: list[Path] | None = option(
+        "Image for a vision model; may be repeated.", "--image", metavar=FILE, panel=PROBE
+    ),
+    samples: int = option("Number of samples; 0 inspects the weights only.", default=4, panel=PROBE),
+    tokens: int = option(
+        "Largest number of rows (query tokens) of attention matrices, and of tokens of a text.",
+        default=512,
+        panel=PROBE,
+    ),
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Show what MHLA has learned in each layer.
+
+    It reports the mixing weights of each layer, and on a few samples the rank and entropy of its attention compared
+    with softmax and linear attention, and the error of its output against the original model.
+    """
+    if html is not None and html.is_dir():
+        raise ValueError(f"html={html} is a directory; give a file.")
+
+    from ..analysis import inspect_directory, write_html
+
+    hub = given(options, Hub)
+    _refuse_damaged(model, hub)
+    with progress_bars(not quiet, "loading the model and its probe") as progress:
+        report = inspect_directory(
+            model,
+            base=original,
+            component=component,
+            prompts=prompts or (),
+            images=images or (),
+            samples=samples,
+            layers=layers,
+            block=block,
+            tokens=tokens,
+            seed=seed,
+            device=device,
+            progress=lambda name, done, total: progress(f"inspecting {name}", done, total),
+            **given(options, Sizes),
+            **hub,
+        )
+    write_report(json_file, report.to_dict())
+    if html is not None:
+        write_html(report, html, block=block)
+    if not quiet:
+        _show_inspection(report)
+        if html is not None:
+            say(f"Wrote {html}")
+
+
+def _refuse_damaged(model: str, hub: dict[str, Any]) -> None:
+    """Raise `ValueError` for a directory that cannot be loaded, before a loader fails on it."""
+    from ..hub.checks import check_directory
+    from ..utils.locations import find_directory
+
+    directory, _ = find_directory(model, **hub)
+    errors = [problem for problem in check_directory(directory, values=False) if problem.level == "error"]
+    if errors:
+        raise ValueError(f"{model} cannot be loaded: {errors[0]} (mhla-hf doctor lists all problems)")
+
+
+def _show_inspection(report: "InspectionReport") -> None:
+    for model in report.models:
+        converted = sum(layer.kind == "mhla" for layer in model.layers)
+        others = [str(layer.index) for layer in model.layers if layer.kind != "mhla"]
+        layouts = [(layer.mixing.layout.blocks, layer.mixing.grid) for layer in model.mhla_layers if layer.mixing]
+        described = []
+        for blocks, grid in dict.fromkeys(layouts):
+            tokens = f" on a grid of {'×'.join(map(str, grid))} tokens" if grid else ""
+            described.append(f"{'×'.join(map(str, blocks))} blocks{tokens}")
+        kept = f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} {model.layers[0].original}"
+        say(
+            f"{model.class_name} ({model.component}): {converted} of {len(model.layers)} layers are MHLA, with "
+            f"{' or '.join(described)}{kept if others else ''}"
+        )
+        if model.is_untrained:
+            say("It is untrained since its conversion: all mixing weights have their initial values.")
+        _show_layers(model)
+        for note in model.notes:
+            say(note)
+        if model.output_error is not None:
+            error = f"{model.output_error['mean']:.4f} ± {model.output_error['std']:.4f}"
+            say(f"Relative error of the model's output against {report.base}: {error}")
+    say(
+        "moved: relative change of the mixing weights since initialisation; pattern: the same with rows scaled to an "
+        "absolute sum of 1."
+    )
+    if report.probe:
+        original = report.models[0].layers[0].original
+        say(f"Probe: {report.probe}. Rank and entropy are means over heads and samples: {original}|MHLA|linear.")
+        if not report.base:
+            say("No original was found, so there are no output errors; --original names it.")
+
+
+def _show_layers(model: "ModelInspection") -> None:
+    layers = model.mhla_layers
+    with_probe, with_base = (any(getattr(layer, name) for layer in layers) for name in ("attention", "output_error"))
+    rows = []
+    for layer in layers:
+        assert layer.mixing is not None
+        movement, pattern = (sum(x) / len(x) for x in (layer.mixing.movement, layer.mixing.pattern_movement))
+        cells: list[Any] = [layer.index, f"{movement:.3f}", f"{pattern:.3f}"]
+        if with_probe:
+            found = layer.attention.statistics.values() if layer.attention else ()
+            for statistic, digits in (("effective_rank", 0), ("relative_entropy", 2)):
+                cells.append("|".join(f"{kind[statistic]['mean']:.{digits}f}" for kind in found))
+        if with_base:
+            cells.append(f"{layer.output_error['mean']:.4f}" if layer.output_error else None)
+        rows.append(cells)
+    columns = ["layer", "moved", "pattern"]
+    show_table(columns + ["effective rank", "relative entropy"] * with_probe + ["output error"] * with_base, rows)
+
+
+def app_command(
+    model: str | None = argument(
+        "An MHLA pipeline or language model: a directory or Hub id. Default: demo-output/mhla if it exists, else the "
+        "demo's pipeline, converted and calibrated now.",
+        default=None,
+    ),
+    *,
+    original: str | None = option(
+        "The original: directory or Hub id. Default: what conversion.json names.", metavar="MODEL"
+    ),
+    port: int | None = option("Port. Default: the first free one from 7860."),
+    host: str | None = option("Address to listen on, such as 0.0.0.0. Default: this machine only.", metavar="ADDRESS"),
+    share: bool = option("Make a public link through gradio's servers.", "--share", default=False),
+    device: Device = "auto",
+    dtype: str | None = option(
+        f"Type of the weights: {listed(DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.", choices=DTYPES
+    ),
+    space: Path | None = option("Write a folder for a Space of the Hub instead.", "--export-space", metavar=DIRECTORY),
+    overwrite: Overwrite = False,
+) -> None:
+    """Compare an MHLA model with its original in a browser.
+
+    The page generates with both models from the same seed, and shows their times and the mixing weights. It needs
+    gradio: pip install -e '.[app]' in a clone of mhla_hf.
+    """
+    from ..app import create_app, export_space, serve
+
+    if space is not None:
+        folder = export_space(space, model, original, overwrite=overwrite)
+        typer.echo(f"{folder} is a Space: push it with `hf upload OWNER/NAME {folder} --repo-type space`")
+        return
+    serve(create_app(model, original, device=device, dtype=dtype), host=host, port=port, share=share)

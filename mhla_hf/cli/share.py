@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mhla-hf card`, `push`, `check-lora` and `serve`, and the card that other commands write into what they make."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..utils.messages import how_to_install
+from .options import FILE, HUB, Component, Hub, Quiet, argument, given, option, with_options
+from .output import JsonFile, say, show_table, write_report
+
+
+if TYPE_CHECKING:
+    from ..lora_check import LoraReport
+
+_BENCHMARKS = option(
+    "JSON file of mhla-hf bench, or report.json of another recovery of the same model with the same data; may be "
+    "repeated.",
+    "--benchmark",
+    metavar=FILE,
+)
+
+
+def card_command(
+    model: Path = argument("Pipeline or model, converted or trained by mhla-hf."),
+    *,
+    benchmarks: list[Path] | None = _BENCHMARKS,
+    name: str | None = option("Name of the model. Default: that of the base model.", metavar="NAME"),
+    prompt: str | None = option("Prompt of the example.", metavar="TEXT"),
+    license_name: str | None = option(
+        "Licence, such as apache-2.0, where the original states none.", "--license", metavar="NAME"
+    ),
+    repo_id: str | None = option("Repository in the examples.", metavar="OWNER/NAME"),
+    output: Path | None = option(
+        "File to write; '-' is standard output. Default: MODEL/README.md.", "--output", "-o", metavar=FILE
+    ),
+    overwrite: bool = option(
+        "Replace a card that was not generated, or was edited since.", "--overwrite", default=False
+    ),
+) -> None:
+    """Write the model card of a directory.
+
+    Quality comes from the recovery's report, speed and memory from the files of --benchmark. What was not measured is
+    left out. A README.md that someone wrote or edited is not overwritten.
+    """
+    if output not in (None, Path("-")) and output.exists() and not overwrite:
+        raise ValueError(f"output={output} exists; choose another file, or pass --overwrite.")
+
+    from ..hub.card import CardText, model_card, write_card
+    from ..utils.files import atomic_file
+
+    text = CardText(name=name, prompt=prompt, license=license_name)
+    options: dict[str, Any] = {"benchmarks": benchmarks or (), "text": text, "repo_id": repo_id}
+    if output is None:
+        written = write_card(model, overwrite=overwrite, **options)
+        if written is None:
+            raise ValueError(
+                f"{model / 'README.md'} was written or edited by someone and is kept: --overwrite replaces it, "
+                "--output FILE writes another file."
+            )
+        typer.echo(f"Wrote {written}.")
+        return
+    card = model_card(model, **options)
+    if output == Path("-"):
+        typer.echo(str(card), nl=False)
+        return
+    with atomic_file(output) as temporary:
+        card.save(temporary)
+    typer.echo(f"Wrote {output}.")
+
+
+def write_first_card(directory: Path, destination: Path | None = None) -> None:
+    """Write the card of a directory that a command has made; the command succeeds without it, too."""
+    from ..hub.card import write_card
+
+    try:
+        write_card(directory, destination=destination)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        typer.echo(f"No model card was written: {error}", err=True)
+
+
+def push_command(
+    model: Path = argument("Pipeline or model with MHLA."),
+    repository: str = argument("Repository on the Hub, owner/name; created if absent."),
+    *,
+    private: bool = option("Make a new repository private.", "--private", default=False),
+    revision: str | None = option("Branch; created if absent. Default: the main one.", metavar="NAME"),
+    create_pr: bool = option("Open a pull request instead of committing.", "--create-pr", default=False),
+    message: str | None = option("First line of the commit's message.", metavar="TEXT"),
+    token: str | None = option("Access token. Default: that of hf auth login.", metavar="TEXT"),
+    max_shard_size: str | None = option(
+        "Largest weight file, such as 5GB. Default: that of the model's library.", metavar="SIZE"
+    ),
+    benchmarks: list[Path] | None = _BENCHMARKS,
+    dry_run: bool = option("Check and list the files, and upload nothing.", "--dry-run", default=False),
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Push a converted pipeline or model to the Hub.
+
+    The directory is checked first (files, shapes, NaN), and is not changed. The repository gets a model card, unless
+    you wrote one, and a file by which trust_remote_code=True loads it. All files arrive in one commit; after an
+    interruption, run the same command again: large files that arrived are not sent twice.
+    """
+    from ..hub.push import check_repository, prepare_push, push_directory
+
+    options: dict[str, Any] = {"max_shard_size": max_shard_size, "benchmarks": benchmarks or []}
+    if dry_run:
+        check_repository(repository)
+        contents, warnings = prepare_push(model.expanduser(), repository, progress=not quiet, **options)
+        write_report(json_file, {"repository": repository, "files": contents.sizes, "warnings": warnings})
+        if not quiet:
+            _show_files(contents.sizes, contents.left_out, warnings)
+        return
+    commit = push_directory(
+        model,
+        repository,
+        private=private or None,
+        revision=revision,
+        create_pr=create_pr,
+        token=token,
+        commit_message=message,
+        progress=not quiet,
+        **options,
+    )
+    url = commit.pr_url or commit.repo_url.url
+    write_report(
+        json_file, {"repository": repository, "url": url, "commit": commit.oid, "pull_request": commit.pr_url}
+    )
+    if not quiet:
+        typer.echo(url)
+
+
+def _show_files(sizes: dict[str, int], left_out: list[str], warnings: list[str]) -> None:
+    from ..conversion.options import format_bytes
+    from ..utils.messages import shorten_list
+
+    for name, size in sizes.items():
+        say(f"{format_bytes(size):>10}  {name}")
+    say(f"{format_bytes(sum(sizes.values())):>10}  in {len(sizes)} files")
+    if left_out:
+        say(f"left out: {shorten_list(left_out)}")
+    for warning in warnings:
+        say(f"warning: {warning}", style="yellow")
+
+
+@with_options(HUB)
+def check_lora_command(
+    model: str = argument("Directory or Hub id of an MHLA pipeline or model."),
+    lora: Path = argument("LoRA: a directory or .safetensors file of peft, diffusers or kohya."),
+    *,
+    component: Component = None,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Check which weights of a LoRA apply to an MHLA model.
+
+    The LoRA was made for the softmax original.
+    """
+    from ..lora_check import check_lora
+
+    report = check_lora(model, lora, component=component, **given(options, Hub))
+    write_report(json_file, report.to_dict())
+    if not quiet:
+        _show_lora(report)
+
+
+def _show_lora(report: "LoraReport") -> None:
+    from ..utils.messages import shorten_text
+
+    total, lost = len(report.weights), report.counts["nothing"]
+    applied = "all" if not lost else f"{total - lost} of"
+    say(f"{report.lora}: {applied} {total} weights apply to {report.component}.")
+    rows: list[tuple[str, int, str | None]] = []
+    for kind, count in report.counts.items():
+        targets = [target for target in report.weights.values() if target.kind == kind]
+        layers = sorted({target.layer for target in targets if target.layer is not None})
+        if count:
+            rows.append((kind if kind == "nothing" else f"{kind}s", count, ", ".join(map(str, layers))))
+    if report.others:
+        rows.append(("other models of the pipeline", len(report.others), None))
+    show_table(("weights for", "count", "layers"), rows)
+    reasons = {name: target.reason for name, target in report.weights.items() if target.reason}
+    for name, reason in list(reasons.items())[:3]:
+        say(f"  {shorten_text(name)}: {reason}")
+
+
+# Options of `serve` are those of `transformers serve`, in whatever version is installed.
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def serve_command(context: typer.Context) -> None:
+    """Serve a language model through an API like OpenAI's.
+
+    This is `transformers serve` with MHLA, and takes its arguments: a model first (directory or Hub id), then options
+    such as --port, --device and --dtype, which `transformers serve --help` lists. Continuous batching does not work
+    with MHLA.
+    """
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ModuleNotFoundError(f"the server needs packages that are missing: {how_to_install('serve')}")
+    if "--continuous-batching" in context.args:
+        raise ValueError(
+            "--continuous-batching keeps keys and values in pages, and MHLA caches summaries of blocks: leave it out, "
+            "and requests are answered one after the other."
+        )
+    from transformers.cli.serve import Serve
+
+    app = typer.Typer(add_completion=False)
+    app.command()(Serve)
+    # As a program, it would handle Ctrl-C and mistakes in another way than `mhla-hf`.
+    parsed: Any = typer.main.get_command(app).make_context("mhla-hf serve", list(context.args))
+    _check_model(parsed.params["force_model"], parsed.params["trust_remote_code"])
+    with parsed:
+        parsed.command.invoke(parsed)
+
+
+def _check_model(model: str | None, trust_remote_code: bool) -> None:
+    """Refuse models for which the server would start, and then fail on every request."""
+    import transformers
+
+    if model is None:
+        raise ValueError("a model must be given, directory or Hub id: mhla-hf serve MODEL")
+    if model.endswith(".gguf"):
+        # These files hold their configuration, and are never MHLA.
+        return
+    location, _, revision = model.partition("@")
+    config = transformers.AutoConfig.from_pretrained(
+        location, revision=revision or None, trust_remote_code=trust_remote_code
+    )
+    names = config.architectures or [config.model_type]
+    model_class = getattr(transformers, names[0], None)
+    # The server loads classes from a repository's code.
+    if model_class is not None and not model_class.can_generate():
+        raise ValueError(f"{model} is a {names[0]}, which generates no text; serve a language model")
