@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def _plan_import(
     renamed = diffusers_names(shapes)
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     written = {
-        stripped[original]: _imported_entry(name, entries[stripped[original]], target.get(name))
+        stripped[original]: _imported_entry(name, entries[stripped[original]], target.get(name, ()))
         for name, original in renamed.items()
     }
     compare_tensors(
@@ -169,21 +170,23 @@ def _plan_import(
     return ComponentPlan("transformer", config, [plan_files(None, files, copied, [], max_bytes)], report)
 
 
-def _imported_entry(name: str, entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry:
-    """An entry under its diffusers name, in the module's shape where the authors store the same numbers in another."""
-    if name.endswith(".mhla.mixing"):
+def _imported_entry(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """Return a tensor under its diffusers name, in the module's shape where the authors store it in another."""
+    if name.endswith(".mhla.mixing") and entry.shape[2:] == (1, 1):
         return TensorEntry(name, entry.shape[:2], entry.dtype, lambda: entry.load().flatten(1))
-    if name.endswith(".mhla.lepe.weight") and shape is not None and entry.shape != shape:
-        return TensorEntry(name, shape, entry.dtype, lambda: widen_kernel(entry.load(), shape))
-    return TensorEntry(name, entry.shape, entry.dtype, entry.load)
+    if name.endswith(".mhla.lepe.weight") and entry.shape != shape:
+        sizes = (1,) * (5 - len(entry.shape)) + entry.shape[2:]
+        if entry.shape[:2] == shape[:2] and len(sizes) == 3 and all(size % 2 for size in sizes):
+            return TensorEntry(name, shape, entry.dtype, lambda: widen_kernel(entry.load(), shape))
+    return replace(entry, name=name)
 
 
 def widen_kernel(weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Puts a depthwise kernel into the middle of a larger one of zeros, which convolves to the same.
+    """Pad a depthwise kernel with zeros to a larger one, which convolves to the same.
 
     Args:
         weight: `[C, 1, h, w]`, which acts within frames, or `[C, 1, f, h, w]`, odd sizes.
-        shape: `[C, 1, k, k, k]`, k the largest of those sizes.
+        shape: `[C, 1, k, k, k]`, k at least those sizes.
     """
     if weight.ndim == 4:
         weight = weight.unsqueeze(2)

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import platform
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.utils.sha import sha_fileobj
 
 from .. import __version__
 from ..config import MHLAConfig
@@ -26,7 +26,6 @@ SCHEMA_VERSION = 2
 
 _PACKAGES = ("mhla-hf", "torch", "diffusers", "transformers", "safetensors", "huggingface_hub")
 _TRAINED_FAMILIES = ("wan", "sana", "dit")
-_HASH_CHUNK = 8 * 2**20
 
 
 @dataclass
@@ -176,23 +175,17 @@ def _training_command(destination: Path, name: str, part: ComponentReport) -> st
     return f"mhla-hf train {family.name}" if same and not config.get("guidance_embeds") else None
 
 
-def describe_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Size and SHA-256 of a weight file.
+def describe_file(path: Path) -> dict[str, Any]:
+    """Return the size and SHA-256 of a weight file.
 
-    Hub downloads are links to blobs named by their SHA-256 already; those are not read again.
+    Hub downloads are links to blobs named by their SHA-256, which are not read again.
     """
     resolved = path.resolve()
-    size = resolved.stat().st_size
     # Anybody can give a file such a name elsewhere.
     is_blob = resolved.parent.name == "blobs" and resolved.parents[1] / "snapshots" in path.parent.resolve().parents
     if path.is_symlink() and is_blob and re.fullmatch(r"[0-9a-f]{64}", resolved.name):
-        if on_bytes is not None:
-            on_bytes(size)
-        return {"bytes": size, "sha256": resolved.name}
-    digest = hashlib.sha256()
-    with resolved.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-            if on_bytes is not None:
-                on_bytes(len(chunk))
-    return {"bytes": size, "sha256": digest.hexdigest()}
+        digest = resolved.name
+    else:
+        with resolved.open("rb") as file:
+            digest = sha_fileobj(file).hex()
+    return {"bytes": resolved.stat().st_size, "sha256": digest}

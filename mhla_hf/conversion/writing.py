@@ -25,9 +25,6 @@ from .planning import ComponentPlan
 from .report import ConversionReport, describe_file
 
 
-_COPY_CHUNK = 8 * 2**20
-
-
 def write_result(
     source: Source | None,
     plans: list[ComponentPlan],
@@ -66,12 +63,12 @@ def write_result(
     copied_bytes = sum(path.stat().st_size for path in copies.values())
     written_bytes = sum(weights.nbytes for plan in plans for weights in plan.weights)
     check_space(destination.path, copied_bytes + written_bytes)
-    hashed_bytes = sum(path.stat().st_size for plan in plans for weights in plan.weights for path in weights.sources)
-    total = copied_bytes + written_bytes + hashed_bytes
+    total = copied_bytes + written_bytes
     with destination.staging() as staging, byte_progress(total, progress) as (describe, advance):
         for path, original in copies.items():
             describe(f"copying {path.parts[0]}")
-            copy_file(original, staging / path, advance)
+            (staging / path).parent.mkdir(parents=True, exist_ok=True)
+            advance(Path(shutil.copyfile(original, staging / path)).stat().st_size)
         for plan in plans:
             folder = staging if pipeline is None else staging / plan.name
             describe(f"converting {plan.name}")
@@ -81,7 +78,7 @@ def write_result(
             write_staged_json(folder / "config.json", plan.config)
             describe(f"hashing {plan.name}")
             for weights in plan.weights:
-                weights.report.source_files = {path.name: describe_file(path, advance) for path in weights.sources}
+                weights.report.source_files = {path.name: describe_file(path) for path in weights.sources}
             plan.report.weight_sets = [weights.report for weights in plan.weights]
             report.components[plan.name] = plan.report
         if pipeline is not None:
@@ -155,16 +152,6 @@ def check_space(destination: Path, needed: int) -> None:
         raise ValueError(
             f"destination {destination} needs {format_bytes(needed)}, but {folder} has {format_bytes(free)} free."
         )
-
-
-def copy_file(source: Path, target: Path, on_bytes: Callable[[int], None] | None = None) -> None:
-    """Copies the contents of a file (links are followed), folders made as needed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while chunk := reader.read(_COPY_CHUNK):
-            writer.write(chunk)
-            if on_bytes is not None:
-                on_bytes(len(chunk))
 
 
 @contextmanager

@@ -11,11 +11,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import islice
 from typing import Any
 
 from ..utils.compat.diffusers import rename_wan_weights
-from ..utils.messages import shorten_list, shorten_text, shorten_value
+from ..utils.messages import shorten_text, shorten_value
 from .bounds import MAX_LAYERS
 
 
@@ -156,36 +155,24 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
         num_heads: Number of heads, where it is known otherwise.
 
     Raises:
-        ValueError: If a tensor that gives a size is missing, layers are not numbered without gaps, or sizes do not
-            fit each other.
+        ValueError: If a tensor that gives a size is missing, or there are too many layers. Other tensors are compared
+            with the model.
     """
 
     def shape(name: str, axes: int) -> Shape:
-        if name not in shapes:
-            raise ValueError(
-                f"the checkpoint lacks {name}; it has {len(shapes)} tensors, such as {_examples(shapes)}."
-            )
-        if len(shapes[name]) != axes:
-            raise ValueError(f"{name} has shape {shorten_value(shapes[name])}, but should have {axes} axes.")
-        return shapes[name]
+        found = shapes.get(name, ())
+        if len(found) != axes:
+            has = f"its shape is {shorten_value(found)}" if found else f"it has tensors such as {_examples(shapes)}"
+            raise ValueError(f"the checkpoint lacks {name} with {axes} axes; {has}.")
+        return found
 
     patch_embedding = shape("patch_embedding.weight", 5)
     hidden_size, in_channels, patch_size = patch_embedding[0], patch_embedding[1], patch_embedding[2:]
     patch_volume = math.prod(patch_size)
     head_rows = shape("head.head.weight", 2)[0]
-    if head_rows % patch_volume:
-        raise ValueError(f"head.head.weight has {head_rows} rows, which patches of {patch_size} do not divide.")
-    numbers = sorted({int(match[1]) for match in map(_BLOCK.match, shapes) if match})
-    if len(numbers) > MAX_LAYERS:
-        raise ValueError(f"the checkpoint has {len(numbers)} layers, which is more than {MAX_LAYERS}.")
-    last = numbers[-1] if numbers else 0
-    if last + 1 != len(numbers):
-        # Between numbers that are far apart, more are missing than should be written down.
-        present = set(numbers)
-        absent = (index for index in range(last + 1) if index not in present)
-        names = ", ".join(f"blocks.{index}" for index in islice(absent, 6))
-        more = last + 1 - len(numbers) - 6
-        raise ValueError(f"the checkpoint lacks every tensor of {names}{f' and {more} more' if more > 0 else ''}.")
+    num_layers = 1 + max((int(match[1]) for match in map(_BLOCK.match, shapes) if match), default=0)
+    if num_layers > MAX_LAYERS:
+        raise ValueError(f"the checkpoint has blocks.{num_layers - 1}, but a model may have {MAX_LAYERS} layers.")
     config: dict[str, Any] = {
         "patch_size": list(patch_size),
         "num_attention_heads": _head_count(shapes, hidden_size, num_heads),
@@ -194,7 +181,7 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
         "text_dim": shape("text_embedding.0.weight", 2)[1],
         "freq_dim": shape("time_embedding.0.weight", 2)[1],
         "ffn_dim": shape("blocks.0.ffn.0.weight", 2)[0],
-        "num_layers": len(numbers),
+        "num_layers": num_layers,
         "cross_attn_norm": any(name.endswith(".norm3.weight") for name in shapes),
         "qk_norm": "rms_norm_across_heads" if any(".self_attn.norm_q." in name for name in shapes) else None,
         "image_dim": None,
@@ -212,8 +199,6 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
 
 def _head_count(shapes: Mapping[str, Shape], hidden_size: int, num_heads: int | None) -> int:
     widths = {shape[0]: name for name, shape in shapes.items() if name.endswith(f".self_attn.{OUTPUT_NORM}")}
-    if len(widths) > 1:
-        raise ValueError(f"{shorten_list(widths.values())} have different widths.")
     width, given = next(iter(widths.items()), (DEFAULT_HEAD_DIM, "Wan's usual head width"))
     if num_heads is not None:
         if num_heads < 1 or hidden_size % num_heads or (widths and hidden_size // num_heads != width):
@@ -235,7 +220,7 @@ def mhla_options(shapes: Mapping[str, Shape], blocks: tuple[int, ...] | None) ->
         `blocks`, `output_norm`, `output_gate`, `lepe_kernel` and `layers` (`None` when every layer is MHLA).
 
     Raises:
-        ValueError: If no layer is MHLA, layers differ, or the blocks are missing or do not fit.
+        ValueError: If no layer is MHLA, or the blocks are missing or do not fit.
     """
     layers = mhla_layers(shapes)
     if not layers:
@@ -243,56 +228,33 @@ def mhla_options(shapes: Mapping[str, Shape], blocks: tuple[int, ...] | None) ->
             f"no layer of the checkpoint has self_attn.{MIXING}, so it is not MHLA; it has {_examples(shapes)}. "
             "For an ordinary Wan model use mhla-hf convert."
         )
-    sizes = {index: shapes[f"blocks.{index}.self_attn.{MIXING}"] for index in layers}
-    for index, size in sizes.items():
-        if len(size) != 4 or size[0] != size[1] or size[2:] != (1, 1) or size != sizes[layers[0]]:
-            raise ValueError(
-                f"blocks.{index}.self_attn.{MIXING} has shape {shorten_value(size)}; expected (M, M, 1, 1), M the "
-                "same everywhere."
-            )
-    count = sizes[layers[0]][0]
-    if blocks is None:
-        if count != 150:
-            raise ValueError(
-                f"the checkpoint has {count} blocks: give blocks, three numbers whose product is {count}."
-            )
-        blocks = (3, 5, 10)
-    if len(blocks) != 3 or math.prod(blocks) != count:
+    mixing = shapes[f"blocks.{layers[0]}.self_attn.{MIXING}"]
+    count = mixing[0]
+    if mixing != (count, count, 1, 1):
         raise ValueError(
-            f"blocks={shorten_text(','.join(map(str, blocks)))} must be three numbers whose product is {count}, "
-            "the size of the checkpoint's mixing matrices."
+            f"blocks.{layers[0]}.self_attn.{MIXING} has shape {shorten_value(mixing)}; expected (M, M, 1, 1)."
+        )
+    if blocks is None and count == 150:
+        blocks = (3, 5, 10)
+    if blocks is None or len(blocks) != 3 or math.prod(blocks) != count:
+        given = "" if blocks is None else f"={shorten_text(','.join(map(str, blocks)))}"
+        raise ValueError(
+            f"blocks{given} must be given as three numbers whose product is {count}, the size of the checkpoint's "
+            "mixing matrices."
         )
 
-    def everywhere(name: str) -> bool:
-        having = [index for index in layers if f"blocks.{index}.self_attn.{name}" in shapes]
-        if having and having != layers:
-            lacking = shorten_list(f"blocks.{index}.self_attn.{name}" for index in layers if index not in having)
-            raise ValueError(f"the checkpoint lacks {lacking}, which its other MHLA layers have.")
-        return bool(having)
+    def has(name: str) -> bool:
+        return any(f"blocks.{index}.self_attn.{name}" in shapes for index in layers)
 
+    kernels = [shapes.get(f"blocks.{index}.self_attn.lepe.weight", ())[2:] for index in layers]
     num_layers = len({match[1] for match in map(_BLOCK.match, shapes) if match})
     return {
         "blocks": blocks,
-        "output_norm": everywhere(OUTPUT_NORM),
-        "output_gate": any([everywhere("g.weight"), everywhere("g.bias")]),
-        "lepe_kernel": _lepe_kernel(shapes, layers) if everywhere("lepe.weight") else None,
+        "output_norm": has(OUTPUT_NORM),
+        "output_gate": has("g.weight") or has("g.bias"),
+        "lepe_kernel": max((size for kernel in kernels for size in kernel), default=None),
         "layers": layers if len(layers) < num_layers else None,
     }
-
-
-def _lepe_kernel(shapes: Mapping[str, Shape], layers: list[int]) -> int:
-    kernels = set()
-    for index in layers:
-        name = f"blocks.{index}.self_attn.lepe.weight"
-        shape = shapes[name]
-        if len(shape) not in (4, 5) or shape[1] != 1 or any(size % 2 == 0 for size in shape[2:]):
-            raise ValueError(
-                f"{name} has shape {shorten_value(shape)}; expected a depthwise convolution with odd kernel sizes."
-            )
-        kernels.add(max(shape[2:]))
-    if len(kernels) > 1:
-        raise ValueError(f"self_attn.lepe.weight has kernels of different sizes ({sorted(kernels)[:6]}).")
-    return kernels.pop()
 
 
 def _examples(shapes: Mapping[str, Shape]) -> str:

@@ -210,12 +210,13 @@ class Destination:
                 os.rmdir(self.path)
             # Replaces an empty directory and nothing else.
             os.rename(new, self.path)
-        except BaseException as error:
-            if replaces and not os.path.lexists(self.path):
-                os.rename(old, self.path)
-            if isinstance(error, OSError) and error.errno in _TAKEN:
+        except OSError as error:
+            if error.errno in _TAKEN:
                 raise self._filled() from None
             raise
+        finally:
+            if replaces and not os.path.lexists(self.path):
+                os.rename(old, self.path)
         if replaces:
             # What is half removed must never be restored.
             os.rename(old, new)
@@ -286,11 +287,8 @@ def claim_destination(destination: Path, *, overwrite: bool = False) -> Iterator
     claimed = Destination(path, overwrite)
     lock_path = claimed.home / f"{TEMPORARY_PREFIX}lock-{path.name}"
     taken = f"destination {destination} is being written by another run; wait for it or choose another one."
-    try:
-        claimed.home.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(lock_path, taken, _DESTINATION_PATIENCE_SECONDS)
-    except OSError as error:
-        raise OSError(error.errno, f"destination {destination} cannot be written ({error.strerror})") from error
+    claimed.home.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(lock_path, taken, _DESTINATION_PATIENCE_SECONDS)
     try:
         claimed.recover(remove=lock is not None)
         claimed.check_content()

@@ -67,16 +67,16 @@ def parse_json(text: str, where: str) -> Any:
     """
     try:
         value = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{where} is not valid JSON (nested too deeply).") from None
-    except ValueError as error:
-        raise ValueError(f"{where} is not valid JSON ({error}).") from None
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _children(parent) if isinstance(child, (dict, list))]
-        if not level:
-            return value
-    raise ValueError(f"{where} is not valid JSON for this package (nested too deeply).")
+    except (ValueError, RecursionError) as error:
+        problem: object = "nested too deeply" if isinstance(error, RecursionError) else error
+    else:
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [child for parent in level for child in _children(parent) if isinstance(child, (dict, list))]
+            if not level:
+                return value
+        problem = "nested too deeply"
+    raise ValueError(f"{where} is not valid JSON ({problem}).")
 
 
 def check_fields(
@@ -99,16 +99,23 @@ def check_fields(
     Raises:
         ValueError: See [`read_json`].
     """
-    if not isinstance(content, dict):
-        raise ValueError(f"{where} is not a JSON object but {_name(type(content))}.")
-    for name in required or {}:
-        if name not in content:
-            raise ValueError(f"{where} has no field {name!r}.")
-    for name, types in {**(required or {}), **(optional or {})}.items():
-        if name in content and not _is(content[name], types):
-            allowed = " or ".join(_name(entry) for entry in _tuple(types))
-            raise ValueError(f"{where}: {name!r} must be {allowed}, and is {_name(type(content[name]))}.")
+    problem = _problem(content, required or {}, optional or {})
+    if problem:
+        raise ValueError(f"{where}{problem}.")
     return content
+
+
+def _problem(content: Any, required: Mapping[str, Types], optional: Mapping[str, Types]) -> str:
+    if not isinstance(content, dict):
+        return f" is not a JSON object but {_name(type(content))}"
+    for name, types in {**optional, **required}.items():
+        if name not in content:
+            if name in required:
+                return f" has no field {name!r}"
+        elif not _is(content[name], types):
+            allowed = " or ".join(_name(entry) for entry in _tuple(types))
+            return f": {name!r} must be {allowed}, and is {_name(type(content[name]))}"
+    return ""
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -118,20 +125,17 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _read_text(path: Path, what: str) -> str:
-    if not path.exists():
-        raise ValueError(f"{what} {path} is missing.")
-    # Opening a FIFO would wait for a writer for ever.
-    if not path.is_file():
-        raise ValueError(f"{what} {path} is not a regular file.")
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ValueError(f"{what} {path} has {size:,} bytes; JSON files may have {MAX_BYTES:,}.")
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
-    except OSError as error:
-        raise ValueError(f"{what} {path} cannot be read ({error.strerror}).") from None
+        if not path.is_file():
+            # Opening a FIFO would wait for a writer forever.
+            problem = "is not a regular file" if path.exists() else "is missing"
+        elif path.stat().st_size > MAX_BYTES:
+            problem = f"has more than {MAX_BYTES:,} bytes"
+        else:
+            return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read ({error})"
+    raise ValueError(f"{what} {path} {problem}.")
 
 
 def _is(value: Any, types: Types) -> bool:

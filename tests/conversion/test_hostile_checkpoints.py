@@ -85,14 +85,13 @@ def official(weights, tmp_path, **options):
 def test_layers_with_huge_numbers(number, tmp_path):
     weights = load_file(OFFICIAL)
     weights[f"blocks.{number}.self_attn.q.weight"] = torch.ones(1)
-    message = refused(official(weights, tmp_path), "blocks.")
-    assert "lacks every tensor of" in message or "does not know" in message
+    refused(official(weights, tmp_path), "blocks.")
 
 
 def test_many_layers(tmp_path):
     weights = load_file(OFFICIAL)
     weights.update({f"blocks.{index}.x": torch.ones(1) for index in range(5000)})
-    refused(official(weights, tmp_path), "5000 layers")
+    refused(official(weights, tmp_path), "blocks.4999")
 
 
 def test_long_names(tmp_path):

@@ -322,7 +322,7 @@ def test_names_missing_layers(tmp_path):
         for name in [name for name in weights if name.startswith("blocks.1.")]:
             del weights[name]
 
-    refused(change, r"lacks every tensor of blocks\.1\.", tmp_path)
+    refused(change, r"lacks blocks\.1\.", tmp_path)
 
 
 def test_names_what_is_left_over(tmp_path):
@@ -343,30 +343,33 @@ def test_names_other_shapes(tmp_path):
 
 def test_mixing_matrices_must_agree(tmp_path):
     name = "blocks.2.self_attn.block_attn.conv.weight"
-    refused(
-        lambda weights: weights.update({name: torch.zeros(150, 151, 1, 1)}),
-        r"blocks.2.self_attn.block_attn.conv.weight has shape \(150, 151, 1, 1\); expected \(M, M, 1, 1\)",
-        tmp_path,
-    )
+    for shape in ((150, 151, 1, 1), (150, 150, 3, 3)):
+        refused(
+            lambda weights, shape=shape: weights.update({name: torch.zeros(shape)}),
+            re.escape(f"{name} (150, 15"),
+            tmp_path,
+        )
+        (tmp_path / "changed.safetensors").unlink()
 
 
 def test_odd_convolutions_are_refused(tmp_path):
-    def change(weights, shape=(48, 1, 2, 3, 3)):
-        weights["blocks.1.self_attn.lepe.weight"] = torch.zeros(shape)
+    def change(weights):
+        weights["blocks.1.self_attn.lepe.weight"] = torch.zeros(48, 1, 2, 3, 3)
         weights["blocks.2.self_attn.lepe.weight"] = torch.zeros(48, 1, 3, 3, 3)
 
-    refused(change, "expected a depthwise convolution with odd kernel sizes", tmp_path)
-    (tmp_path / "changed.safetensors").unlink()
-    refused(lambda weights: change(weights, (48, 1, 5, 5, 5)), r"kernels of different sizes \(\[3, 5\]\)", tmp_path)
+    refused(change, r"blocks.1.self_attn.lepe.weight \(48, 1, 2, 3, 3\) instead of", tmp_path)
 
 
 def test_blocks_must_be_given_and_fit(tmp_path):
     refused(
-        lambda weights: None, "blocks=3,5,9 must be three numbers whose product is 150", tmp_path, blocks=(3, 5, 9)
+        lambda weights: None,
+        "blocks=3,5,9 must be given as three numbers whose product is 150",
+        tmp_path,
+        blocks=(3, 5, 9),
     )
     (tmp_path / "changed.safetensors").unlink()
     save_file(authors_checkpoint(official_model()), tmp_path / "authors.safetensors")
-    with pytest.raises(ValueError, match="has 6 blocks: give blocks, three numbers whose product is 6"):
+    with pytest.raises(ValueError, match="blocks must be given as three numbers whose product is 6"):
         run(tmp_path / "authors.safetensors", tmp_path / "out")
     with pytest.raises(ValueError, match="normalizer='paper' is not one of"):
         run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2), normalizer="paper")

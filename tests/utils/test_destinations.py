@@ -82,7 +82,7 @@ def test_the_home_directory_is_not_overwritten(tmp_path, monkeypatch):
 
 
 def test_read_only_places_are_refused():
-    with pytest.raises(OSError, match=r"destination /sys/out cannot be written \(.*\)"):
+    with pytest.raises(OSError, match="/sys/.*out"):
         write(Path("/sys/out"), "new")
 
 

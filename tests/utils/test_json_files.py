@@ -22,7 +22,7 @@ def test_reads_an_object_with_a_byte_order_mark(tmp_path):
         (b"[" * 200_000, "nested too deeply"),
         (b'{"a":' * 200_000, "nested too deeply"),
         (b'{"a": ' + b"1" * 5000 + b"}", "is not valid JSON"),
-        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"\xff\xfe\x00", "cannot be read .*utf-8"),
         (b"[1]", "is not a JSON object but a list"),
         (b"null", "is not a JSON object but null"),
         (b"{}", "has no field 'a'"),
@@ -50,7 +50,7 @@ def test_refuses_files_that_are_none(tmp_path, monkeypatch):
         read_json(tmp_path, "the record")
     monkeypatch.setattr(json_files, "MAX_BYTES", 3)
     (tmp_path / "large.json").write_text("{    }")
-    with pytest.raises(ValueError, match="has 6 bytes"):
+    with pytest.raises(ValueError, match="has more than 3 bytes"):
         read_json(tmp_path / "large.json", "the record")
 
 
