@@ -31,7 +31,7 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 	tests/hub/test_http*.py tests/hub/test_push.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_compat.py tests/utils/test_versions.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo reproduce reproduce-recovery hub-kernel test test-all test-upstream test-lowest test-versions \
+.PHONY: help demo reproduce reproduce-recovery size hub-kernel test test-all test-upstream test-lowest test-versions \
 	test-these-versions test-kernels style quality docs notebooks clean
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITON), and judge the result"
 	@echo "make test-lowest  a smoke test with the lowest supported versions of all dependencies, in $(LOWEST)"
 	@echo "make test-versions  the tests of transformers models, with the lowest and the newest supported versions"
+	@echo "make size       count code lines, files and raise statements by folder, beside those of BEFORE=checkout"
 	@echo "make hub-kernel  export the operator as a kernel for the Hub into $(HUB_KERNEL), for REPO_ID=owner/name"
 	@echo "make style      format the code;  make quality  check format, lint and types"
 	@echo "make docs       build the documentation into site/"
@@ -77,8 +78,12 @@ reproduce: $(VENV)/.installed-dev
 	$(bin)/python -m benchmarks.overview --results $(RESULTS) --image $(overview)
 	$(bin)/python -m benchmarks.experiments write --results $(RESULTS) --page $(results_page)
 
+# BEFORE: another checkout, for a column beside this one's.
+size:
+	$(PYTHON) -m benchmarks.size $(BEFORE)
+
 reproduce-recovery: $(VENV)/.installed-dev
-	$(bin)/python benchmarks/recovery.py --jobs $(WORKERS) --work $(WORK)/recovery --json $(RESULTS)/recovery.json
+	$(bin)/python -m benchmarks.recovery --jobs $(WORKERS) --work $(WORK)/recovery --json $(RESULTS)/recovery.json
 	$(bin)/python -m benchmarks.overview --results $(RESULTS) --image $(overview)
 
 hub-kernel: $(VENV)/.installed-hub-kernel

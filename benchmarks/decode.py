@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from benchmarks.programs import make_parser, names, numbers, run_program
-from mhla_hf.cli.bench import print_wide
+from mhla_hf.cli.output import say, show_table
 from mhla_hf.conversion.options import format_bytes, parse_dtype
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer, cache_layer_bytes
 from mhla_hf.utils.locations import local_directory
@@ -243,26 +242,18 @@ def _growth(results: Sequence[dict[str, Any]], dtype: str) -> dict[str, float]:
 
 def show(report: dict[str, Any]) -> None:
     """Print the table of a report, and how times grow with the context."""
-    table = Table(
-        title=f"{report['model']['class']}, {report['machine']['device']}, {report['options']['cache']} cache",
-        title_justify="left",
-    )
-    for column in ("dtype", "context", "MHLA cache", "KV cache", "ratio", "MHLA time", "softmax time"):
-        table.add_column(column, justify="left" if column == "dtype" else "right")
+    rows = []
     for row in report["results"]:
         mhla, softmax = row["mhla"], row["softmax"]
-        table.add_row(
-            row["dtype"],
-            f"{row['context']:,}",
-            format_bytes(mhla["cache_bytes"]),
-            format_bytes(softmax["cache_bytes"]),
-            f"{mhla['cache_bytes'] / softmax['cache_bytes']:.2f}",
-            *(f"{1e3 * figures['seconds_per_token']:.2f} ms" for figures in (mhla, softmax)),
-        )
-    print_wide(table)
+        sizes = [format_bytes(figures["cache_bytes"]) for figures in (mhla, softmax)]
+        ratio = f"{mhla['cache_bytes'] / softmax['cache_bytes']:.2f}"
+        times = [f"{1e3 * figures['seconds_per_token']:.2f} ms" for figures in (mhla, softmax)]
+        rows.append([row["dtype"], f"{row['context']:,}", *sizes, ratio, *times])
+    title = f"{report['model']['class']}, {report['machine']['device']}, {report['options']['cache']} cache"
+    show_table(["dtype", "context", "MHLA cache", "KV cache", "ratio", "MHLA time", "softmax time"], rows, title=title)
     first, last = min(report["options"]["contexts"]), max(report["options"]["contexts"])
     for dtype, growth in report["growth"].items() if first < last else ():
-        print_wide(
+        say(
             f"{dtype}: from {first:,} to {last:,} tokens a token takes {growth['mhla']:.2f} times as long with "
             f"MHLA, {growth['softmax']:.2f} times with softmax."
         )

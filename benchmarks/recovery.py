@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quality and time of recoveries of converted models: the demo's Wan, all-MiniLM-L6-v2, and a language model.
 
-    python benchmarks/recovery.py --jobs 2
+    python -m benchmarks.recovery --jobs 2
 
 MHLA, MHLA with a softmax window beside it, and linear attention (MHLA with one block) go through the default recipe
 of their family, alike in everything else, with several seeds. `--variants` names others for the demo's Wan, with ReLU,
@@ -117,9 +117,8 @@ def _digits(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _minilm(case: Case, folder: Path) -> dict[str, Any]:
-    from minilm_transfer import LINEAR, packaged_model, paragraphs
-
     import mhla_hf
+    from benchmarks.minilm import LINEAR, packaged_model, paragraphs
 
     texts = folder / "texts"
     texts.mkdir()
@@ -246,10 +245,10 @@ def main() -> None:
     pending = [case for case in cases if not (finished[case.name].is_file() if finished else case.name in results)]
 
     def measure(case: Case) -> None:
-        command = [sys.executable, __file__, "--case", case.name]
+        command = [sys.executable, "-m", "benchmarks.recovery", "--case", case.name]
         if arguments.language_model is not None:
             command += ["--language-model", str(arguments.language_model)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parents[1])
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
             raise RuntimeError(f"{case.name} failed: {done.stderr[-2000:]}")

@@ -416,7 +416,7 @@ def run_operator(
         with torch.no_grad():
             return (attention(inputs),)
     leaves = [x.detach().requires_grad_() for x in inputs[:4]]
-    output = attention(Inputs(*leaves, inputs.gradient))
+    output = attention(inputs._replace(**dict(zip(Inputs._fields, leaves))))
     return output.detach(), *torch.autograd.grad(output, leaves, inputs.gradient, allow_unused=True)
 
 
@@ -560,9 +560,9 @@ def time_in_rounds(
         counts[name] += len(measured.times) * measured.number_per_run
     results: dict[Any, dict[str, Any] | str] = {}
     for name, times in samples.items():
-        low, median, high = np.percentile(times or [0.0], (20, 50, 80)).tolist()
-        figures = {"milliseconds": median, "milliseconds_20": low, "milliseconds_80": high, "runs": counts[name]}
-        results[name] = reasons.get(name, figures)
+        quantiles: list[float] = np.percentile(times or [0.0], (50, 20, 80)).tolist()
+        figures = dict(zip(("milliseconds", "milliseconds_20", "milliseconds_80"), quantiles, strict=True))
+        results[name] = reasons.get(name, {**figures, "runs": counts[name]})
     return results
 
 

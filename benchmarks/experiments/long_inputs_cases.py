@@ -288,7 +288,7 @@ def _sampled(name: str, inputs: Inputs, shape: OperatorShape, rows: torch.Tensor
 
 
 def _sampled_reference(name: str, inputs: Inputs, shape: OperatorShape, rows: torch.Tensor) -> torch.Tensor:
-    query, key, value = (x.double() for x in inputs.tokens)
+    query, key, value = (x.double() for x in inputs[:3])
     if name == "softmax":
         matrix = softmax_matrix(query, key, causal=shape.causal, rows=rows)
     else:

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.programs import make_parser, numbers, run_program
+from mhla_hf.cli.output import show_table
 
 from .options import SETTINGS
 from .report import with_deviation
@@ -84,26 +83,20 @@ def compare(
 
 
 def _show(report: dict[str, Any]) -> None:
-    machine, classifier = report["machine"], report["classifier"]
-    floor = classifier["frechet_distance_of_held_out_digits"]
-    table = Table(title=f"{machine['device']}, {report['options']['steps']} steps, mean ± standard deviation of seeds")
-    for column in (
-        "attention",
-        "held-out loss",
-        f"Fréchet distance (digits {floor:.2f})",
-        "class seen",
-        "nearest scan",
-    ):
-        table.add_column(column, justify="left" if column == "attention" else "right")
-    for variant, figures in report["summary"].items():
-        table.add_row(
-            variant,
-            with_deviation(figures["held_out_loss"], "{:.5f}"),
-            with_deviation(figures["frechet_distance"], "{:.2f}"),
-            with_deviation(figures["class_accuracy"], "{:.1%}"),
-            with_deviation(figures["nearest_distance"], "{:.2f}"),
-        )
-    Console(soft_wrap=True).print(table)
+    floor = report["classifier"]["frechet_distance_of_held_out_digits"]
+    forms = {
+        "held_out_loss": "{:.5f}",
+        "frechet_distance": "{:.2f}",
+        "class_accuracy": "{:.1%}",
+        "nearest_distance": "{:.2f}",
+    }
+    rows = [
+        [variant, *(with_deviation(figures[name], form) for name, form in forms.items())]
+        for variant, figures in report["summary"].items()
+    ]
+    titles = ["attention", "held-out loss", f"Fréchet distance (digits {floor:.2f})", "class seen", "nearest scan"]
+    steps = report["options"]["steps"]
+    show_table(titles, rows, title=f"{report['machine']['device']}, {steps} steps, mean ± standard deviation of seeds")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def test_models_that_fail_are_rows(monkeypatch):
     ("command", "chosen", "shown"),
     [
         ("op", ["--shapes", "flat"], "flat, forward+backward: B 2, T 24, H 3, K 8, 4 blocks"),
-        ("model", ["--models", "dit"], "ordinary (softmax)"),
+        ("model", ["--models", "dit"], "ordinary"),
     ],
 )
 def test_commands(command, chosen, shown, tmp_path):

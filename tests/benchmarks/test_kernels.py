@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 
-from benchmarks.kernels import checks
 from benchmarks.kernels.cases import CASES, kernel_cases
 from benchmarks.kernels.checks import CHECKS, Outcome, relative_error, run_checks
 from benchmarks.kernels.report import Report
@@ -20,7 +19,7 @@ from mhla_hf.ops.backends import TRITON_INSTALLED
 from tests import ROOT
 
 
-pytestmark = pytest.mark.skipif(not TRITON_INSTALLED, reason="needs triton")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not TRITON_INSTALLED, reason="needs triton")]
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def stored(report: Report) -> dict:
 def test_cases_are_chosen_by_their_beginning():
     assert [case.name for case in kernel_cases(quick=True)] == list(CASES)
     assert [case.name for case in kernel_cases(["wan fused"], quick=True)] == ["wan fused", "wan fused train"]
-    with pytest.raises(ValueError, match="cases='won' must be one of wan none, wan query"):
+    with pytest.raises(ValueError, match="cases='won' is not one of 'wan none', 'wan query'"):
         list(kernel_cases(["won"]))
     for case in kernel_cases(quick=True):
         assert case.shape.causal == CASES[case.name].shape.causal and case.shape.tokens <= 60
@@ -54,22 +53,6 @@ def test_times(report):
     assert list(rows) == ["wan query", "wan query train"]
     assert rows["wan query"]["target_milliseconds"] == 0.20
     assert all(row["milliseconds"] > 0 and row["host_milliseconds"] > 0 for row in rows.values())
-
-
-def test_what_fails_is_a_row(report, monkeypatch):
-    def fail(*arguments, **options):
-        raise RuntimeError("out of resources. More of it.")
-
-    monkeypatch.setattr("benchmarks.kernels.cases.mhla", fail)
-    time_cases(kernel_cases(["wan none"], quick=True), report)
-    assert [row["reason"] for row in stored(report)["results"]] == ["RuntimeError: out of resources"] * 2
-
-
-def test_nothing_is_begun_after_the_time(tmp_path):
-    report = Report("test", tmp_path / "report.json", seconds=0)
-    time_cases(kernel_cases(["wan none"], quick=True), report)
-    run_checks(["offsets"], report)
-    assert stored(report)["left_out"] == ["wan none", "wan none train", "offsets"] and not report.results
 
 
 def test_checks_pass(report):
@@ -98,11 +81,6 @@ def test_a_candidate_that_changes_results_is_none(report, capsys):
     torch.testing.assert_close(case.run()[0], expected, rtol=0, atol=0)
 
 
-def test_one_comparison_of_values_passes():
-    outcome = next(checks.values())
-    assert outcome.passed and len(outcome.detail.split()) == 5
-
-
 def test_what_is_wrong_fails(report, monkeypatch, capsys):
     def fail():
         yield Outcome("first", True)
@@ -125,4 +103,4 @@ def test_the_program(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [row["case"] for row in json.loads(path.read_text(encoding="utf-8"))["results"]] == ["causal-2k query"]
     done = subprocess.run([*command, "won"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: cases='won' must be one of")
+    assert done.returncode == 1 and done.stderr.startswith("error: cases='won' is not one of")

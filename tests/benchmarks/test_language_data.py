@@ -4,34 +4,26 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.experiments import language, language_data
+from benchmarks.experiments import language_data
 from benchmarks.experiments.language_data import (
     CorpusOptions,
     is_held_out,
     load_corpus,
-    source_files,
-    token_bytes,
-    train_tokenizer,
-    unique_texts,
 )
 from benchmarks.experiments.language_evaluation import (
     bits_by_position,
     long_file_windows,
-    packed_windows,
-    position_edges,
-    token_losses,
 )
-from benchmarks.experiments.language_model import loss_curve, make_model, mhla_options, training_batch
+from benchmarks.experiments.language_model import make_model, mhla_options, training_batch
+
+
+pytestmark = pytest.mark.slow
 
 
 OPTIONS = CorpusOptions(megabytes=None, held_out_megabytes=1.0, vocabulary=300, tokenizer_megabytes=0.02)
@@ -65,12 +57,6 @@ def corpus(files, tmp_path_factory):
     return load_corpus(tmp_path_factory.mktemp("corpus"), OPTIONS, files)
 
 
-def test_texts_are_unique_and_readable(files):
-    texts = list(unique_texts(files, set()))
-    assert len(texts) == len(set(texts)) == 150
-    assert texts[3] == files[3][1].read_bytes().decode()
-
-
 def test_held_out_files_are_not_trained_on(corpus, files):
     held_out = corpus.held_out_text()
     names = {name for name, _ in files if is_held_out(name)}
@@ -88,54 +74,6 @@ def test_bytes_of_tokens_are_those_of_the_text(corpus):
     assert corpus.token_bytes[corpus.tokenizer.token_to_id(language_data.END)] == 0
 
 
-def test_any_text_survives_the_tokenizer():
-    tokenizer = train_tokenizer(["def f():\n    return 1\n"] * 3, 280)
-    text = "\tüñ🙂\r\n\x00   \n漢"
-    ids = tokenizer.encode(text).ids
-    assert tokenizer.decode(ids) == text and token_bytes(tokenizer)[ids].sum() == len(text.encode())
-
-
-def test_corpus_is_the_same_in_every_process(corpus, files, tmp_path):
-    program = (
-        "import sys; from pathlib import Path; from tests.benchmarks.test_language_data import OPTIONS;"
-        "from benchmarks.experiments.language_data import load_corpus;"
-        "names = sys.stdin.read().split();"
-        "load_corpus(Path(sys.argv[1]), OPTIONS, [(Path(name).name, Path(name)) for name in names])"
-    )
-    names = "\n".join(str(path) for _, path in files)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
-    subprocess.run([sys.executable, "-c", program, tmp_path], input=names, text=True, env=environment, check=True)
-    (made,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    for path in sorted(made.iterdir()):
-        assert path.read_bytes() == (corpus.directory / path.name).read_bytes(), path.name
-
-
-def test_corpus_is_made_once(files, tmp_path, monkeypatch):
-    made = []
-    make = language_data._make
-    monkeypatch.setattr(language_data, "_make", lambda *arguments: (made.append(1), make(*arguments)))
-    threads = [threading.Thread(target=load_corpus, args=(tmp_path, OPTIONS, files)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    load_corpus(tmp_path, OPTIONS, [])
-    assert len(made) == 1
-
-
-def test_too_few_files(tmp_path):
-    with pytest.raises(ValueError, match="0 Python files are too few"):
-        load_corpus(tmp_path, OPTIONS, [])
-
-
-def test_files_of_this_machine():
-    files = source_files()
-    names = [name for name, _ in files]
-    assert len(names) == len(set(names)) and "json/decoder.py" in names
-    assert not any("site-packages" in name or "/_vendor/" in name for name in names)
-    assert sum(path.stat().st_size for _, path in files) > 50e6
-
-
 def test_batches_see_every_token_once():
     tokens = np.arange(101, dtype=np.uint16)
     batches = [training_batch(tokens, 10, 2, 0, step) for step in range(5)]
@@ -147,21 +85,6 @@ def test_batches_see_every_token_once():
     assert torch.equal(training_batch(tokens, 10, 2, 0, 3), batches[3])
     with pytest.raises(ValueError, match="fewer than a context of 200"):
         training_batch(tokens, 200, 1, 0, 0)
-
-
-def test_windows(corpus):
-    for window in packed_windows(corpus, 32, 4):
-        assert len(window) == 33
-    windows = long_file_windows(corpus, 60, 2)
-    assert len(windows) == 2 and all(len(window) == 61 for window in windows)
-    text = corpus.held_out[0].tobytes()
-    assert windows[0].tobytes() in text
-
-
-def test_position_edges():
-    assert position_edges(128) == [16, 32, 64, 128]
-    assert position_edges(100) == [16, 32, 64, 100]
-    assert position_edges(8) == [8]
 
 
 def model(attention="softmax", **changes):
@@ -188,20 +111,6 @@ def test_bits_per_byte_are_those_of_a_direct_computation(corpus):
     assert found["bits_per_byte"] == pytest.approx(bits.sum() / size.sum(), rel=1e-4)
 
 
-def test_restarted_texts_forget_what_was_before(corpus):
-    softmax, (text, *_) = model(), long_file_windows(corpus, 96, 1)
-    pieces = [text[:33], text[32:65], text[64:97]]
-    apart = [bits_by_position(softmax, [piece], corpus.token_bytes, dtype=torch.float32) for piece in pieces]
-    together = bits_by_position(softmax, [text], corpus.token_bytes, dtype=torch.float32, restart=32)
-    assert sum(together["bits"]) == pytest.approx(sum(sum(part["bits"]) for part in apart), abs=0.1)
-
-
-def test_shared_weights_start_equal():
-    softmax, mhla = model().state_dict(), model("mhla").state_dict()
-    assert set(softmax) < set(mhla)
-    assert all(torch.equal(mhla[name], value) for name, value in softmax.items())
-
-
 def test_uniform_mixing_is_linear_attention():
     """MHLA that is not trained from uniform mixing weights is linear attention, at any length."""
     torch.manual_seed(0)
@@ -210,33 +119,3 @@ def test_uniform_mixing_is_linear_attention():
         blocks = model("mhla")(tokens[:, :-1]).logits
         one_block = model("mhla", block_size=[256], grid=[256])(tokens[:, :-1]).logits
     torch.testing.assert_close(blocks, one_block, rtol=1e-4, atol=1e-4)
-
-
-def test_losses_are_those_of_transformers():
-    torch.manual_seed(0)
-    tokens = torch.randint(300, (2, 70))
-    with torch.no_grad():
-        losses = token_losses(model(), tokens, torch.float32)
-        expected = model()(tokens, labels=tokens).loss
-    assert losses.shape == (2, 69)
-    torch.testing.assert_close(losses.mean(), expected)
-
-
-def test_gla_needs_a_gpu(tmp_path):
-    case = language.cases("gpu")["gla/0"]
-    figures = case.run(torch.device("cpu"), tmp_path)
-    assert figures == {"skipped": "not run: needs a GPU"}
-    summary = language.summarize({"gla/0": figures, "gla/1": figures})
-    report = {"summary": summary, "cases": {"gla/0": {"options": case.options}}, "machine": {"cuda": None}}
-    assert "| GLA | not run: needs a GPU |" in language.tables(report)["language"]
-
-
-def test_hybrids_have_softmax_in_every_fourth_layer():
-    assert language.cases("gpu")["hybrid/0"].options["mhla"] == {"layers": [0, 1, 2, 4, 5, 6, 8, 9, 10]}
-    assert language.cases("cpu")["hybrid/0"].options["mhla"] == {"layers": [0]}
-
-
-def test_loss_curve():
-    curve = loss_curve([float(value) for value in range(120)], tokens=10)
-    assert curve["tokens"][:2] == [30, 60] and curve["bits_per_byte"][:2] == [1.0, 4.0]
-    assert curve["tokens"][-1] == 1200

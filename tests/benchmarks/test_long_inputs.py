@@ -6,15 +6,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.experiments import long_inputs
+from benchmarks.experiments import long_inputs, long_inputs_cases
 from benchmarks.experiments.long_inputs_cases import (
     GRIDS,
-    attention,
     contestant_shapes,
     measure_breakdown,
     measure_errors,
     measure_times,
 )
+from mhla_hf.bench import attend
+
+
+pytestmark = pytest.mark.slow
 
 
 DEVICE = torch.device("cpu")
@@ -53,10 +56,12 @@ def test_breakdown_shows_what_it_is_for():
 
 
 def test_failures_are_named(monkeypatch):
-    def fails(*args, **kwargs):
-        raise RuntimeError("too large")
+    def fails(name, *arguments):
+        if name.startswith("mhla"):
+            raise RuntimeError("too large")
+        return attend(name, *arguments)
 
-    monkeypatch.setattr(attention, "mhla", fails)
+    monkeypatch.setattr(long_inputs_cases, "attend", fails)
     times = measure_times(
         lengths=[256, 512], heads=1, width=8, dtype="float32", seconds=0.02, longest_seconds=1.0, device=DEVICE
     )

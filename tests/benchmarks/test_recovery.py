@@ -11,6 +11,9 @@ import pytest
 from benchmarks import recovery
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Runs MHLA on the demo's Wan with two seeds, and returns the cases that were measured."""

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
 import mhla_hf  # noqa: F401
-from benchmarks import minilm_transfer
+from benchmarks import minilm
 from mhla_hf.cli.main import app
 
 from .mhla_models import mhla_modules
@@ -26,12 +26,12 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def directory():
-    return minilm_transfer.packaged_model()
+    return minilm.packaged_model()
 
 
 @pytest.fixture(scope="module")
 def batches(directory):
-    return minilm_transfer.tokenized_batches(AutoTokenizer.from_pretrained(directory), TEXTS)
+    return minilm.tokenized_batches(AutoTokenizer.from_pretrained(directory), TEXTS)
 
 
 def load(directory, **options):
@@ -43,13 +43,13 @@ def test_loading(directory, batches):
     assert len(mhla_modules(model)) == 6
     assert info["missing_keys"] and all(".mhla." in key for key in info["missing_keys"])
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
-    embeddings = minilm_transfer.embeddings(model, batches)
+    embeddings = minilm.embeddings(model, batches)
     assert embeddings.shape == (3, 384) and embeddings.isfinite().all()
-    reference = minilm_transfer.embeddings(load(directory), batches)
+    reference = minilm.embeddings(load(directory), batches)
     assert not torch.allclose(embeddings, reference, atol=1e-2)
     # Nothing was trained yet, so the softmax model is still in there.
     model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(minilm_transfer.embeddings(model, batches), reference)
+    torch.testing.assert_close(minilm.embeddings(model, batches), reference)
     # Cats are closer to kittens than to interest rates.
     ordered = sorted(range(3), key=lambda index: len(TEXTS[index]))
     cat, kitten, rates = (reference[ordered.index(index)] for index in range(3))
@@ -81,37 +81,7 @@ def test_sentence_transformers(directory, tmp_path):
     ]
     torch.testing.assert_close(*encoded)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    one_by_one = [minilm_transfer.tokenized_batches(tokenizer, [text]) for text in TEXTS]
+    one_by_one = [minilm.tokenized_batches(tokenizer, [text]) for text in TEXTS]
     model = load(directory, attn_implementation="mhla")
-    by_hand = torch.cat([minilm_transfer.embeddings(model, batch) for batch in one_by_one])
+    by_hand = torch.cat([minilm.embeddings(model, batch) for batch in one_by_one])
     torch.testing.assert_close(encoded[0], by_hand, atol=1e-5, rtol=1e-4)
-
-
-def test_texts_are_the_same_every_time():
-    texts = minilm_transfer.paragraphs(("argparse", "json", "turtle", "module_that_is_not_there"))
-    train, test = minilm_transfer.split(texts)
-    assert len(texts) > minilm_transfer.HELD_OUT and len(set(texts)) == len(texts)
-    assert len(test) == minilm_transfer.HELD_OUT and not set(train) & set(test)
-    assert minilm_transfer.split(texts) == (train, test)
-
-
-@pytest.mark.slow
-def test_similarity_before_and_after_a_transfer(directory, record_property):
-    """Embeddings of held-out text against those of softmax, for MHLA and for one block, which is linear attention."""
-    steps = 60
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    train_texts, test_texts = minilm_transfer.split(minilm_transfer.paragraphs())
-    train = minilm_transfer.tokenized_batches(tokenizer, train_texts[: steps * minilm_transfer.BATCH_SIZE])
-    test = minilm_transfer.tokenized_batches(tokenizer, test_texts[:96])
-    reference = minilm_transfer.embeddings(load(directory), test)
-    results = {
-        name: minilm_transfer.run(directory, options, train, test, reference, steps=steps)
-        for name, options in {"mhla": {}, "linear": minilm_transfer.LINEAR}.items()
-    }
-    for name, result in results.items():
-        for key in ("cosine_untrained", "cosine"):
-            record_property(f"{name}_{key}", result[key])
-        print(f"{name}: cosine {result['cosine_untrained']:.4f} untrained, {result['cosine']:.4f} after {steps} steps")
-        assert 0.3 < result["cosine_untrained"] < 0.8
-        assert result["cosine"] > 0.9
-    assert results["mhla"]["cosine"] > results["linear"]["cosine"]
