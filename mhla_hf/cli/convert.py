@@ -81,6 +81,10 @@ def convert_command(
 
     SOURCE may be a pipeline, a model of diffusers or transformers, or a file with original weights of Wan. Conversion
     keeps every weight but changes the attention: run mhla-hf calibrate or mhla-hf recover next.
+
+    Examples:
+        mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --blocks 3,5,10 --layers 2/3 --dtype bfloat16
+        mhla-hf convert Qwen/Qwen3-0.6B qwen3-mhla --block-size 128 --layers 2/3
     """
     fields = mhla_options(mhla, options)
     automatic = layers is not None and layers.strip().startswith("auto:")
@@ -160,6 +164,10 @@ def unconvert_command(
 
     A model that is only converted still has the pretrained weights. Those of a calibrated or trained one are taken
     from its original.
+
+    Examples:
+        mhla-hf unconvert wan-mhla wan-softmax
+        mhla-hf unconvert qwen3-mhla qwen3-softmax --original Qwen/Qwen3-0.6B
     """
     from ..conversion import unconvert_pretrained
 
@@ -202,6 +210,9 @@ def import_official_command(
     """Convert a Wan-MHLA checkpoint of the paper's authors.
 
     It becomes a transformer of diffusers, or with --base a complete pipeline.
+
+    Examples:
+        mhla-hf import-official wan_mhla.pt wan-mhla --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers
     """
     axes = {"blocks": parse_axes(blocks, "blocks"), "grid": parse_axes(grid, "grid")}
 
@@ -233,7 +244,12 @@ def models_command(
     presets: bool = option("List the names that from_preset knows.", "--presets", default=False),
     json_output: bool = option("Print JSON instead of tables.", "--json", default=False),
 ) -> None:
-    """List the supported models."""
+    """List the supported models.
+
+    Examples:
+        mhla-hf models
+        mhla-hf models wan
+    """
     import dataclasses
 
     from ..models.registry import ModelFamily, TransformersFamily, describe, refused_families, supported_models

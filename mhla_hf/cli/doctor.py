@@ -35,6 +35,11 @@ def doctor_command(
     contradictory and what to do. Warnings name layers whose mixing weights show a failure of training, such as
     uniform-mixing. Without MODEL, it shows versions, the device and why kernels do not run; --kernels tests all of
     them. The exit code is 1 if something is wrong, and 0 for warnings.
+
+    Examples:
+        mhla-hf doctor wan-mhla
+        mhla-hf doctor user/wan-mhla --json report.json
+        mhla-hf doctor --kernels
     """
     hub = given(options, Hub)
     if model is not None:

@@ -178,13 +178,16 @@ class _Tidied(str):
 def tidy_help(command: Any) -> None:
     """Give a command and all commands below it the same style of help.
 
-    The terminal wraps paragraphs, not the source; brackets are brackets; arguments have the capital names that texts
-    call them by, and flags no type. Narrow terminals get lists without panels.
+    Lines under "Examples:" come last. The terminal wraps paragraphs, not the source; brackets are brackets; arguments
+    have the capital names that texts call them by, and flags no type. Narrow terminals get lists without panels.
 
     Args:
         command: A command or group of typer; it is changed in place.
     """
     narrow = shutil.get_terminal_size().columns < _PANEL_COLUMNS
+    description, mark, examples = inspect.cleandoc(command.help or "").partition("\nExamples:\n")
+    if mark:
+        command.help, command.epilog = description, f"Examples:\n{inspect.cleandoc(examples)}"
     for described in (command, *command.params):
         # Typer takes words in brackets, such as those of `pip install -e '.[app]'`, for styles.
         if described.help and not isinstance(described.help, _Tidied):

@@ -115,6 +115,10 @@ def inspect_command(
 
     It reports the mixing weights of each layer, and on a few samples the rank and entropy of its attention compared
     with softmax and linear attention, and the error of its output against the original model.
+
+    Examples:
+        mhla-hf inspect wan-mhla --html report.html --original Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+        mhla-hf inspect qwen3-mhla --prompt 'import this' --json figures.json
     """
     if html is not None and html.is_dir():
         raise ValueError(f"html={html} is a directory; give a file.")
@@ -236,6 +240,10 @@ def app_command(
 
     The page generates with both models from the same seed, and shows their times and the mixing weights. It needs
     gradio: pip install -e '.[app]' in a clone of mhla_hf.
+
+    Examples:
+        mhla-hf app demo-output/mhla
+        mhla-hf app you/wan-mhla --export-space space
     """
     from ..app import create_app, export_space, serve
 

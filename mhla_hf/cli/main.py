@@ -2,7 +2,6 @@
 """The command table of `mhla-hf`. Commands import what is heavy when they run, so that `--help` is quick."""
 
 from collections.abc import Callable
-from typing import Any
 
 import typer
 
@@ -41,104 +40,39 @@ def main(
     pass
 
 
-def _add(name: str, panel: str, command: Callable[..., None] | typer.Typer, *examples: str, **settings: Any) -> None:
-    """Add a command or a group of commands, with command lines to copy at the end of its help."""
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=name, rich_help_panel=panel)
-        return
-    epilog = "\n".join(["Examples:" if len(examples) > 1 else "Example:", *examples]) if examples else None
-    app.command(name, rich_help_panel=panel, epilog=epilog, **settings)(command)
-
-
-_add(
-    "convert",
-    CONVERT,
-    convert.convert_command,
-    "mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --blocks 3,5,10 --layers 2/3 --dtype bfloat16",
-    "mhla-hf convert Qwen/Qwen3-0.6B qwen3-mhla --block-size 128 --layers 2/3",
-)
-_add(
-    "import-official",
-    CONVERT,
-    convert.import_official_command,
-    "mhla-hf import-official wan_mhla.pt wan-mhla --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-)
-_add(
-    "unconvert",
-    CONVERT,
-    convert.unconvert_command,
-    "mhla-hf unconvert wan-mhla wan-softmax",
-    "mhla-hf unconvert qwen3-mhla qwen3-softmax --original Qwen/Qwen3-0.6B",
-)
-_add("models", CONVERT, convert.models_command, "mhla-hf models", "mhla-hf models wan")
-
-_add(
-    "recover",
-    RECOVER,
-    recover.recover_command,
-    "mhla-hf recover Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --data videos/ --recipe wan-1.3b-hybrid",
-    "mhla-hf recover Qwen/Qwen3-0.6B qwen3-mhla --data code/ --keep 25%",
-)
-_add(
-    "calibrate",
-    RECOVER,
-    recover.calibrate_command,
-    "mhla-hf calibrate wan-mhla",
-    "mhla-hf calibrate minilm-mhla --data texts/",
-)
-_add(
-    "select-layers",
-    RECOVER,
-    recover.select_layers_command,
-    "mhla-hf select-layers Qwen/Qwen3-0.6B --block-size 128 --data texts/ --keep 25%",
-)
-_add("train", RECOVER, train.app)
-
-_add("demo", LOOK, look.demo_command)
-_add(
-    "inspect",
-    LOOK,
-    look.inspect_command,
-    "mhla-hf inspect wan-mhla --html report.html --original Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    "mhla-hf inspect qwen3-mhla --prompt 'import this' --json figures.json",
-)
-_add("bench", LOOK, bench.app)
-_add("app", LOOK, look.app_command, "mhla-hf app demo-output/mhla", "mhla-hf app you/wan-mhla --export-space space")
-
-_add(
-    "card",
-    SHARE,
-    share.card_command,
-    "mhla-hf card wan-mhla",
-    "mhla-hf card wan-mhla --benchmark decode.json --output -",
-)
-_add(
-    "push",
-    SHARE,
-    share.push_command,
-    "mhla-hf push wan-mhla you/wan-mhla --private",
-    "mhla-hf push qwen3-mhla you/qwen3-mhla --benchmark decode.json --create-pr",
-)
-_add("check-lora", SHARE, share.check_lora_command, "mhla-hf check-lora wan-mhla my-lora.safetensors")
-_add(
-    "serve",
-    SHARE,
-    share.serve_command,
-    "mhla-hf serve qwen3-mhla",
-    "mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16",
-    context_settings=share.PASSED_ON,
-    options_metavar="MODEL [OPTIONS]",
-)
-
-_add(
-    "doctor",
-    CHECK,
-    doctor.doctor_command,
-    "mhla-hf doctor wan-mhla",
-    "mhla-hf doctor user/wan-mhla --json report.json",
-    "mhla-hf doctor --kernels",
-)
-_add("env", CHECK, doctor.env_command)
+_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    CONVERT: {
+        "convert": convert.convert_command,
+        "import-official": convert.import_official_command,
+        "unconvert": convert.unconvert_command,
+        "models": convert.models_command,
+    },
+    RECOVER: {
+        "recover": recover.recover_command,
+        "calibrate": recover.calibrate_command,
+        "select-layers": recover.select_layers_command,
+        "train": train.app,
+    },
+    LOOK: {
+        "demo": look.demo_command,
+        "inspect": look.inspect_command,
+        "app": look.app_command,
+        "bench": bench.app,
+    },
+    SHARE: {
+        "card": share.card_command,
+        "push": share.push_command,
+        "check-lora": share.check_lora_command,
+        "serve": share.serve_command,
+    },
+    CHECK: {"doctor": doctor.doctor_command, "env": doctor.env_command},
+}
+for _panel, _group in _COMMANDS.items():
+    for _name, _command in _group.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(_name, rich_help_panel=_panel, **(share.SERVE if _name == "serve" else {}))(_command)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,6 @@ BLOCKS, OPERATOR, WEIGHTS, PROBE, ADVANCED = "Blocks", "Operator", "Weights", "P
 _DEVICES = ("auto", "cpu", "cuda")
 _SAMPLES = "Samples of a pipeline"
 _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str": list[str]}
-# Limits of numbers from here on are not worth mentioning.
-_ENDLESS = 10**6
 
 
 def completion(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -102,27 +100,16 @@ def listed(names: Iterable[str]) -> str:
 
 
 def field_help(item: dataclasses.Field, *, default: bool = True) -> str:
-    """The help of an option made from a field: its text, values, range and default.
+    """The help of an option made from a field: its text, values and default.
 
     Args:
         item: The field.
         default: Whether its default is named.
     """
-    rules = item.metadata
-    text, mark, rest = rules["help"].partition(" Default:")
-    if "choices" in rules and not all(choice in text for choice in rules["choices"]):
-        text += f" One of: {', '.join(rules['choices'])}."
-    # That a number of steps is not negative goes without saying.
-    limits = [f"at least {rules['minimum']}"] if rules.get("minimum", 0) > 1 else []
-    if "below" in rules or 0 < rules.get("maximum", 0) <= 1:
-        limits = [f"above {rules['above']}" if "above" in rules else f"at least {rules.get('minimum', 0)}"]
-    limits += [
-        f"{words} {rules[rule]:,}"
-        for rule, words in (("maximum", "at most"), ("below", "below"))
-        if rules.get(rule, _ENDLESS) < _ENDLESS
-    ]
-    if limits:
-        text += f" {' and '.join(limits).capitalize()}."
+    choices = item.metadata.get("choices", ())
+    text, mark, rest = item.metadata["help"].partition(" Default:")
+    if not all(choice in text for choice in choices):
+        text += f" One of: {', '.join(choices)}."
     if default and item.default not in (None, False, (), ""):
         rest, mark = f" {item.default if isinstance(item.default, str) else json.dumps(item.default)}.", " Default:"
     return text + mark + rest

@@ -99,6 +99,10 @@ def recover_command(
 
     The model is calibrated, matched, distilled and fine-tuned, as its recipe says. A run that was stopped continues
     with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
+
+    Examples:
+        mhla-hf recover Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --data videos/ --recipe wan-1.3b-hybrid
+        mhla-hf recover Qwen/Qwen3-0.6B qwen3-mhla --data code/ --keep 25%
     """
     changes = {
         f"{prefix.strip('_') or 'data'}.{name}": value
@@ -175,6 +179,10 @@ def calibrate_command(
 
     Feature maps, convolutions, gains and output projections are solved for in closed form, from a few passes over a
     few samples.
+
+    Examples:
+        mhla-hf calibrate wan-mhla
+        mhla-hf calibrate minilm-mhla --data texts/
     """
     from ..recovery.directories import calibrate_directory
 
@@ -234,6 +242,9 @@ def select_layers_command(
 
     Layers are ranked by the error that calibrated MHLA leaves there. The others are printed as mhla-hf convert takes
     them: --layers 1,2,4.
+
+    Examples:
+        mhla-hf select-layers Qwen/Qwen3-0.6B --block-size 128 --data texts/ --keep 25%
     """
     fields = mhla_options(mhla, options)
 

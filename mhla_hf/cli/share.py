@@ -43,6 +43,10 @@ def card_command(
 
     Quality comes from the recovery's report, speed and memory from the files of --benchmark. What was not measured is
     left out. A README.md that someone wrote or edited is not overwritten.
+
+    Examples:
+        mhla-hf card wan-mhla
+        mhla-hf card wan-mhla --benchmark decode.json --output -
     """
     if output not in (None, Path("-")) and output.exists() and not overwrite:
         raise ValueError(f"output={output} exists; choose another file, or pass --overwrite.")
@@ -102,6 +106,10 @@ def push_command(
     The directory is checked first (files, shapes, NaN), and is not changed. The repository gets a model card, unless
     you wrote one, and a file by which trust_remote_code=True loads it. All files arrive in one commit; after an
     interruption, run the same command again: large files that arrived are not sent twice.
+
+    Examples:
+        mhla-hf push wan-mhla you/wan-mhla --private
+        mhla-hf push qwen3-mhla you/qwen3-mhla --benchmark decode.json --create-pr
     """
     from ..hub.push import check_repository, prepare_push, push_directory
 
@@ -158,6 +166,9 @@ def check_lora_command(
     """Check which weights of a LoRA apply to an MHLA model.
 
     The LoRA was made for the softmax original.
+
+    Examples:
+        mhla-hf check-lora wan-mhla my-lora.safetensors
     """
     from ..lora_check import check_lora
 
@@ -187,8 +198,11 @@ def _show_lora(report: "LoraReport") -> None:
         say(f"  {shorten_text(name)}: {reason}")
 
 
-# Options of `serve` are those of `transformers serve`, in whatever version is installed.
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+SERVE: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "options_metavar": "MODEL [OPTIONS]",
+}
+"""Settings of `serve`, whose options are those of `transformers serve`, in whatever version is installed."""
 
 
 def serve_command(context: typer.Context) -> None:
@@ -197,6 +211,10 @@ def serve_command(context: typer.Context) -> None:
     This is `transformers serve` with MHLA, and takes its arguments: a model first (directory or Hub id), then options
     such as --port, --device and --dtype, which `transformers serve --help` lists. Continuous batching does not work
     with MHLA.
+
+    Examples:
+        mhla-hf serve qwen3-mhla
+        mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16
     """
     from transformers.utils.import_utils import is_serve_available
 

@@ -27,29 +27,6 @@ MAX_SHARD_BYTES = 5 * 10**9
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_axes(text: str | None, name: str, axes: int | None = 3) -> tuple[int, ...] | None:
-    """Reads `"3,5,10"` (or `"3x5x10"`) as one positive integer an axis.
-
-    Args:
-        text: Text of the option; `None` stays `None`.
-        name: Name of the option, for the error.
-        axes: Number of values; `None` for one to three.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
-    if text is None:
-        return None
-    parts = [part.strip() for part in re.split(r"[,x]", text)]
-    allowed = (1, 2, 3) if axes is None else (axes,)
-    if len(parts) not in allowed or not all(_is_count(part) and int(part) > 0 for part in parts):
-        count = "one to three" if axes is None else axes
-        raise ValueError(
-            f"{name}={text!r:.100} must be {count} positive integers separated by commas, such as 3,5,10."
-        )
-    return tuple(int(part) for part in parts)
-
-
 def automatic_share(layers: str) -> Fraction | None:
     """Reads `auto:p/q`: the share p/q of the layers becomes MHLA, and the others are those worst to replace.
 
@@ -68,11 +45,6 @@ def automatic_share(layers: str) -> Fraction | None:
             f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3."
         )
     return Fraction(int(match[1]), int(match[2]))
-
-
-def _is_count(text: str) -> bool:
-    # Python refuses to convert thousands of digits.
-    return text.isdecimal() and len(text) < 10
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -113,6 +113,11 @@ def test_mistakes_are_one_line(arguments, message, pipeline_dir, tmp_path):
     assert not (tmp_path / "mhla").exists()
 
 
+def test_axes():
+    texts = ("3,5,10", " 7, 6,5", "3x5x10", "64", None)
+    assert [parse_axes(text, "blocks") for text in texts] == [(3, 5, 10), (7, 6, 5), (3, 5, 10), (64,), None]
+
+
 @pytest.mark.parametrize(
     ("parse", "text"),
     [

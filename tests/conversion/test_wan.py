@@ -20,7 +20,7 @@ import mhla_hf
 from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel
 from mhla_hf.config import parse_layers
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.conversion.options import format_bytes, parse_axes, parse_dtype, parse_size
+from mhla_hf.conversion.options import format_bytes, parse_dtype, parse_size
 from mhla_hf.conversion.writing import check_space
 from mhla_hf.hub.checks import check_directory
 from mhla_hf.models.options import to_stored
@@ -87,11 +87,6 @@ def assert_nothing_left(folder):
 
 
 def test_options_as_typed():
-    assert [parse_axes(text, "blocks") for text in ("3,5,10", " 7, 6,5", "3x5x10", None)] == [
-        (3, 5, 10), (7, 6, 5), (3, 5, 10), None
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="^blocks="):
-        parse_axes("3,5,0", "blocks")
     assert [parse_dtype(name) for name in ("bf16", torch.float16, None)] == [torch.bfloat16, torch.float16, None]
     with pytest.raises(ValueError, match="^dtype="):
         parse_dtype("int8")
