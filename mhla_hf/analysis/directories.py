@@ -6,11 +6,11 @@ from __future__ import annotations
 import heapq
 import inspect
 import json.decoder
-import math
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,10 @@ from .plots import check_block
 
 
 DEFAULT_SAMPLES = 4
+"""Samples of a probe."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 # Modules of the standard library whose source is the default text.
 _TEXTS = (textwrap, heapq, json.decoder, shlex)
-# Wan takes the tokens before the last 512 for those of an image.
-_TEXT_TOKENS, _IMAGE_TOKENS = 512, 257
 
 
 @dataclass
@@ -92,7 +91,7 @@ def inspect_directory(
     """Inspect the MHLA models of a directory or Hub repository, in fp32.
 
     The probe of a pipeline is what its models see while it generates samples; that of a language model or encoder is
-    texts, that of a vision model images. A model of diffusers without its pipeline gets noise.
+    texts, that of a vision model images.
 
     Args:
         location: A pipeline of diffusers, or a model of diffusers or transformers.
@@ -118,20 +117,18 @@ def inspect_directory(
     """
     if not is_integer(samples) or samples < 0:
         raise ValueError(f"samples={shorten_value(samples)} must be a whole number of at least 0.")
-    if not samples and (prompts or images or base is not None):
-        raise ValueError("samples=0 inspects weights only: leave prompts, images and base out.")
     call_options = {name: value for name, value in call_options.items() if value is not None}
+    if not samples and (prompts or images or base is not None or call_options):
+        raise ValueError("samples=0 inspects weights only: leave prompts, images, sizes and base out.")
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     chosen = choose_device(device)
     source = open_source(location, revision=revision, **hub)
     parts = mhla_parts(source, component)
-    if images and not parts[0].is_transformers:
-        raise ValueError(f"image: {source.location} takes no images; they are for vision models of transformers.")
-    if call_options and (source.pipeline is None or not samples):
+    if call_options and source.pipeline is None:
         raise ValueError(f"{', '.join(call_options)}: only for samples of pipelines.")
     report = InspectionReport(str(location), source.origin, prompts=list(prompts), tokens=tokens, seed=seed)
     report.machine = machine_facts(chosen)
-    originals = _originals(source, parts, base, hub) if samples else {}
+    originals = {part.name: _find_original(source, part, base, hub) for part in parts if samples}
     models, pipeline = _load(source, parts, chosen, with_pipeline=samples > 0)
     for model in models.values():
         # Wrong arguments show before the probe runs.
@@ -139,52 +136,45 @@ def inspect_directory(
             if block is not None and layer.mixing is not None:
                 check_block(block, layer.mixing.layout)
     batches: Mapping[str, Sequence[Batch]] = {}
+    probe = _Probe(samples, tokens, seed, prompts, images)
     if pipeline is not None:
-        batches, report.probe = _pipeline_inputs(pipeline, models, parts, tokens, samples, seed, prompts, call_options)
+        batches, report.probe = probe.of_pipeline(pipeline, call_options)
     elif samples:
-        model, part = models[parts[0].name], parts[0]
-        found, report.probe = _model_inputs(model, part, tokens, samples, seed, prompts, images)
-        batches = {part.name: found}
-    report.base = next((name for name, _ in originals.values()), "")
+        found, report.probe = probe.of_model(models[parts[0].name], parts[0])
+        batches = {parts[0].name: found}
+    report.base = next((match[0] for match in originals.values() if match), "")
     for part in parts:
-        original = None
-        if part.name in originals:
-            original = originals[part.name][1].load(dtype=torch.float32).to(chosen).eval()
-
-        def told(done: int, total: int, name: str = part.name) -> None:
-            if progress is not None:
-                progress(name, done, total)
-
-        options: dict[str, Any] = {"base": original, "layers": layers, "tokens": tokens, "seed": seed}
+        match, told = originals.get(part.name), None if progress is None else partial(progress, part.name)
         inspected = inspect_model(
-            models[part.name], batches.get(part.name, ()), component=part.name, progress=told, **options
+            models[part.name],
+            batches.get(part.name, ()),
+            base=match[1].load(dtype=torch.float32).to(chosen).eval() if match else None,
+            layers=layers,
+            tokens=tokens,
+            seed=seed,
+            component=part.name,
+            progress=told,
         )
         report.models.append(inspected)
     return report
 
 
-def _originals(
-    source: Source, parts: Sequence[Component], base: str | Path | None, hub: Mapping[str, Any]
-) -> dict[str, tuple[str, Component]]:
-    """Location and softmax model behind each MHLA model, as far as they are found.
+def _find_original(
+    source: Source, part: Component, base: str | Path | None, hub: Mapping[str, Any]
+) -> tuple[str, Component] | None:
+    """Location and softmax model behind an MHLA model, if there is one.
 
     Raises:
         ValueError: If a base that was given has no such model.
     """
-    found: dict[str, tuple[str, Component] | None] = {}
-    given = None if base is None else open_source(base, **hub)
-    for part in parts:
-        if given is None:
-            # The default downloads nothing.
-            found[part.name] = find_original(
-                source, part, lambda name: download_repository(name, local_files_only=True, **hub)
-            )
-            continue
-        original = softmax_version(given, part)
-        if original is None:
-            raise ValueError(f"base {base} has no softmax model for {part.name} of {source.location}.")
-        found[part.name] = (str(given.origin["location"]), original)
-    return {name: match for name, match in found.items() if match is not None}
+    if base is None:
+        # The default downloads nothing.
+        return find_original(source, part, lambda name: download_repository(name, local_files_only=True, **hub))
+    given = open_source(base, **hub)
+    original = softmax_version(given, part)
+    if original is None:
+        raise ValueError(f"base {base} has no softmax model for {part.name} of {source.location}.")
+    return str(given.origin["location"]), original
 
 
 def _load(
@@ -202,137 +192,101 @@ def _load(
     return {part.name: getattr(pipeline, part.name) for part in parts}, pipeline
 
 
-def _pipeline_inputs(
-    pipeline: Any,
-    models: Mapping[str, nn.Module],
-    parts: Sequence[Component],
-    tokens: int,
-    samples: int,
-    seed: int,
-    prompts: Sequence[str],
-    options: Mapping[str, Any],
-) -> tuple[Mapping[str, list[Batch]], str]:
-    """Batches of a pipeline's models, and what they are in words."""
-    options = {"samples": max(samples, DEFAULT_SAMPLES), "seed": seed, "prompts": list(prompts) or None, **options}
-    try:
-        batches = pipeline_batches(pipeline, original=False, **options)
-    except ValueError as error:
-        if prompts or len(options) > 3:
-            raise
-        # Pipelines that start from an image, say.
-        latents = {part.name: _latents(models[part.name], part, tokens, samples, seed) for part in parts}
-        return latents, f"latents of noise ({shorten_text(str(error), 200)})"
-    subjects = pluralize(len(prompts), "prompt") if prompts else "its default prompts or classes"
-    return batches, f"denoising steps of samples from {subjects}"
+@dataclass(frozen=True)
+class _Probe:
+    """Inputs of models, and what they are in words.
 
-
-def _latents(model: Any, part: Component, tokens: int, samples: int, seed: int) -> list[Batch]:
-    """Noise and random conditions for a model of diffusers, at a token grid like its own."""
-    config, parameters = model.config, inspect.signature(model.forward).parameters
-    generator = torch.Generator().manual_seed(seed)
-    grid = list(model.config_grid(part.config) or model.mhla_config.grid or model.default_grid)
-    # The softmax model of DiT, which takes class labels, has one size.
-    while math.prod(grid) > tokens and "class_labels" not in parameters:
-        longest = grid.index(max(grid))
-        grid[longest] = (grid[longest] + 1) // 2
-    patch = config.get("patch_size") or 1
-    patches = patch if isinstance(patch, (list, tuple)) else (1, patch, patch)[-len(grid) :]
-    size = [count * width for count, width in zip(grid, patches)]
-    text, image = config.get("text_dim") or config.get("caption_channels"), config.get("image_dim")
-    batches = []
-    for _ in range(samples):
-        batch: dict[str, Any] = {
-            "hidden_states": torch.randn(1, config["in_channels"], *size, generator=generator),
-            "timestep": torch.randint(1000, (1,), generator=generator),
-        }
-        if text:
-            batch["encoder_hidden_states"] = torch.randn(1, _TEXT_TOKENS, text, generator=generator)
-        if image:
-            batch["encoder_hidden_states_image"] = torch.randn(1, _IMAGE_TOKENS, image, generator=generator)
-        if "class_labels" in parameters:
-            batch["class_labels"] = torch.randint(config["num_embeds_ada_norm"], (1,), generator=generator)
-        if "added_cond_kwargs" in parameters:
-            batch["added_cond_kwargs"] = {"resolution": torch.tensor([size]), "aspect_ratio": torch.ones(1, 1)}
-        if config.get("guidance_embeds"):
-            batch["guidance"] = torch.full((1,), 4.5)
-        batches.append(batch)
-    return batches
-
-
-def _model_inputs(
-    model: Any,
-    part: Component,
-    tokens: int,
-    samples: int,
-    seed: int,
-    prompts: Sequence[str] = (),
-    images: Sequence[Path] = (),
-) -> tuple[list[Batch], str]:
-    """Batches of one text, image or latent each for a model without a pipeline, and what they are in words.
-
-    Raises:
-        ValueError: If the model takes no such input, or files are missing or damaged.
+    Attributes:
+        samples: Number of samples, if neither prompts nor images are given.
+        tokens: Largest number of tokens of a sample.
+        seed: Seed of random inputs.
+        prompts: Prompts of a pipeline, or texts.
+        images: Image files for a vision model.
     """
-    if not part.is_transformers:
-        if prompts:
-            raise ValueError(f"prompt: {part.folder} is a transformer alone; give the pipeline it belongs to.")
-        return _latents(model, part, tokens, samples, seed), "latents of noise"
-    for given, name, what in ((prompts, "input_ids", "prompt"), (images, "pixel_values", "image")):
-        if given and model.main_input_name != name:
-            raise ValueError(f"{what}: a {type(model).__name__} takes {model.main_input_name}.")
-    generator = torch.Generator().manual_seed(seed)
-    if images:
-        processor = _processor("AutoImageProcessor", part.folder)
-        found = [processor(images=read_image(path), return_tensors="pt") for path in images]
-        return [{"pixel_values": each["pixel_values"]} for each in found], pluralize(len(images), "image")
-    vision = getattr(model.config, "vision_config", model.config)
-    side = getattr(vision, "image_size", None)
-    pixels: list[Batch] = [{}] * max(samples, len(prompts))
-    # Models that compare texts with images, such as CLIP, take both.
-    if side is not None and (model.main_input_name == "pixel_values" or hasattr(model, "get_text_features")):
-        height, width = side if isinstance(side, (list, tuple)) else (side, side)
-        shape = (1, getattr(vision, "num_channels", 3), height, width)
-        pixels = [{"pixel_values": torch.randn(shape, generator=generator)} for _ in pixels]
-    if model.main_input_name == "pixel_values" and side is not None:
-        return pixels, "images of noise"
-    if model.main_input_name != "input_ids":
-        raise ValueError(
-            f"A {type(model).__name__} takes {model.main_input_name}, for which there are no random inputs; samples=0 "
-            "(--samples 0) inspects the weights only."
+
+    samples: int
+    tokens: int
+    seed: int
+    prompts: Sequence[str]
+    images: Sequence[Path]
+
+    def of_pipeline(self, pipeline: Any, options: Mapping[str, Any]) -> tuple[Mapping[str, list[Batch]], str]:
+        """Make batches for the models of a pipeline, by component."""
+        if self.images:
+            raise ValueError(f"image: a {type(pipeline).__name__} is probed with prompts; leave images out.")
+        samples, prompts = max(self.samples, DEFAULT_SAMPLES), list(self.prompts) or None
+        batches = pipeline_batches(
+            pipeline, samples=samples, prompts=prompts, seed=self.seed, original=False, **options
         )
-    texts, words = _texts(model, part.folder, tokens, samples, prompts, generator)
-    return [{"input_ids": ids, **others} for ids, others in zip(texts, pixels)], words
+        subjects = pluralize(len(prompts), "prompt") if prompts else "its default prompts or classes"
+        return batches, f"denoising steps of samples from {subjects}"
 
+    def of_model(self, model: Any, part: Component) -> tuple[list[Batch], str]:
+        """Make batches of one text or image each for a model of transformers.
 
-def _texts(
-    model: Any, folder: Path, tokens: int, samples: int, prompts: Sequence[str], generator: torch.Generator
-) -> tuple[list[torch.Tensor], str]:
-    """Token ids `[1, T]` of texts, and what they are in words."""
-    config = model.config.get_text_config()
-    longest = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
-    # Without files, transformers makes a tokenizer that knows no words.
-    if not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
-        if prompts:
-            raise ValueError(f"{folder} has no tokenizer: leave the prompt out, and tokens are random.")
-        shape = (1, max(longest - 2, 2))
-        ids = [torch.randint(3, config.vocab_size, shape, generator=generator) for _ in range(samples)]
-        return ids, "random tokens (there is no tokenizer)"
-    tokenizer = _processor("AutoTokenizer", folder)
-    # Some models count positions from more than 0, and take fewer.
-    longest = min(longest, tokenizer.model_max_length)
-    found = []
-    source, length = "".join(map(inspect.getsource, _TEXTS)), 12 * tokens
-    starts = (number * length % max(1, len(source) - length) for number in range(samples))
-    for text in prompts or [source[start : start + length] for start in starts]:
-        ids = tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")["input_ids"]
-        if ids.shape[1] < 2:
-            raise ValueError(f"prompt {text!r:.60} has {ids.shape[1]} tokens; at least 2 are needed.")
-        if int(ids.max()) >= config.vocab_size:
+        Raises:
+            ValueError: If the model takes no such input, or files are missing or damaged.
+        """
+        if not part.is_transformers:
             raise ValueError(
-                f"the tokenizer of {folder} makes token {int(ids.max())}, but the model has {config.vocab_size}."
+                f"{part.folder} is a transformer alone: give the pipeline that it belongs to, or samples=0 "
+                "(--samples 0) to inspect its weights only."
             )
-        found.append(ids)
-    return found, pluralize(len(prompts), "prompt") if prompts else "source code of Python's standard library"
+        main = model.main_input_name
+        for given, name, what in ((self.prompts, "input_ids", "prompt"), (self.images, "pixel_values", "image")):
+            if given and main != name:
+                raise ValueError(f"{what}: a {type(model).__name__} takes {main}.")
+        if self.images:
+            processor = _processor("AutoImageProcessor", part.folder)
+            found = [processor(images=read_image(path), return_tensors="pt") for path in self.images]
+            return [{"pixel_values": each["pixel_values"]} for each in found], pluralize(len(found), "image")
+        generator = torch.Generator().manual_seed(self.seed)
+        vision = getattr(model.config, "vision_config", model.config)
+        side = getattr(vision, "image_size", None)
+        pixels: list[Batch] = [{}] * (len(self.prompts) or self.samples)
+        # Models that compare texts with images, such as CLIP, take both.
+        if side is not None and (main == "pixel_values" or hasattr(model, "get_text_features")):
+            height, width = side if isinstance(side, (list, tuple)) else (side, side)
+            shape = (1, getattr(vision, "num_channels", 3), height, width)
+            pixels = [{"pixel_values": torch.randn(shape, generator=generator)} for _ in pixels]
+        if main == "pixel_values" and side is not None:
+            return pixels, "images of noise"
+        if main != "input_ids":
+            raise ValueError(
+                f"A {type(model).__name__} takes {main}, for which there are no random inputs; use samples=0 "
+                "(--samples 0) to inspect its weights only."
+            )
+        texts, words = self._texts(model, part.folder, generator)
+        return [{"input_ids": ids, **others} for ids, others in zip(texts, pixels)], words
+
+    def _texts(self, model: Any, folder: Path, generator: torch.Generator) -> tuple[list[torch.Tensor], str]:
+        """Token ids `[1, T]` of texts."""
+        config, tokens, prompts = model.config.get_text_config(), self.tokens, self.prompts
+        longest = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
+        # Without files, transformers makes a tokenizer that knows no words.
+        if not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+            if prompts:
+                raise ValueError(f"{folder} has no tokenizer: leave the prompt out, and tokens are random.")
+            shape = (1, max(longest - 2, 2))
+            ids = [torch.randint(3, config.vocab_size, shape, generator=generator) for _ in range(self.samples)]
+            return ids, "random tokens (there is no tokenizer)"
+        tokenizer = _processor("AutoTokenizer", folder)
+        # Some models count positions from more than 0, and take fewer.
+        longest = min(longest, tokenizer.model_max_length)
+        source, length = "".join(map(inspect.getsource, _TEXTS)), 12 * tokens
+        starts = (number * length % max(1, len(source) - length) for number in range(self.samples))
+        texts = prompts or [source[start : start + length] for start in starts]
+        found = [
+            tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")["input_ids"] for text in texts
+        ]
+        for text, ids in zip(texts, found):
+            if ids.shape[1] < 2:
+                raise ValueError(f"prompt {text!r:.60} has {ids.shape[1]} tokens; at least 2 are needed.")
+            if int(ids.max()) >= config.vocab_size:
+                raise ValueError(
+                    f"{folder}: the tokenizer has a token {int(ids.max())}, the model {config.vocab_size}."
+                )
+        return found, pluralize(len(prompts), "prompt") if prompts else "source code of Python's standard library"
 
 
 def _processor(auto_class: str, folder: Path) -> Any:

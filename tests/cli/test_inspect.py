@@ -18,7 +18,7 @@ from mhla_hf.cli.main import app
 from tests.integrations.transformers.tiny_files import save_softmax
 from tests.integrations.transformers.tiny_models import TOWER, VISION
 from tests.tiny import wan_pipeline, wan_transformer
-from tests.tiny_images import dit_pipeline, sana_pipeline
+from tests.tiny_images import sana_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,12 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     pipelines = {
         "wan": (wan_pipeline, {"blocks": [1, 2, 2], "grid": [2, 2, 4], "layers": [1]}),
-        "dit": (dit_pipeline, {}),
         "sana": (sana_pipeline, {}),
     }
     for name, (make, options) in pipelines.items():
         make().save_pretrained(root / f"{name}-softmax")
         mhla_hf.convert_pretrained(root / f"{name}-softmax", root / name, mhla=options)
-    for name, options in (("llama", {"block_size": [8]}), ("bert", {"block_size": [8]}), ("vit", {"blocks": [2, 2]})):
+    for name, options in (("llama", {"block_size": [8]}), ("vit", {"blocks": [2, 2]})):
         save_softmax(name, root / f"{name}-softmax")
         mhla_hf.convert_pretrained(root / f"{name}-softmax", root / name, mhla=options)
     return root
@@ -52,10 +51,10 @@ def line(result) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("name", ("wan", "dit", "sana", "llama", "bert", "vit"))
+@pytest.mark.parametrize("name", ("wan", "sana", "llama", "vit"))
 def test_every_kind_of_model(saved, name, tmp_path):
     page, figures = tmp_path / "page.html", tmp_path / "figures.json"
-    steps = ("--steps", 2) if name in ("wan", "dit", "sana") else ()
+    steps = ("--steps", 2) if name in ("wan", "sana") else ()
     result = run(saved / name, "--html", page, "--json", figures, "--tokens", 24, "--samples", 2, *steps)
     assert result.exit_code == 0, result.output
     report = json.loads(figures.read_text())
@@ -115,14 +114,9 @@ def test_weights_alone(saved, tmp_path):
 
 
 def test_a_transformer_without_its_pipeline(tmp_path):
-    torch.manual_seed(0)
     mhla_hf.convert(wan_transformer(), {"blocks": [1, 2, 2], "grid": [3, 4, 4]}).save_pretrained(tmp_path / "model")
-    figures = tmp_path / "figures.json"
-    result = run(tmp_path / "model", "--json", figures, "--tokens", 16)
-    assert result.exit_code == 0, result.output
-    report = json.loads(figures.read_text())
-    assert (report["probe"], report["base"]) == ("latents of noise", "")
-    assert "give the pipeline it belongs to" in line(run(tmp_path / "model", "--prompt", "a"))
+    assert "give the pipeline that it belongs to" in line(run(tmp_path / "model"))
+    assert run(tmp_path / "model", "--samples", 0).exit_code == 0
 
 
 @pytest.mark.parametrize(("options", "stored"), [({"blocks": [1, 2, 2]}, None), ({"grid": [4, 8, 8]}, [4, 8, 8])])
@@ -176,11 +170,11 @@ def test_json_on_standard_output(saved):
         ("wan", ("--html", "{root}"), "is a directory; give a file"),
         ("wan", ("--component", "vae"), "--component 'vae'"),
         ("wan", ("--original", "{root}/llama-softmax"), "has no softmax model for transformer"),
-        ("wan", ("--image", "a.png"), "takes no images"),
+        ("wan", ("--image", "a.png"), "leave images out"),
         ("wan", ("--layers", "1", "--height", "33"), "height"),
-        ("llama", ("--height", "32"), "height: for samples of pipelines alone"),
+        ("llama", ("--height", "32"), "height: only for samples of pipelines"),
         ("llama", ("--tokens", "1"), "--tokens 1 must be"),
-        ("vit", ("--prompt", "a"), "takes pixel_values, not text"),
+        ("vit", ("--prompt", "a"), "takes pixel_values"),
         ("llama", ("--device", "tpu"), "--device 'tpu'"),
     ],
 )
