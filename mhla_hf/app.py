@@ -7,7 +7,6 @@ import asyncio
 import inspect
 import math
 import os
-import re
 import shutil
 import threading
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -52,7 +51,7 @@ from .utils.destinations import claim_destination
 from .utils.files import list_files
 from .utils.json_files import read_json
 from .utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
-from .utils.machine import choose_device, synchronize
+from .utils.machine import choose_device
 from .utils.messages import how_to_install, shorten_text
 
 
@@ -97,12 +96,13 @@ the weights for block *i*; beside it, the row of the outlined block is drawn on 
 negative."""
 _CSS = """
 .gradio-container main { width: 100%; max-width: 1040px; margin: 0 auto !important; }
-#times th, #times td { border: 1px solid var(--border-color-primary); padding: 6px 10px; word-break: normal; }
 @media (max-width: 640px) {
   #mixing div:has(> img) { justify-content: flex-start; overflow-x: auto; }
   #mixing img { width: 720px; max-width: none; }
 }
 """
+_TIMES = """{attention}: **{original:.2f} s**. MHLA: **{mhla:.2f} s**. Linear attention saves time on long inputs, of
+thousands of tokens; `mhla-hf bench op` finds the break-even on this machine."""
 # The videos arrive one after the other; restart them together.
 _SYNCHRONIZE = "() => document.querySelectorAll('video').forEach(v => { v.loop = true; v.currentTime = 0; v.play(); })"
 
@@ -133,15 +133,6 @@ class Comparison:
     sides: Mapping[str, Any]
     tokenizer: Any = None
     lock: Any = field(default_factory=threading.Lock)
-
-
-class Answer(NamedTuple):
-    """What one model made of a request: pixels `[(F,) H, W, 3]` uint8 or a text, and the seconds it took."""
-
-    value: Any
-    seconds: float
-    unit: str
-    unit_seconds: float
 
 
 class _Stopped(Exception):
@@ -200,12 +191,13 @@ def _originals(source: Source, location: str | Path | None) -> dict[str, tuple[s
     given = None if location is None else open_source(location)
     originals = {}
     for part in source.mhla_components:
-        found = find_original(source, part)
-        if given is not None:
+        if given is None:
+            found = find_original(source, part)
+        else:
             version = softmax_version(given, part)
             found = None if version is None else (str(location), version)
         if found is None:
-            named = f" in {location}" if location is not None else f" ({', '.join(source.records())})"
+            named = f" in {location}" if given is not None else f" ({', '.join(source.records())})"
             raise ValueError(f"the original of {source.location} is not found{named}; say where it is: --original")
         originals[part.name] = found
     return originals
@@ -293,50 +285,45 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
 
 def generate(
     comparison: Comparison, side: str, request: Mapping[str, Any], stop: threading.Event, progress: Any = None
-) -> Answer:
+) -> tuple[Any, float]:
     """Answer a request with one of the two models.
 
     Args:
         comparison: The models.
         side: `"original"` or `"mhla"`.
         request: Values of [`request_inputs`] by name.
-        stop: Set to end the work before the next call of the model.
+        stop: Set to end the work before the next step or token.
         progress: A `gr.Progress`, for tokens; denoising steps show theirs through tqdm.
+
+    Returns:
+        Pixels `[(F,) H, W, 3]` uint8 or a text, and the seconds it took.
     """
-    # Work of the last visitor may still be on its way to its next check.
+    work = _generate_text if comparison.kind == "text" else _generate_pixels
+    request = dict(request)
+    if "prompt" in request:
+        request["prompt"] = request["prompt"][:_LONGEST_PROMPT]
+    # The work of a visitor who cancelled ends with its current step.
     with comparison.lock, torch.no_grad():
-        work = _generate_text if comparison.kind == "text" else _generate_pixels
-        return work(comparison, comparison.sides[side], dict(request), stop, progress)
+        began = time.perf_counter()
+        value = work(comparison, comparison.sides[side], request, stop, progress)
+        return value, time.perf_counter() - began
 
 
 def _generate_pixels(
-    comparison: Comparison, pipeline: Any, request: dict[str, Any], stop: threading.Event, progress: Any
-) -> Answer:
-    steps, generator = request["num_inference_steps"], torch.Generator().manual_seed(request.pop("seed"))
-    known = inspect.signature(type(pipeline).__call__).parameters
+    comparison: Comparison, pipeline: Any, request: dict[str, Any], stop: threading.Event, _: Any
+) -> np.ndarray:
+    generator = torch.Generator().manual_seed(request.pop("seed"))
     if "class_labels" in request:
         request["class_labels"] = [request["class_labels"]]
-    if "prompt" in request:
-        request["prompt"] = request["prompt"][:_LONGEST_PROMPT]
-    if "use_resolution_binning" in known:
+    if "use_resolution_binning" in inspect.signature(type(pipeline).__call__).parameters:
         # Otherwise the pipeline changes the size.
         request["use_resolution_binning"] = False
-    denoisers = [getattr(pipeline, name) for name in comparison.models]
-    clock = [0.0]
 
-    def before(*_: Any) -> None:
+    def check(*_: Any) -> None:
         if stop.is_set():
             raise _Stopped
-        synchronize(pipeline.device)
-        clock[0] -= time.perf_counter()
 
-    def after(*_: Any) -> None:
-        synchronize(pipeline.device)
-        clock[0] += time.perf_counter()
-
-    hooks = [denoiser.register_forward_pre_hook(before) for denoiser in denoisers]
-    hooks += [denoiser.register_forward_hook(after) for denoiser in denoisers]
-    began = time.perf_counter()
+    hooks = [getattr(pipeline, name).register_forward_pre_hook(check) for name in comparison.models]
     try:
         output = pipeline(**request, generator=generator, output_type="np")
     finally:
@@ -345,21 +332,18 @@ def _generate_pixels(
     values = output.frames[0] if comparison.kind == "video" else output.images[0]
     pixels = np.rint(np.asarray(values, dtype=np.float32) * 255).clip(0, 255).astype(np.uint8)
     scale = max(1, _SHOWN_PIXELS // max(pixels.shape[-3:-1]))
-    pixels = pixels.repeat(scale, axis=-3).repeat(scale, axis=-2)
-    return Answer(pixels, time.perf_counter() - began, "step", clock[0] / steps)
+    return pixels.repeat(scale, axis=-3).repeat(scale, axis=-2)
 
 
 def _generate_text(
     comparison: Comparison, model: Any, request: dict[str, Any], stop: threading.Event, progress: Any
-) -> Answer:
-    from transformers import StoppingCriteriaList
-
-    tokenizer, total, prompt = comparison.tokenizer, request["new_tokens"], request["prompt"][:_LONGEST_PROMPT]
+) -> str:
+    tokenizer, total = comparison.tokenizer, request["new_tokens"]
     if tokenizer.chat_template is not None:
-        chat = [{"role": "user", "content": prompt}]
+        chat = [{"role": "user", "content": request["prompt"]}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        inputs = tokenizer(request["prompt"], return_tensors="pt", return_token_type_ids=False)
     length = inputs["input_ids"].shape[1]
 
     def stops(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -372,15 +356,11 @@ def _generate_text(
         options = {"do_sample": True, "temperature": request["temperature"]}
     if model.generation_config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
-    criteria = StoppingCriteriaList([stops])
     with torch.random.fork_rng():
         torch.manual_seed(request["seed"])
-        began = time.perf_counter()
-        tokens = model.generate(**inputs.to(model.device), max_new_tokens=total, stopping_criteria=criteria, **options)
-        synchronize(model.device)
-        seconds = time.perf_counter() - began
-    new = tokens[0, length:]
-    return Answer(tokenizer.decode(new, skip_special_tokens=True), seconds, "token", seconds / max(1, len(new)))
+        inputs = inputs.to(model.device)
+        tokens = model.generate(**inputs, max_new_tokens=total, stopping_criteria=[stops], **options)
+    return tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
 
 
 def _compare(comparison: Comparison, inputs: Mapping[str, Any]) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
@@ -388,14 +368,16 @@ def _compare(comparison: Comparison, inputs: Mapping[str, Any]) -> Callable[...,
 
     async def compare(progress: Any = gr.Progress(track_tqdm=True), *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         request, stop = dict(zip(inputs, values, strict=True)), threading.Event()
-        answers: dict[str, Answer] = {}
-        shown: dict[str, Any] = {"original": None, "mhla": None}
+        seconds, shown = {}, dict.fromkeys(_TITLES)
         try:
             with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
-                for side in shown:
-                    answers[side] = await asyncio.to_thread(generate, comparison, side, request, stop, progress)
-                    shown[side] = _as_shown(comparison.kind, answers[side], Path(folder) / f"{side}.mp4")
-                    yield shown["original"], shown["mhla"], _times(comparison, answers)
+                for side in _TITLES:
+                    value, seconds[side] = await asyncio.to_thread(generate, comparison, side, request, stop, progress)
+                    shown[side] = _as_shown(comparison.kind, value, Path(folder) / f"{side}.mp4")
+                    times = (
+                        _TIMES.format(attention=comparison.attention.capitalize(), **seconds) if shown["mhla"] else ""
+                    )
+                    yield shown["original"], shown["mhla"], times
         except (ValueError, torch.OutOfMemoryError) as error:
             raise gr.Error(shorten_text(str(error), 300), print_exception=False) from None
         finally:
@@ -405,31 +387,15 @@ def _compare(comparison: Comparison, inputs: Mapping[str, Any]) -> Callable[...,
     return compare
 
 
-def _as_shown(kind: str, answer: Answer, path: Path) -> Any:
+def _as_shown(kind: str, value: Any, path: Path) -> Any:
     """The value that an output component takes."""
     if kind != "video":
-        return answer.value
+        return value
     from diffusers.utils import export_to_video
 
-    frames = answer.value
     # Short videos run slower, or they end before one has seen them.
-    fps = _FRAMES_PER_SECOND // (2 if len(frames) < _USUAL_FRAMES else 1)
-    return export_to_video(list(frames.astype(np.float32) / 255), str(path), fps=fps)
-
-
-def _times(comparison: Comparison, answers: Mapping[str, Answer]) -> str:
-    """The table of times in Markdown; empty before both models have answered."""
-    if len(answers) < 2:
-        return ""
-    titles = {"original": comparison.attention.capitalize(), "mhla": "MHLA"}
-    rows = [
-        f"| {titles[side]} | {answer.seconds:.2f} s | {1e3 * answer.unit_seconds:,.0f} ms |"
-        for side, answer in answers.items()
-    ]
-    return (
-        f"| | total | model, per {answers['mhla'].unit} |\n|---|---|---|\n" + "\n".join(rows) + "\n\nLinear attention "
-        "saves time on long inputs: thousands of tokens. `mhla-hf bench op` finds the break-even on this machine."
-    )
+    fps = _FRAMES_PER_SECOND // (2 if len(value) < _USUAL_FRAMES else 1)
+    return export_to_video(list(value.astype(np.float32) / 255), str(path), fps=fps)
 
 
 def _output(kind: str, side: str, label: str) -> Any:
@@ -451,8 +417,8 @@ def _generate_tab(comparison: Comparison, inputs: Mapping[str, Any]) -> None:
         run = gr.Button("Generate", variant="primary", scale=0, min_width=150)
         cancel = gr.Button("Cancel", scale=0, min_width=110)
     with gr.Row():
-        labels = {"original": f"Original: {comparison.attention}", "mhla": "MHLA"}
-        outputs = [_output(comparison.kind, side, label) for side, label in labels.items()]
+        original = _output(comparison.kind, "original", f"Original: {comparison.attention}")
+        outputs = [original, _output(comparison.kind, "mhla", "MHLA")]
     times = gr.Markdown(elem_id="times")
     running = gr.on(
         [run.click, first.submit],
@@ -489,11 +455,10 @@ def _mixing_tab(page: Any, comparison: Comparison) -> None:
         layout = reference_layout(mhla)
         # Without the weights of later blocks, which causal layers do not use.
         matrix = mixing_summary(mhla).matrix
-        number = re.search(r"\.(\d+)\.", layer)
-        title: Any = number[1] if number else layer
         if head != _ALL_HEADS and matrix.dim() == 3:
-            title, matrix = f"{title}, head {head}", matrix[int(head)]
-        return mixing_figure({title: matrix}, layout, block=min(block, layout.num_blocks - 1))
+            matrix = matrix[int(head)]
+        matrices: Any = {layer: matrix}
+        return mixing_figure(matrices, layout, block=min(block, layout.num_blocks - 1))
 
     drawing: dict[str, Any] = {"fn": mixing, "inputs": [layer, head, block], "outputs": picture}
     gr.on([layer.input, head.input, block.release], **drawing, api_name="mixing", trigger_mode="always_last")
@@ -505,10 +470,8 @@ def build_page(comparison: Comparison) -> Any:
     warning = "" if comparison.recovered or comparison.attention.startswith("linear") else _NOT_RECOVERED
     inputs = request_inputs(comparison)
     with gr.Blocks(title="MHLA", analytics_enabled=False, delete_cache=(600, 3600)) as page:
-        text = _INTRODUCTION.format(
-            attention=comparison.attention, name=comparison.name, original=comparison.location, warning=warning
-        )
-        gr.Markdown(text, elem_id="introduction")
+        names = {"name": comparison.name, "original": comparison.location, "attention": comparison.attention}
+        gr.Markdown(_INTRODUCTION.format(warning=warning, **names), elem_id="introduction")
         with gr.Tab("Generate"):
             _generate_tab(comparison, inputs)
         with gr.Tab("Mixing"):
@@ -631,8 +594,7 @@ def _copy_models(staging: Path, root: Path, original: str | Path | None) -> tupl
     folder = first.folder if first.is_transformers else first.folder.parent
     parts = [found.folder for _, found in originals.values()]
     files = [file for file in list_files(folder) if any((folder / file).is_relative_to(part) for part in parts)]
-    files += [Path(PIPELINE_INDEX)] if not first.is_transformers else []
-    _copy(folder, files, staging / "original")
+    _copy(folder, files + ([] if first.is_transformers else [Path(PIPELINE_INDEX)]), staging / "original")
     return [], {**facts, "original": "HERE / 'original'"}
 
 

@@ -205,17 +205,12 @@ def test_a_table_entry_says_where_everything_comes_from():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mhla-lm-7b", {}, "'mhla-lm-7b' is not a preset. Presets: deit-t, .*, mhla-lm-340m."),
-        (3, {}, "3 is not a preset"),
-        (["deit-t"], {}, "is not a preset. Presets: "),
-        ("mhla-lm-340m", {"num_layers": 2}, "LlamaConfig has no option num_layers .* It has: .*num_hidden_layers"),
-        ("mhla-lm-340m", {"mhla": {"chunk": 64}}, "Unknown mhla option chunk"),
-        ("mhla-lm-340m", {"hidden_size": "wide"}, "Preset 'mhla-lm-340m': .*'hidden_size' expected int"),
-        ("dit-s-2-256", {"depth": 2}, "DiTTransformer2DModel has no option depth .* It has: .*num_layers"),
-        ("dit-s-2-256", {"num_layers": 0}, "preset 'dit-s-2-256': num_layers=0 must be a positive integer"),
-        ("dit-s-2-256", {"mhla": {"chunk": 64}}, "Unknown mhla option chunk"),
+        ("mhla-lm-7b", {}, "name='mhla-lm-7b' is not one of 'deit-t', .*Did you mean"),
+        (["deit-t"], {}, "is not one of"),
+        ("mhla-lm-340m", {"num_layers": 2}, "LlamaConfig of preset .* option num_layers. Known options: .*num_hidden"),
+        ("dit-s-2-256", {"depth": 2}, "DiTTransformer2DModel of preset .* option depth. Known options: .*num_layers"),
+        ("dit-s-2-256", {"mhla": {"chunk": 64}}, "Unknown mhla option.* chunk"),
         ("wan2.1-1.3b", {"mhla": {"layers": [30]}}, r"layers names 30"),
-        ("dit-s-2-256", {"mhla": True}, "mhla=True must be a dict of options, an MHLAConfig, None .* or False"),
         ("deit-t", {"mhla": "linear"}, "mhla='linear' must be a dict of options"),
     ],
 )

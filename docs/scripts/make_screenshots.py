@@ -74,7 +74,7 @@ def main() -> None:
         for _ in range(2):
             page.get_by_role("button", name="Generate").click()
             page.wait_for_timeout(1000)
-            page.locator("#times table").wait_for()
+            page.locator("#times strong").first.wait_for()
         page.wait_for_timeout(1000)
         page.evaluate(
             "moment => document.querySelectorAll('video').forEach(v => { v.pause(); v.currentTime = moment; })",

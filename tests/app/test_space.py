@@ -67,4 +67,3 @@ def test_what_stands_there_is_kept(saved_pipeline, tmp_path):
         with pytest.raises(ValueError, match=message):
             export_space(tmp_path / "space", model, original, overwrite=True)
     assert [path.name for path in (tmp_path / "space").iterdir()] == ["notes.txt"]
-    assert (export_space(tmp_path / "space", overwrite=True) / "app.py").is_file()

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from conversion.digits import PretrainingConfig, pretrain
 from mhla_hf.cli.main import app
 from mhla_hf.demo import DemoConfig, base_pipeline_directory, run_demo
-from mhla_hf.demo.run import digit_latents, recover_variant
 
 from .test_pretraining import TINY_PRETRAINING
 
@@ -107,19 +106,6 @@ def test_a_finished_demo_runs_again_in_no_time(finished, base):
     again = run_demo(DemoConfig(output=str(output), base=str(base), **TINY_DEMO))
     assert time.perf_counter() - began < 60
     assert again["variants"]["mhla"]["held_out"] == report["variants"]["mhla"]["held_out"]
-
-
-def test_a_stopped_demo_ends_like_an_uninterrupted_one(finished, base, tmp_path):
-    _, report = finished
-    config = DemoConfig(output=str(tmp_path / "output"), base=str(base), **TINY_DEMO)
-    train, held_out = digit_latents(config)
-    recover_variant(config, "mhla", train, held_out)
-    (tmp_path / "output" / "options.json").write_text(json.dumps(config.to_dict()))
-    resumed = run_demo(config)
-    for name, entry in report["variants"].items():
-        assert resumed["variants"][name]["held_out"]["distill"]["loss"] == pytest.approx(
-            entry["held_out"]["distill"]["loss"], rel=1e-5
-        )
 
 
 def test_other_options_are_not_mixed_into_old_work(finished, base):

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of presets: what each model is, its sizes and MHLA options, and where they come from.
+"""The models of the MHLA paper by name, with fresh weights, as classes of transformers and diffusers.
 
 "The paper" is arXiv 2601.07832, "its code" the repository of its authors, github.com/DAGroup-PKU/MHLA.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from .config import MHLAConfig
+from .models.options import merge_options
+from .models.registry import mhla_class_for
+from .utils.messages import check_choice, check_names, shorten_value
+
+
+__all__ = ["PRESETS", "Preset", "from_preset"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,3 +243,76 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 """All presets by name."""
+
+
+def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None = None, **overrides: Any) -> Any:
+    """Returns one of the models of the MHLA paper (arXiv 2601.07832) by name, at full size and without weights.
+
+    Models of transformers (`deit-t`, `deit-s`, `vlt-t`, `vlt-s`, `mhla-lm-340m`) come as their configuration. Those of
+    diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-1.3b`, `wan2.1-1.3b-hybrid`) come as the untrained
+    model, on the current device: `with torch.device("meta")` allocates nothing. [`mhla_hf.presets.PRESETS`] says of
+    each what the paper states, what its code states, and what is chosen here.
+
+    Args:
+        name: Name of a preset.
+        mhla: Options that replace single ones of the preset, as a dict; an `MHLAConfig` replaces all of them. `False`
+            for the model with its own attention (softmax; SANA's is linear), to compare with.
+        **overrides: Arguments of the model's class that replace the preset's sizes, such as `num_layers` or
+            `num_hidden_layers`. A hybrid with another number of layers follows the same rule.
+
+    Returns:
+        A configuration of transformers, or a model of diffusers.
+
+    Raises:
+        ValueError: If there is no such preset, or an option is unknown or not allowed; the message lists those that
+            there are.
+
+    Examples:
+        >>> import torch
+        >>> from mhla_hf import from_preset
+        >>> with torch.device("meta"):
+        ...     model = from_preset("wan2.1-1.3b-hybrid")
+        >>> type(model).__name__, len(model.mhla_layers)
+        ('MHLAWanTransformer3DModel', 20)
+        >>> config = from_preset("deit-t", mhla={"blocks": [2, 2]}, num_hidden_layers=3)
+        >>> config.mhla["blocks"], config.hidden_size
+        ([2, 2], 192)
+    """
+    check_choice("name", name, PRESETS)
+    if mhla is True or not isinstance(mhla, (MHLAConfig, Mapping, bool, type(None))):
+        raise ValueError(
+            f"mhla={shorten_value(mhla)} must be a dict of options, an MHLAConfig, None for those of the preset, or "
+            "False for the model's own attention."
+        )
+    preset = PRESETS[name]
+    is_config = preset.library == "transformers"
+    if is_config:
+        import transformers as library
+    else:
+        import diffusers as library
+    stock_class = getattr(library, preset.model)
+    # Every configuration of transformers takes the latter, beside what its signature names.
+    arguments = [*inspect.signature(stock_class.__init__).parameters, *(["num_labels"] if is_config else [])]
+    check_names(f"{preset.model} of preset {name!r}", overrides, [a for a in arguments if a not in ("self", "kwargs")])
+    sizes = {**copy.deepcopy(dict(preset.sizes)), **overrides}
+    if mhla is False:
+        return stock_class(**sizes)
+    options = _mhla_options(preset, mhla, sizes["num_hidden_layers" if is_config else "num_layers"])
+    if is_config:
+        return stock_class(**sizes, mhla=options, attn_implementation="mhla")
+    return mhla_class_for(preset.model)(**sizes, mhla=options)
+
+
+def _mhla_options(preset: Preset, mhla: MHLAConfig | Mapping[str, Any] | None, num_layers: int) -> dict[str, Any]:
+    """Options of the preset, with single ones replaced by a dict and all of them by an `MHLAConfig`."""
+    if isinstance(mhla, MHLAConfig):
+        # The token grid is filled in for the model where it was left open.
+        given = mhla.to_dict() if preset.library == "transformers" else mhla.given_options()
+        return {option: value for option, value in given.items() if value is not None}
+    options = copy.deepcopy(dict(preset.mhla))
+    layers = preset.mhla_layers(num_layers)
+    if layers is not None:
+        options["layers"] = layers
+    options = merge_options(options, mhla or {})
+    MHLAConfig.from_dict(options)
+    return options
