@@ -179,13 +179,10 @@ def _calibrate_pipeline(
     models = mhla_components(pipeline)
     if batches is None:
         batches = pipeline_batches(pipeline, **probe_options)
-    elif not isinstance(batches, Mapping):
-        if len(models) > 1:
-            raise ValueError(f"batches must be a dict by component for this pipeline: {', '.join(models)}.")
+    elif not isinstance(batches, Mapping) and len(models) == 1:
         batches = dict.fromkeys(models, batches)
-    unknown = sorted(set(batches) - set(models))
-    if unknown:
-        raise ValueError(f"batches names {', '.join(map(str, unknown))}; the pipeline has {', '.join(models)}.")
+    if not isinstance(batches, Mapping) or not set(batches) <= set(models):
+        raise ValueError(f"batches must be a dict by component for this pipeline: {', '.join(models)}.")
     total = CalibrationReport()
     for name, own in batches.items():
         total.add(calibrate_model(models[name], own, **options), f"{name}.")
@@ -201,7 +198,7 @@ def calibrate_model(
 ) -> CalibrationReport:
     """Calibrate one model in place; arguments and errors are those of [`calibrate`][mhla_hf.calibrate]."""
     started = time.monotonic()
-    batches = _check_batches(batches)
+    batches = check_batches(batches)
     limit = parse_size(memory_limit, "memory_limit")
     assert limit is not None
     layers = mhla_layers(model)
@@ -391,7 +388,12 @@ def _groups(layers: Sequence[AttentionLayer], limit: int) -> list[list[Attention
     return groups
 
 
-def _check_batches(batches: Iterable[Batch] | None) -> list[Batch]:
+def check_batches(batches: Iterable[Batch] | None) -> list[Batch]:
+    """Return the batches of a probe as a list.
+
+    Raises:
+        ValueError: If they are not dicts, or there is none.
+    """
     found = [] if batches is None or isinstance(batches, Mapping) else list(batches)
     if not found or not all(isinstance(batch, Mapping) for batch in found):
         raise ValueError("batches must be a list of dicts of keyword arguments of the model's forward, one at least.")
@@ -404,23 +406,18 @@ def _check_weights(layers: Sequence[AttentionLayer]) -> None:
         modules: dict[str, nn.Module] = {f"{layer.name}.mhla": layer.mhla}
         if layer.projection is not None:
             modules[layer.projection_name] = layer.projection
-            if layer.projection_name.endswith(".base_layer"):
-                raise ValueError(
-                    f"{layer.projection_name.removesuffix('.base_layer')} has an adapter: merge it into the weights "
-                    "before calibration, or take it off."
-                )
         for name, module in modules.items():
             for key, parameter in module.named_parameters():
-                if parameter.is_meta:
-                    raise ValueError(
-                        f"{name}.{key} is offloaded: load the model whole onto its devices to calibrate it."
-                    )
-                plain = type(parameter.data) is torch.Tensor
-                if not plain or not parameter.is_floating_point() or parameter.element_size() < 2:
-                    raise ValueError(
-                        f"{name}.{key} is quantised or sharded: calibrate the model in full or half precision, then "
-                        "quantise it."
-                    )
+                plain = type(parameter.data) is torch.Tensor and parameter.is_floating_point()
+                problem = None
+                if name.endswith(".base_layer"):
+                    problem = "has an adapter: merge it into the weights before calibration, or remove it"
+                elif parameter.is_meta:
+                    problem = "is offloaded: load the whole model onto its devices to calibrate it"
+                elif not plain or parameter.element_size() < 2:
+                    problem = "is quantised or sharded: calibrate in full or half precision, then quantise"
+                if problem is not None:
+                    raise ValueError(f"{name.removesuffix('.base_layer')}.{key} {problem}.")
 
 
 @torch.no_grad()

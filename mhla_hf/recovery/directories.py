@@ -124,8 +124,6 @@ def select_layers_of(
     if component is None and len(names) > 1:
         raise ValueError(f"component must be given, for {source} has {', '.join(names)}: select for each by itself.")
     part = found.component(component)
-    if found.pipeline is None and not part.is_transformers:
-        raise ValueError(f"{source} is a transformer alone; give the pipeline that it belongs to.")
     models, batches, _ = open_probe(found, [part], dict(mhla or {}), **(probe or {}))
     return select_layers(models[part.name], batches[part.name], **options)
 

@@ -387,9 +387,6 @@ def _parse(content: Any, name: str) -> Recipe:
     values = {key: value for key, value in content.items() if value is not None}
     family = values.get("family")
     check_choice("family", family, FAMILIES)
-    for key in ("description", "model"):
-        if not isinstance(values.get(key, ""), str):
-            raise ValueError(f"{key} must be a text, got {shorten_value(values[key])}")
     # To YAML, layers may also be a list of numbers or one number.
     layers = values.get("layers", "all")
     values["layers"] = (
@@ -424,15 +421,16 @@ def _section(name: str, content: Any, family: str) -> Options:
 
 def _mhla_options(options: Any, family: str) -> dict[str, Any]:
     check_names("mhla", options, [item.name for item in dataclasses.fields(MHLAConfig)])
-    if "layers" in options:
-        raise ValueError("mhla.layers: give layers at the top of the recipe instead")
-    if options.get("causal") not in (None, family == "causal"):
-        raise ValueError(f"mhla.causal: models of the family {family} decide that themselves; leave it out")
     own: dict[str, Any] = {}
+    refused = {"layers": "give layers at the top of the recipe instead"}
+    if options.get("causal") != (family == "causal"):
+        refused["causal"] = f"models of the family {family} decide that themselves; leave it out"
     if family in TEXT:
-        if options.get("blocks") is not None:
-            raise ValueError("mhla.blocks has no meaning for sequences of text: give mhla.block_size")
+        refused["blocks"] = "it has no meaning for sequences of text; give mhla.block_size"
         own = {"resize": "extend", "block_size": [64], "causal": family == "causal"}
+    for name, reason in refused.items():
+        if options.get(name) is not None:
+            raise ValueError(f"mhla.{name}: {reason}")
     try:
         MHLAConfig.from_dict({**own, **options})
     except ValueError as error:

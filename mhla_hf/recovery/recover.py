@@ -217,10 +217,11 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
     """
     source = open_source(location, **hub)
     part = source.component(component)
-    if not part.is_transformers and part.is_mhla:
-        raise ValueError(f"{location} is MHLA already; recover from the model that it was converted from")
-    if not part.is_transformers and source.pipeline is None:
-        raise ValueError(f"{location} is a transformer alone; give the pipeline that it belongs to")
+    if not part.is_transformers and (part.is_mhla or source.pipeline is None):
+        problem = "is a transformer alone; give the pipeline that it belongs to"
+        if part.is_mhla:
+            problem = "is MHLA already; recover from the model that it was converted from"
+        raise ValueError(f"{location} {problem}")
     check_weights(part.folder)
     family = _transformers_family(part) if part.is_transformers else family_for(part.class_name).name
     return source, part, family

@@ -27,7 +27,7 @@ from ..training.matching.layers import (
     swapped_parameters,
 )
 from ..utils.machine import synchronize
-from .calibration import CalibrationReport, calibrate_model
+from .calibration import CalibrationReport, calibrate_model, check_batches
 
 
 # Batches of the probe that the model's output is compared on.
@@ -127,14 +127,12 @@ def select_layers(
     """
     if keep is not None and latency is not None:
         raise ValueError("Give keep or latency, not both.")
-    batches, layers = list(batches), mhla_layers(model)
+    batches, layers = check_batches(batches), mhla_layers(model)
     share = None if latency is None else _share("latency", latency)
     most = len(layers) if share is not None else _kept_count("25%" if keep is None else keep, len(layers))
     indices = [_index(layer.name) for layer in layers]
     if len(set(indices)) < len(indices):
         raise ValueError("layers of this model have the same numbers (several towers): select them tower by tower.")
-    if not batches:
-        raise ValueError("batches is empty: a few samples are needed.")
     compared, done = batches[:_COMPARED_BATCHES], 0
 
     def advance(total: int = 2 * len(batches) + len(layers) * max(1, most)) -> None:

@@ -182,21 +182,18 @@ class TrainingConfig(Options):
         super().__post_init__()
         if self.transfer_steps + self.distill_steps + self.max_steps == 0:
             raise ValueError("max_steps, distill_steps and transfer_steps are all 0: nothing to train")
-        if self.mhla == UNCONVERTED and self.train == "mhla":
-            raise ValueError(
-                "train='mhla' needs MHLA layers, but mhla='none' converts nothing; use train lora or full"
-            )
-        for name in ("transfer_steps", "distill_steps"):
-            if self.mhla == UNCONVERTED and getattr(self, name):
-                raise ValueError(f"{name} needs MHLA layers, but mhla='none' converts nothing")
-        for name in ("ema_inv_gamma", "ema_power"):
-            needed = "ema_decay" if name == "ema_power" else "ema_power"
-            if getattr(self, name) is not None and getattr(self, needed) is None:
+        if self.mhla == UNCONVERTED and (self.train == "mhla" or self.transfer_steps or self.distill_steps):
+            raise ValueError("mhla='none' converts nothing: use train lora or full, without transfer or distill steps")
+        needs = {
+            "ema_power": ("ema_decay", self.ema_power is not None),
+            "ema_inv_gamma": ("ema_power", self.ema_inv_gamma is not None),
+            "transfer_cache='disk'": ("output", self.transfer_cache == "disk" and self.transfer_steps > 0),
+            "resume": ("output", self.resume is not None),
+            "report_to": ("output", self.report_to != "none"),
+        }
+        for name, (needed, is_given) in needs.items():
+            if is_given and getattr(self, needed) is None:
                 raise ValueError(f"{name} needs {needed}")
-        if self.transfer_cache == "disk" and self.transfer_steps and self.output is None:
-            raise ValueError("transfer_cache='disk' needs output: the directory to keep activations in")
-        if self.resume is not None and self.output is None:
-            raise ValueError("resume needs output: the directory with the checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,18 +270,14 @@ class CacheConfig(Options):
 
 
 def _parse_mhla(value: Any) -> Any:
-    """A dict, None or 'none' from a dict, a JSON text, the name of a JSON file, or an `MHLAConfig`."""
-    if value is None or isinstance(value, dict):
+    """Return a dict, None or 'none' from a dict, JSON text, the name of a JSON file, or an `MHLAConfig`."""
+    if value is None or isinstance(value, dict) or value == UNCONVERTED:
         return value
     if hasattr(value, "given_options"):
         return value.given_options()
-    if not isinstance(value, str):
-        raise ValueError(f"mhla must be JSON, a JSON file or 'none', got {shorten_value(value)}")
-    if value == UNCONVERTED:
-        return value
-    if value.lstrip().startswith("{"):
+    if isinstance(value, str) and value.lstrip().startswith("{"):
         return check_fields(parse_json(value, "mhla"), "mhla")
-    # Names of files are shorter than any other text that could be meant.
-    if len(value) > 1000 or "\0" in value or not os.path.lexists(value):
+    # File names are shorter than any other text that could be meant.
+    if not isinstance(value, str) or len(value) > 1000 or "\0" in value or not os.path.lexists(value):
         raise ValueError(f"mhla must be a JSON object, an existing JSON file or 'none', got {shorten_value(value)}")
     return read_json(Path(value), "mhla:")

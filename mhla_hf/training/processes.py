@@ -55,11 +55,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         ValueError: If the tracker is not installed, or the launcher has started one process of several.
         TimeoutError: If other processes of the run do not start within `startup_timeout`.
     """
-    if config.report_to != "none":
-        if find_spec(config.report_to) is None:
-            raise ValueError(f"report_to={config.report_to!r} needs that package: pip install {config.report_to}")
-        if config.output is None:
-            raise ValueError(f"report_to={config.report_to!r} needs output, the directory to log to")
+    if config.report_to != "none" and find_spec(config.report_to) is None:
+        raise ValueError(f"report_to={config.report_to!r} needs that package: pip install {config.report_to}")
     project = None
     if config.output is not None:
         project = ProjectConfiguration(project_dir=config.output, logging_dir=str(Path(config.output) / "logs"))

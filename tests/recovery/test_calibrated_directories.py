@@ -12,11 +12,9 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.recovery.data import probe_batches
 from mhla_hf.recovery.directories import calibrate_directory
 from mhla_hf.recovery.probes import mhla_components, pipeline_batches
 from tests import tiny, tiny_images
-from tests.integrations.transformers.tiny_models import softmax_model
 from tests.recovery.sources import model_directory, text_folder
 
 
@@ -77,20 +75,12 @@ def test_mistakes_with_pipelines():
         ({"prompts": ["a dog"]}, "makes samples of classes; leave prompts out"),
         ({"samples": 2}, "samples=2 must be a whole number of at least 4 and at most 65,536"),
         ({"colour": 3}, "cannot be called to make samples .*colour"),
-        ({"batches": {"text": []}}, "batches names text; the pipeline has transformer"),
+        ({"batches": {"text": []}}, "batches must be a dict by component for this pipeline: transformer"),
     ):
         with pytest.raises(ValueError, match=message):
             mhla_hf.calibrate(pipeline, **options)
     with pytest.raises(ValueError, match="has no MHLA model: convert it first"):
         mhla_hf.calibrate(tiny_images.dit_pipeline())
-
-
-def test_a_batch_holds_as_many_samples_as_there_are(tmp_path):
-    model = mhla_hf.convert(softmax_model("bert", vocab_size=128), {"block_size": [16]})
-    directory, texts = model_directory("bert", tmp_path / "bert"), text_folder(tmp_path / "texts")
-    options = {"component": "model", "seed": 0}
-    (batch,) = probe_batches(model, directory, str(texts), samples=5, batch_size=60_000, **options)
-    assert len(batch["input_ids"]) == 5
 
 
 def test_directory(converted, tmp_path):

@@ -312,16 +312,6 @@ def test_interrupted_while_it_writes(monkeypatch):
     assert_same_state(model, before)
 
 
-def test_numbers_that_are_not_finite():
-    model, example = converted("wan", lepe_kernel=3)
-    before, batches = state(model), probe(example)
-    batches[2]["hidden_states"][0, 0, 0, 0, 0] = float("nan")
-    message = r"^layer blocks\.0\.attn1: its original attention gives numbers that are not finite for batch 2 of the "
-    with pytest.raises(ValueError, match=message):
-        mhla_hf.calibrate(model, batches)
-    assert_same_state(model, before)
-
-
 def test_mistakes():
     model, example = converted("llama")
     for batches, message in (
@@ -347,14 +337,5 @@ def test_weights_that_cannot_be_written():
     with pytest.raises(ValueError, match=r"^layers\.1\.o_proj\.weight is quantised or sharded"):
         calibration._check_weights(layers)
     attention.mhla.to("meta")
-    with pytest.raises(ValueError, match=r"self_attn\.mhla\.mixing is offloaded: load the model whole"):
-        mhla_hf.calibrate(model, probe(example))
-
-
-def test_adapters_are_refused():
-    from peft import LoraConfig, get_peft_model
-
-    model, example = converted("llama")
-    model = get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
-    with pytest.raises(ValueError, match=r"o_proj has an adapter: merge it into the weights"):
+    with pytest.raises(ValueError, match=r"self_attn\.mhla\.mixing is offloaded: load the whole model"):
         mhla_hf.calibrate(model, probe(example))

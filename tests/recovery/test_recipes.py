@@ -152,29 +152,24 @@ def test_the_fast_recipe_changes_the_attention_alone(family):
         ({"matches": {}}, "Unknown recipe option matches. Known options: family, description, model, layers"),
         ({"match": {"steps": "many"}}, r"match.steps must be a whole number \(at least 1 and at most .*, got 'many'"),
         ({"match": {"steps": 0}}, "match.steps must be at least 1, got 0"),
-        ({"match": {"cache": "ram"}}, "match.cache='ram' is not one of 'auto', 'memory', 'disk', 'none'"),
         ({"match": 600}, "match options must be a dict"),
         ({"family": "flux"}, "family='flux' is not one of 'wan', 'sana-video'"),
         ({"mhla": {"feature_maps": "relu"}}, "Unknown mhla option feature_maps. Known options: feature_map, rope"),
-        ({"mhla": {"feature_map": "gelu"}}, "mhla.feature_map='gelu' is not one of 'relu'"),
         ({"mhla": {"layers": [1]}}, "mhla.layers: give layers at the top of the recipe instead"),
         ({"mhla": {"causal": True}}, "mhla.causal: models of the family wan decide that themselves"),
         (
             {"layers": "some"},
             "layers must be all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, got 'so",
         ),
-        ({"layers": True}, "layers must be all, .*, got True"),
         ({"data": {"max_length": 128}}, "data.max_length is not an option of wan models, only of causal, encoder"),
         (
             {"distill": {"temperature": 2.0}},
             "distill.temperature is not an option of wan models, only of causal, encoder",
         ),
-        ({"family": "encoder", "finetune": {}}, "finetune: models of the family encoder have no objective"),
         ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
-        ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks has no meaning for sequences of text"),
+        ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks: it has no meaning for sequences of text"),
         ({"match": None}, "it has no stage; give one of calibrate, match, distill, finetune"),
         ({"match": {"batch_size": 4096}}, "match.batch_size must be at most data.samples, 2048, got 4096"),
-        ({"match": {"steps": 9, "batches": 10}}, "match.batches must be at most match.steps, 9, got 10"),
     ],
 )
 def test_mistakes_name_the_key(changes, message):
@@ -186,11 +181,9 @@ def test_mistakes_name_the_key(changes, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("family: [", "is not valid YAML"),
         ("a: &x [1]\nb: *x\n", "is not valid YAML: aliases are not allowed"),
         ("a: !!python/object/apply:os.system [ls]\n", "is not valid YAML: could not determine a constructor"),
         ("[" * 10_000, "is not valid YAML"),
-        ("match:\n  steps: !!int 2e3\n", "is not valid YAML: invalid literal for int"),
         ("- wan\n", ": recipe options must be a dict"),
         ("x" * 70_000, "is larger than 65,536 bytes"),
     ],

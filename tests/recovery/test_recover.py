@@ -127,44 +127,6 @@ def test_recover(kind, sources, tmp_path):
     assert again.figures == report.figures
 
 
-def test_other_options_are_refused(sources, tmp_path):
-    out = tmp_path / "out"
-    recover("bert", sources, out, stages=("calibrate",))
-    with pytest.raises(ValueError, match="output .* holds a run already; --resume resumes it, or choose another"):
-        recover("bert", sources, out, stages=("calibrate",))
-    with pytest.raises(ValueError, match=r"holds a run with recipe.calibrate.batches 2 \(now 3\), seed 0 \(now 1\);"):
-        recover("bert", sources, out, {"calibrate.batches": 3}, stages=("calibrate",), seed=1, resume=True)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "file").write_text("")
-    with pytest.raises(ValueError, match="output .*taken is not empty; choose another, or remove it"):
-        recover("bert", sources, tmp_path / "taken")
-
-
-def test_changed_data_are_refused(sources, tmp_path, monkeypatch):
-    texts = text_folder(tmp_path / "texts")
-    source = sources["bert"][0]
-    changes = {**SMALL, **EXTRA["bert"]}
-    options = {"changes": changes, "progress": False, "device": "cpu", "stages": ("calibrate", "match")}
-
-    run_stage = module.run_stage
-
-    def stop(name, run):
-        if name == stopped:
-            raise KeyboardInterrupt
-        return run_stage(name, run)
-
-    for stopped in ("calibrate", "match"):
-        # No stage is finished the first time: the run begins anew, with the data that there are now.
-        (texts / "0.txt").write_text(f"and now something else is written in here, before {stopped} begins")
-        with monkeypatch.context() as patched:
-            patched.setattr(module, "run_stage", stop)
-            with pytest.raises(KeyboardInterrupt):
-                mhla_hf.recover(source, tmp_path / "out", texts, resume=True, **options)
-    (texts / "0.txt").write_text("and now something else entirely is written in here")
-    with pytest.raises(ValueError, match="data: what .*out was begun with has changed since"):
-        mhla_hf.recover(source, tmp_path / "out", texts, resume=True, **options)
-
-
 def test_a_run_without_a_finished_stage_gives_way(sources, tmp_path, monkeypatch, caplog):
     """Neither the corrected command nor the same one needs --resume, and the same one converts once."""
 
@@ -214,25 +176,15 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recipe": "nothing"}, "recipe=nothing is neither a .yaml file nor one of"),
         ({"recipe": "qwen3-0.6b"}, "is for models of the family causal, and .*bert is of encoder"),
         ({"recipe": "paper"}, "recipe paper has no setting for models of the family encoder"),
         ({"layers": "all", "keep": "25%"}, "layers and keep are both given"),
         ({"keep": "all"}, "keep must be a percentage"),
-        ({"layers": "most"}, "layers must be all, indices"),
-        ({"window": "wide"}, "mhla.window='wide' is not one of"),
         ({"budget": 0}, "budget must be a number above 0 and at most .*, got 0"),
-        ({"stages": ("train",)}, "stages='train' is not one of 'calibrate', 'match'"),
-        ({"changes": {"match.speed": 3}}, "Unknown match option speed"),
         ({"device": "tpu"}, "device='tpu' must be cpu"),
-        ({"component": "vae"}, "component='vae' is not a component of .* that can be MHLA: model"),
         ({"layers": "0,9"}, "layers names 9, but the model has layers 0 to 2"),
         ({"layers": "auto:3/2"}, "must be a fraction above 0 and at most 1"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"save_every": 0}, "save_every=0 must be a whole number of at least 1"),
-        ({"dtype": "int8"}, "dtype='int8' must be one of float32"),
-        ({"blocks": [2]}, "mhla.blocks has no meaning for sequences of text: give mhla.block_size"),
-        ({"block_size": [0]}, "mhla.block_size"),
+        ({"blocks": [2]}, "mhla.blocks: it has no meaning for sequences of text; give mhla.block_size"),
         ({"data": "nothing"}, "data: nothing is neither a folder of"),
         ({"data": ""}, "data must be given: a folder of .txt"),
         ({"prompts": "prompts.txt"}, "prompts have no effect on models of the family encoder; leave them out"),
@@ -250,12 +202,9 @@ def test_mistakes_before_anything_loads(options, message, sources, tmp_path, mon
     "kind, options, message",
     [
         ("llama", {"data": "{folder}/rows.jsonl", "changes": {"data.text_field": "txet"}}, "has no field 'txet', but"),
-        ("wan", {"data": "{folder}/nothing"}, "data must be an existing folder or 'digits'"),
         ("wan", {"changes": {"data.num_frames": 4}}, "num_frames must be a multiple of 4 plus 1, got 4"),
         ("wan", {"data": None, "prompts": "{folder}/nothing.txt"}, "prompts: .*nothing.txt cannot be read as a text"),
-        ("wan", {"blocks": [2, 2]}, "The mhla options are for 2 axes"),
         ("dit", {"prompts": "{folder}/prompts.txt"}, "prompts is for data='generated' only"),
-        ("dit", {"data": None, "prompts": "{folder}/prompts.txt"}, "prompts is not an option of dit models"),
         ("vit", {"data": "digitz"}, "data must be an existing folder or 'digits', got 'digitz'"),
     ],
 )
@@ -279,21 +228,6 @@ def test_blocks_and_type(sources, tmp_path):
     assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
     with pytest.raises(ValueError, match=r"holds a run with dtype 'bfloat16' \(now not given\);"):
         recover("llama", sources, tmp_path / "out", **{**options, "dtype": None}, resume=True)
-
-
-def test_what_to_give(sources, tmp_path):
-    source = sources["bert"][0]
-    with pytest.raises(ValueError, match=r"data must be given: a folder of .txt, .md, .rst or .py files, a .jsonl"):
-        mhla_hf.recover(source, tmp_path / "out")
-    with pytest.raises(ValueError, match="data must be given: a folder of videos with captions, 'digits', or prompts"):
-        mhla_hf.recover(sources["wan"][0], tmp_path / "out")
-    (tmp_path / "alone").mkdir()
-    tiny.wan_transformer().save_pretrained(tmp_path / "alone")
-    with pytest.raises(ValueError, match="is a transformer alone; give the pipeline that it belongs to"):
-        mhla_hf.recover(tmp_path / "alone", tmp_path / "out", "digits")
-    converted = mhla_hf.conversion.convert_pretrained(source, tmp_path / "mhla", progress=False)
-    with pytest.raises(ValueError, match="is MHLA already"):
-        mhla_hf.recover(converted.destination, tmp_path / "out", sources["bert"][1])
 
 
 def test_command(sources, tmp_path, caplog):

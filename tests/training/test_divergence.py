@@ -65,18 +65,6 @@ def test_step_samples_and_the_last_good_checkpoint_are_named(tmp_path):
     assert make_trainer(tmp_path, resume="finetune-00000004").run().losses == whole.losses
 
 
-def test_only_the_micro_batch_is_named_that_holds_it(tmp_path):
-    order = DataOrder(dataset_size=5, batch_size=1, accumulation_steps=2, seed=0, stage="finetune")
-    trainer = make_trainer(
-        tmp_path, batch_size=1, gradient_accumulation_steps=2, transfer_steps=0, checkpointing_steps=0
-    )
-    trainer.dataset = Poisoned(trainer.dataset)
-    trainer.dataset.bad = bad = order.dataset_index(order.sample_numbers(0, 1)[0])
-    with pytest.raises(FloatingPointError, match=f"step 1, batch of sample {bad} of the data set") as error:
-        trainer.run()
-    assert "there is no good checkpoint to go back to" in str(error.value)
-
-
 def test_a_gradient_that_is_no_number(tmp_path):
     trainer = make_trainer(tmp_path, transfer_steps=0, max_grad_norm=0.0)
 

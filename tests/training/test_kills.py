@@ -13,13 +13,13 @@ from tests import ROOT
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "count"),
     [
-        ("renames", 3),
         # More than there are: all.
-        pytest.param("renames", 1000, marks=pytest.mark.slow),
-        pytest.param("random", 40, marks=pytest.mark.slow),
+        ("renames", 1000),
+        ("random", 40),
     ],
 )
 def test_killed_runs_end_like_others(how, count, tmp_path):

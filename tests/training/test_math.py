@@ -15,8 +15,6 @@ from mhla_hf.training.evaluation import EvaluationResult, evaluation_batches
 from mhla_hf.training.optimization import learning_rate_factor
 from mhla_hf.training.stages.flow_matching import (
     add_noise,
-    flow_matching_loss,
-    flow_matching_losses,
     flow_matching_target,
     shift_sigmas,
     sigmas_from_uniform,
@@ -45,15 +43,6 @@ def test_noise_joins_data_and_noise_by_a_straight_line():
     latents, noise = latents.double(), noise.double()
     derivative = (add_noise(latents, noise, sigmas + step) - add_noise(latents, noise, sigmas)) / step
     assert torch.allclose(derivative, flow_matching_target(latents, noise), atol=1e-6)
-
-
-def test_the_exact_direction_has_no_loss():
-    latents, noise = torch.randn(2, 3, 2, 4, 4), torch.randn(2, 3, 2, 4, 4)
-    assert flow_matching_loss(noise - latents, latents, noise) == 0
-    prediction = torch.randn_like(latents)
-    losses = flow_matching_losses(prediction, latents, noise)
-    assert losses.shape == (2,)
-    assert torch.allclose(losses.mean(), flow_matching_loss(prediction, latents, noise))
 
 
 @pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 5.0])
@@ -86,13 +75,6 @@ def test_sigmas_can_be_confined_to_a_range():
     assert above.median().item() == pytest.approx(inside.median().item(), abs=2e-3)
     with pytest.raises(ValueError, match="sigma_range"):
         sigmas_from_uniform(uniform, sigma_range=(0.5, 0.5))
-
-
-def test_wrong_shapes_are_named():
-    with pytest.raises(ValueError, match="noise"):
-        add_noise(torch.zeros(1, 2, 1, 2, 2), torch.zeros(1, 2, 1, 2, 3), torch.zeros(1))
-    with pytest.raises(ValueError, match="sigmas"):
-        add_noise(torch.zeros(2, 2, 1, 2, 2), torch.zeros(2, 2, 1, 2, 2), torch.zeros(1))
 
 
 def test_every_epoch_sees_every_sample_once():
@@ -151,12 +133,6 @@ def test_dropped_captions_become_the_empty_one():
         make_batch(data, order, 0, 0, WanObjective(), 0.25)
 
 
-def test_samples_of_different_sizes_are_refused():
-    data = [*samples(1), *samples(1, channels=3)]
-    with pytest.raises(ValueError, match="latents"):
-        make_batch(data, DataOrder(dataset_size=2, batch_size=2, seed=0, stage="finetune"), 0, 0, WanObjective())
-
-
 def test_evaluation_draws_are_stratified_and_fixed():
     batches = evaluation_batches(samples(), WanObjective(), batch_size=4, draws_per_sample=3, seed=1)
     sigmas = torch.cat([batch.levels for batch in batches]).double()
@@ -203,23 +179,15 @@ def test_learning_rate_schedules():
     ("options", "message"),
     [
         ({"train": "some"}, "train='some' is not one of 'mhla', 'lora', 'full'"),
-        ({"learning_rate": 0.0}, "learning_rate must be greater than 0"),
         ({"learning_rate": math.nan}, "learning_rate must be a finite number"),
-        ({"adam_beta2": 1.0}, "adam_beta2 must be less than 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"batch_size": 1.5}, "batch_size must be a whole number"),
-        ({"condition_dropout": 1.5}, "condition_dropout must be at most 1"),
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false"),
         ({"max_steps": 0}, "nothing to train"),
         ({"mhla": "none", "train": "mhla"}, "mhla='none' converts nothing"),
-        ({"mhla": "none", "transfer_steps": 3}, "transfer_steps needs MHLA layers"),
         ({"transfer_cache": "disk", "transfer_steps": 3}, "transfer_cache='disk' needs output"),
         ({"mhla": "{"}, "mhla is not valid JSON"),
         ({"mhla": "there-is-no-such-file"}, "mhla must be a JSON object"),
-        ({"mhla": 3}, "mhla must be JSON"),
-        ({"resume": "latest"}, "resume needs output"),
         ({"validation_prompts": (3,)}, "validation_prompts must be texts"),
-        ({"report_to": "paper"}, "report_to='paper' is not one of 'none', 'tensorboard', 'wandb'"),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else next(iter(value)),
 )

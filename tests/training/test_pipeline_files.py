@@ -5,14 +5,7 @@ import json
 import os
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from benchmarks.quality_dit import SETTINGS
-from benchmarks.quality_dit.runner import measure_quality
-from conversion.digits.checkpoints import load_checkpoint, save_checkpoint
-from mhla_hf.cli.main import app
 from mhla_hf.demo import DemoConfig, run_demo
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.data.images import pipeline_labels
@@ -70,26 +63,13 @@ VAE, MODEL = "vae/config.json", "transformer/config.json"
     [
         ("dit", INDEX, {"id2label": ["cat"]}, "'id2label' must be an object or null, and is a list"),
         ("dit", INDEX, {"id2label": {"x": "cat"}}, "'id2label' must map numbers of classes to their names"),
-        ("dit", INDEX, "[]", "is not a JSON object but a list"),
-        ("dit", INDEX, {"x": [[]], "_class_name": 3}, "'_class_name' must be a string, and is an integer"),
-        ("wan", INDEX, {"boundary_ratio": "half"}, "'boundary_ratio' must be a number or null, and is a string"),
-        ("wan", SCHEDULER, {"flow_shift": "3"}, "'flow_shift' must be a number or null, and is a string"),
         ("wan", SCHEDULER, {"prediction_type": None}, "'prediction_type' must be a string, and is null"),
         ("dit", SCHEDULER, {"num_train_timesteps": 10**9}, "'num_train_timesteps' must be from 1 to 100,000"),
-        ("dit", SCHEDULER, {"beta_schedule": "x" * 5000}, "of the scheduler is not known"),
-        ("dit", SCHEDULER, "{" * 5000, "is not valid JSON"),
-        ("dit", VAE, {"block_out_channels": 4}, "'block_out_channels' must be a list of 1 to 12 numbers"),
         ("dit", VAE, {"block_out_channels": [4] * 100_000}, "'block_out_channels' must be a list of 1 to 12 numbers"),
-        ("dit", VAE, "null", "is not a JSON object but null"),
         ("wan", VAE, {"scale_factor_spatial": 0}, "'scale_factor_spatial' must be an integer from 1 to 4,096, got 0"),
-        ("wan", VAE, {"scale_factor_temporal": "4"}, "'scale_factor_temporal' must be an integer from 1 to 4,096"),
-        ("wan", MODEL, {"patch_size": 2}, "'patch_size' must be three integers"),
         ("wan", MODEL, {"patch_size": [1, 0, 2]}, "'patch_size' must be an integer from 1"),
-        ("wan", MODEL, {"in_channels": "16"}, "'in_channels' must be an integer, and is a string"),
         ("dit", MODEL, {"patch_size": [2]}, "'patch_size' must be an integer from 1"),
-        ("dit", MODEL, {"sample_size": None}, "'sample_size' must be an integer from 1"),
         ("dit", MODEL, {"num_embeds_ada_norm": -1}, "'num_embeds_ada_norm' must be an integer from 1"),
-        ("dit", MODEL, {"in_channels": {}}, "'in_channels' must be an integer, and is an object"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -102,11 +82,6 @@ def test_pipelines(directory, family, name, changes, message):
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["wan", "dit"])
-def test_good_pipelines_pass(directory, family):
-    check(directory(family, INDEX, {}))
-
-
 @pytest.mark.parametrize("name", [INDEX, SCHEDULER, VAE])
 def test_what_is_no_file_is_not_waited_for(directory, name):
     path = directory("dit", INDEX, {})
@@ -114,14 +89,6 @@ def test_what_is_no_file_is_not_waited_for(directory, name):
     os.mkfifo(path / name)
     with pytest.raises(ValueError, match="is not a regular file"):
         check(path)
-
-
-def test_a_command_says_it_in_one_line(directory, tmp_path):
-    path = directory("dit", SCHEDULER, {"prediction_type": "\x1b[31m" + "x" * 100_000})
-    arguments = ["train", "dit", path, tmp_path / "run", "--data", "digits", "--mhla", "none"]
-    result = CliRunner().invoke(app, list(map(str, arguments)))
-    assert result.exit_code == 1 and len(result.output) < 1000
-    assert "\x1b" not in result.output and "must be 'epsilon'" in result.output
 
 
 class TestMetrics:
@@ -151,28 +118,7 @@ class TestMetrics:
             read_metrics(path)
 
 
-class TestRecords:
-    @pytest.mark.parametrize("content", ["", "[]", "{", '{"a": ' * 500])
-    def test_options_of_the_demo(self, content, tmp_path):
-        (tmp_path / "options.json").write_text(content)
-        with pytest.raises(ValueError, match=r"the demo's options \(--no-resume starts again\): .*options\.json"):
-            run_demo(DemoConfig(output=str(tmp_path)))
-
-    def test_tensors_of_the_benchmark(self, tmp_path):
-        save_checkpoint(tmp_path / "checkpoint.pt", {"step": 3, "weights": {"weight": torch.zeros(2)}})
-        whole = (tmp_path / "checkpoint.pt").read_bytes()
-        for content in (b"damaged", whole[: len(whole) // 2]):
-            (tmp_path / "checkpoint.pt").write_bytes(content)
-            with pytest.raises(
-                ValueError, match=r"checkpoint\.pt cannot be read .*remove .* to start this stage again"
-            ):
-                load_checkpoint(tmp_path / "checkpoint.pt")
-        (tmp_path / "work").mkdir()
-        save_file({"weight": torch.zeros(1)}, tmp_path / "work" / "classifier.safetensors")
-        with pytest.raises(ValueError, match=r"classifier\.safetensors holds another classifier; remove it to train"):
-            measure_quality(SETTINGS["smoke"], tmp_path / "work", device="cpu")
-
-    def test_options_of_the_benchmark(self, tmp_path):
-        (tmp_path / "options.json").write_text("[]")
-        with pytest.raises(ValueError, match=r"options\.json is not a JSON object"):
-            measure_quality(SETTINGS["smoke"], tmp_path, device="cpu")
+def test_damaged_options_of_the_demo(tmp_path):
+    (tmp_path / "options.json").write_text('{"a": ' * 500)
+    with pytest.raises(ValueError, match=r"the demo's options \(--no-resume starts again\): .*options\.json"):
+        run_demo(DemoConfig(output=str(tmp_path)))

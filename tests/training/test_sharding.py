@@ -136,13 +136,6 @@ class TestConfigurations:
         with pytest.raises(ValueError, match="zero_stage must be 3 in accelerate's configuration"):
             check_distribution(accelerator, config)
 
-    def test_tracking_under_deepspeed_is_refused(self, tmp_path):
-        trainer = make_trainer(tmp_path / "run", **OPTIONS)
-        trainer.tracker = AttentionTracker(trainer.probe_batch())
-        trainer.accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
-        with pytest.raises(ValueError, match="tracker .* does not run under DeepSpeed; use FSDP 2"):
-            trainer._prepare(None, None)
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -155,10 +148,3 @@ class TestConfigurations:
         check_distribution(accelerator, TrainingConfig())
         with pytest.raises(ValueError, match=message):
             check_distribution(accelerator, TrainingConfig(**options))
-
-    def test_other_ways_are_refused(self):
-        first = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
-        with pytest.raises(ValueError, match="set fsdp_version: 2"):
-            check_distribution(first, TrainingConfig())
-        with pytest.raises(ValueError, match="MEGATRON_LM is not supported; use one process, DDP, FSDP 2"):
-            check_distribution(SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM), TrainingConfig())

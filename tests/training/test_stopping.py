@@ -14,7 +14,7 @@ from accelerate.utils.other import get_free_port
 
 from mhla_hf.cli.errors import friendly_errors
 from mhla_hf.training.checkpoints import list_checkpoints
-from mhla_hf.training.processes import StopSignals, TrainingStopped
+from mhla_hf.training.processes import StopSignals
 from tests import ROOT
 
 from .training_process import make_trainer
@@ -47,15 +47,8 @@ def whole(tmp_path_factory):
 
 
 class TestOneProcess:
-    @pytest.mark.parametrize(
-        ("number", "where", "saved"),
-        [
-            (signal.SIGINT, ("transfer", 1), "transfer-00000002"),
-            (signal.SIGTERM, ("finetune", 2), "finetune-00000003"),
-        ],
-        ids=["ctrl-c", "sigterm"],
-    )
-    def test_the_next_step_ends_with_a_checkpoint(self, number, where, saved, whole, tmp_path, capsys):
+    def test_the_next_step_ends_with_a_checkpoint(self, whole, tmp_path, capsys):
+        number, where, saved = signal.SIGTERM, ("finetune", 2), "finetune-00000003"
         before = [signal.getsignal(entry) for entry in (signal.SIGINT, signal.SIGTERM)]
         with pytest.raises(typer.Exit) as stop, friendly_errors():
             make_trainer(tmp_path, signal_at(where, number)).run()
@@ -70,13 +63,6 @@ class TestOneProcess:
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, resumed.model.state_dict()[name]), name
 
-    def test_without_regular_checkpoints_one_is_saved_all_the_same(self, tmp_path):
-        with pytest.raises(TrainingStopped, match="step 2 of 6"):
-            make_trainer(
-                tmp_path, signal_at(("finetune", 1), signal.SIGINT), transfer_steps=0, checkpointing_steps=0
-            ).run()
-        assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["finetune-00000002"]
-
     def test_a_second_ctrl_c_ends_at_once(self):
         with StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGINT)
@@ -87,12 +73,6 @@ class TestOneProcess:
             time.sleep(0.3)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
-
-    def test_ctrl_c_elsewhere_is_one_line_too(self, capsys):
-        with pytest.raises(typer.Exit) as stop, friendly_errors():
-            raise KeyboardInterrupt
-        assert stop.value.exit_code == 130
-        assert capsys.readouterr().err == "stopped\n"
 
 
 def test_a_lost_process_is_one_line(capsys):
@@ -154,24 +134,6 @@ def test_two_processes_stop_together(launcher, number, whom, tmp_path):
     assert (output / "final.pt").exists()
 
 
-@pytest.mark.slow
-def test_processes_that_make_batches_leave_ctrl_c_to_the_run(tmp_path):
-    output, options = tmp_path / "run", '{"dataloader_num_workers": 2, "max_steps": 40}'
-    command = [sys.executable, "-m", "tests.training.training_process", str(output), "--options", options]
-    process = subprocess.Popen(
-        command, env={**ENVIRONMENT, "STEP_SECONDS": "1"}, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 300
-    while not (output / "reached-0-finetune-1").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    errors = process.communicate(timeout=120)[1]
-    assert process.returncode == 130
-    assert [line for line in errors.splitlines() if line.startswith("stopped after step")], errors
-
-
 MEETING = """
 import sys, torch
 from mhla_hf.cli.errors import run_script
@@ -207,15 +169,3 @@ class TestStart:
         assert "Traceback" not in errors
         (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
         assert "did not find one another within 0.05 minutes (startup_timeout)" in line and len(line) < 500
-
-    @pytest.mark.slow
-    def test_one_that_fails_before_the_meeting_ends_the_run(self, tmp_path):
-        process = subprocess.run(
-            [sys.executable, *LAUNCHERS["torchrun"], "tests.training.training_process", str(tmp_path / "run")],
-            env={**ENVIRONMENT, "RANK_TO_FAIL": "1"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert process.returncode != 0 and "this process has an error of its own" in process.stderr
