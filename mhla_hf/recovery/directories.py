@@ -13,15 +13,14 @@ from torch import nn
 from ..layers.original import STATE_KEY, STATES, record_weights
 from ..models.registry import MHLA_CLASSES
 from ..models.source import CONVERSION_RECORD, Component, Source, open_source, read_source
-from ..models.stub import with_refusal
 from ..models.weight_files import check_weights, damage_named
-from ..training.matching.layers import Batch, is_linear, mhla_layers
-from ..utils.destinations import atomic_directory, claim_destination
+from ..training.matching.layers import Batch
+from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, write_json
 from ..utils.json_files import read_json
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, shorten_text
-from ..utils.tensor_files import FLOAT_TYPES, TensorEntry, read_header, write_safetensors
+from ..utils.tensor_files import FLOAT_TYPES, read_header
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
 from .data import probe_batches
 from .probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
@@ -38,10 +37,10 @@ def calibrate_directory(
     progress: Callable[[int, int], None] | None = None,
     **probe: Any,
 ) -> CalibrationReport:
-    """Calibrates a converted directory; see [`calibrate`][mhla_hf.calibrate].
+    """Calibrate a converted directory; see [`calibrate`][mhla_hf.calibrate].
 
-    Weights are calibrated in fp32 and written in the types that their files have. Everything else of the directory
-    stays as it is. The result takes its place at once, when it is complete.
+    Weights are calibrated in fp32 and written in the types that their files have; all other files are kept. The
+    directory is replaced only when the result is complete.
 
     Args:
         directory: A converted pipeline of diffusers, or a converted model of diffusers or transformers.
@@ -67,22 +66,19 @@ def calibrate_directory(
     destination = root if output is None else Path(output).expanduser()
     with claim_destination(destination, overwrite=output is None or overwrite) as claimed:
         models, batches, origin = open_probe(source, source.components, **probe)
-        report, changed = CalibrationReport(probe=origin), {}
+        report = CalibrationReport(probe=origin)
         for name, model in models.items():
             if force:
                 record_weights(model)
-            touched = _touched(model)
-            before = {key: (value, value.clone()) for key, value in model.named_parameters() if key in touched}
             own = calibrate(model, batches[name], memory_limit=memory_limit, progress=progress)
             report.add(own, f"{name}." if len(models) > 1 else "")
-            changed[name] = {key: value for key, (value, old) in before.items() if not torch.equal(value, old)}
         with claimed.staging() as staging:
-            _write(source, staging, changed, report)
+            write_models(source, staging, models, {"calibration": report.to_dict()})
     return report
 
 
 def check_untrained(source: Source) -> None:
-    """Refuses models whose projections are no longer those of their original.
+    """Refuse models whose projections are no longer those of their original.
 
     Raises:
         ValueError: If a configuration says so.
@@ -106,7 +102,7 @@ def select_layers_of(
     probe: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> SelectionReport:
-    """Picks layers of a softmax model on disk; it is converted in memory, and nothing is written.
+    """Select layers of a softmax model on disk; it is converted in memory, and nothing is written.
 
     Args:
         source: A pipeline of diffusers or a model of transformers, directory or Hub id.
@@ -140,7 +136,7 @@ def open_probe(
     device: str | None = None,
     **call_options: Any,
 ) -> tuple[dict[str, nn.Module], Mapping[str, Sequence[Batch]], dict[str, Any]]:
-    """Loads models of a directory in fp32, and makes batches for each.
+    """Load the models of a directory in fp32, and make batches for each.
 
     Args:
         source: The directory.
@@ -190,89 +186,48 @@ def open_probe(
     return models, pipeline_batches(pipeline, samples=samples, seed=seed, **call_options), origin
 
 
-def _touched(model: nn.Module) -> set[str]:
-    """Parameters that calibration may change: those of `mhla` modules and of linear maps."""
-    names = {f"{layer.name}.mhla" for layer in mhla_layers(model)}
-    return {
-        key
-        for name, module in model.named_modules()
-        if is_linear(module) or name in names
-        for key in (f"{name}.{own}" for own, _ in module.named_parameters())
-    }
-
-
-def _write(
-    source: Source, staging: Path, changed: Mapping[str, Mapping[str, torch.Tensor]], report: CalibrationReport
+def write_models(
+    source: Source, destination: Path, models: Mapping[str, nn.Module], record: Mapping[str, Any]
 ) -> None:
-    """Fills a directory like the source, with other values of some weights."""
-    rewritten: set[Path] = {Path(CONVERSION_RECORD)}
-    for part in source.components:
-        values = changed.get(part.name) or {}
-        if values:
-            relative = (part.folder / "config.json").relative_to(source.root)
-            rewritten.add(relative)
-            (staging / relative).parent.mkdir(parents=True, exist_ok=True)
-            config = {**part.config, STATE_KEY: "calibrated"}
-            # Directories of earlier versions lack the entry.
-            write_json(staging / relative, with_refusal(config) if part.is_transformers else config)
-        for weights in part.weight_sets():
-            readers = weights.open(floats_only=False)
-            names = _stored_names(values, [name for reader in readers for name in reader.shapes], part)
-            for reader in readers:
-                new = {names[name]: values[name] for name in values if names[name] in reader.shapes}
-                if not new:
-                    continue
-                relative = reader.path.relative_to(source.root)
-                rewritten.add(relative)
-                (staging / relative).parent.mkdir(parents=True, exist_ok=True)
-                entries = [
-                    TensorEntry(entry.name, entry.shape, entry.dtype, lambda value=new[entry.name]: value)  # type: ignore[misc]
-                    if entry.name in new
-                    else entry
-                    for entry in reader.entries()
-                ]
-                write_safetensors(staging / relative, entries)
-    _link_rest(source.root, staging, lambda path: path in rewritten)
-    write_json(staging / CONVERSION_RECORD, {**_record(source.root), "calibration": report.to_dict()})
-
-
-def _stored_names(values: Mapping[str, torch.Tensor], stored: Sequence[str], part: Component) -> dict[str, str]:
-    """Names of parameters in the files: models with a head have a prefix that the files may lack, and the reverse."""
-    known = set(stored)
-    by_end: dict[str, str] = {}
-    for name in stored:
-        by_end.setdefault(name.partition(".")[2], name)
-    names = {}
-    for name in values:
-        found = next(
-            (other for other in (name, name.partition(".")[2]) if other in known),
-            by_end.get(name),
-        )
-        if found is None:
-            raise ValueError(f"{part.folder} has no weight called {name}; load the model and calibrate it in Python.")
-        names[name] = found
-    return names
-
-
-def write_recovered(
-    converted: Path, destination: Path, component: str, model: nn.Module, record: Mapping[str, Any]
-) -> None:
-    """Writes a directory like the converted one, with the weights of a model, all at once.
+    """Write a copy of a converted directory with the weights of other models.
 
     Args:
-        converted: Directory of `convert_pretrained`, on the same disk.
-        destination: Directory to make.
-        component: Name of the model in a pipeline.
-        model: The recovered model; its weights take the types that the converted ones have.
+        source: The converted directory, on the same disk.
+        destination: Empty directory to fill.
+        models: Models by component; moved to the CPU and cast to the types that their files have.
         record: Added to `conversion.json`.
     """
-    part = read_source(converted).component(component)
-    model = model.to("cpu")
-    headers = [read_header(path)[0] for path in sorted(part.folder.glob("*.safetensors"))]
+    parts = [part for part in source.components if part.name in models]
+
+    def is_written(path: Path) -> bool:
+        folder = (source.root / path).parent
+        own = [part for part in parts if part.folder == folder]
+        return path == Path(CONVERSION_RECORD) or any(
+            path.name == "config.json" or part.names.match(path) for part in own
+        )
+
+    for path in list_files(source.root):
+        if not is_written(path):
+            (destination / path).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(source.root / path, destination / path)
+    for part in parts:
+        model: Any = models[part.name].to("cpu")
+        files = sorted(part.folder.glob("*.safetensors"))
+        _cast_as_stored(model, files)
+        # The same number of files, up to the order of the weights.
+        shard_size = max(path.stat().st_size for path in files)
+        model.save_pretrained(destination / part.folder.relative_to(source.root), max_shard_size=shard_size)
+    stored = source.root / CONVERSION_RECORD
+    content = read_json(stored, "the record") if stored.is_file() else {}
+    write_json(destination / CONVERSION_RECORD, {**content, **record})
+
+
+def _cast_as_stored(model: nn.Module, files: Sequence[Path]) -> None:
+    """Cast parameters to the types that they have in files."""
     stored = {
         name: FLOAT_TYPES[entry["dtype"]]
-        for header in headers
-        for name, entry in header.items()
+        for path in files
+        for name, entry in read_header(path)[0].items()
         if entry["dtype"] in FLOAT_TYPES
     }
     # Names in the file differ from the model's where transformers maps them.
@@ -281,28 +236,3 @@ def write_recovered(
     for name, parameter in model.named_parameters():
         fallback = torch.float32 if ".mhla." in name else usual
         parameter.data = parameter.data.to(stored.get(name, fallback))
-
-    def is_replaced(path: Path) -> bool:
-        own = (converted / path).parent == part.folder
-        return own and (path.name == "config.json" or part.names.match(path))
-
-    with atomic_directory(destination) as temporary:
-        _link_rest(converted, temporary, lambda path: path == Path(CONVERSION_RECORD) or is_replaced(path))
-        folder = temporary / part.folder.relative_to(converted)
-        saving: Any = model
-        saving.save_pretrained(folder)
-        write_json(temporary / CONVERSION_RECORD, {**_record(converted), **record})
-
-
-def _link_rest(source: Path, destination: Path, is_written: Callable[[Path], bool]) -> None:
-    """Links every file of a directory but those that are written anew."""
-    for path in list_files(source):
-        if not is_written(path):
-            (destination / path).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(source / path, destination / path)
-
-
-def _record(directory: Path) -> dict[str, Any]:
-    """Contents of `conversion.json`, empty without one."""
-    path = directory / CONVERSION_RECORD
-    return read_json(path, "the record") if path.is_file() else {}

@@ -21,10 +21,11 @@ from ..training.config import TrainingConfig
 from ..training.data.batch_sources import BatchSource, Latents
 from ..training.matching.layers import AttentionLayer, find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
+from ..utils.destinations import atomic_directory
 from ..utils.files import write_json
 from ..utils.machine import machine_facts
 from .calibration import calibrate_model
-from .directories import write_recovered
+from .directories import write_models
 from .quality import Quality
 from .recipes import CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
 from .report import REPORT, RecoveryReport, write_plot
@@ -86,7 +87,8 @@ class RecoveryRun:
             record = {"recovery": {key: value for key, value in report.to_dict().items() if key != "recipe"}}
             if "calibrate" in report.stages:
                 record["calibration"] = report.stages["calibrate"]
-            write_recovered(self.work.path / CONVERTED, self.work.path / RESULT, name, model, record)
+            with atomic_directory(self.work.path / RESULT) as temporary:
+                write_models(read_source(self.work.path / CONVERTED), temporary, {name: model}, record)
         if not self.work.is_done(RESULT):
             self.work.publish()
             summary = self._report().to_dict()
