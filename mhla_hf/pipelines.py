@@ -359,7 +359,7 @@ def _chosen_components(found: Mapping[str, str], mhla: Any) -> dict[str, Any]:
 
 
 def _is_stored_as_mhla(folder: str, name: str, class_name: str) -> bool:
-    """Returns whether a component is MHLA by its own configuration, or by the pipeline's index where it has none."""
+    """Return whether a component is MHLA by its own configuration, or by the pipeline's index where it has none."""
     path = path_inside(Path(folder), name, "model_index.json") / "config.json"
     own = read_json(path, "configuration").get("_class_name") if path.is_file() else None
     return is_mhla_class(own if isinstance(own, str) else class_name)

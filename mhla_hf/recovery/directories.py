@@ -118,7 +118,9 @@ def select_layers_of(
     found = open_source(source, **(hub or {}))
     names = [part.name for part in found.components]
     if component is None and len(names) > 1:
-        raise ValueError(f"component must be given, for {source} has {', '.join(names)}: select for each by itself.")
+        raise ValueError(
+            f"component must be given, for {source} has {', '.join(names)}: select layers of each separately."
+        )
     part = found.component(component)
     models, batches, _ = open_probe(found, [part], dict(mhla or {}), **(probe or {}))
     return select_layers(models[part.name], batches[part.name], **options)
@@ -171,7 +173,7 @@ def open_probe(
         return models, probes, origin
     if source.pipeline is None:
         raise ValueError(
-            f"data must be given (--data): {source.root} is a model alone, which makes no samples by itself."
+            f"data must be given (--data): {source.root} is a model without a pipeline, which cannot generate samples."
         )
     from ..pipelines import load_pipeline
 

@@ -56,7 +56,7 @@ class Moments:
 
     @torch.no_grad()
     def add(self, rows: torch.Tensor, first: int = 0) -> None:
-        """Adds rows.
+        """Add rows.
 
         Args:
             rows: `[C, N, P]`, or those of some sets only.
@@ -114,7 +114,7 @@ class Moments:
 
 
 def solve_ridge(products: torch.Tensor, targets: torch.Tensor, strength: float) -> torch.Tensor:
-    """Solves (G + λ s I) X = Y, s the mean of the diagonal of G.
+    """Solve (G + λ s I) X = Y, s the mean of the diagonal of G.
 
     Args:
         products: G `[..., P, P]`, symmetric and positive semidefinite.
@@ -190,7 +190,7 @@ class TemperatureFit:
         return layer.mhla.feature_map_query is not None
 
     def observe(self, call: LayerCall) -> None:
-        """Adds the errors of one call at each temperature."""
+        """Add the errors of one call at each temperature."""
         weights = self._weights()
         for index, temperature in enumerate(TEMPERATURES):
             with swapped_parameters({weight: weight * temperature for weight in weights}):
@@ -271,7 +271,7 @@ class HeadsFit:
         return (2 if mhla.window_gain is None else 3) + (0 if mhla.lepe is None else mhla.lepe.weight[0].numel())
 
     def observe(self, call: LayerCall) -> None:
-        """Adds the rows of one call."""
+        """Add the rows of one call."""
         with swapped_parameters(self.own):
             parts = self.mhla.attention_parts(*call.args, **call.kwargs)
         # The convolution leaves tokens before the grid alone.
@@ -413,7 +413,7 @@ class ProjectionFit:
         return 2 * Moments.nbytes(1, 2 * layer.mhla.num_heads * layer.mhla.value_head_dim)
 
     def observe(self, call: LayerCall) -> None:
-        """Adds the rows of one call."""
+        """Add the rows of one call."""
         output = call.output
         if self.own:
             with swapped_parameters(self.own):

@@ -59,7 +59,7 @@ class Quality:
                 self.reference = self._outputs(model)
 
     def measure(self, model: nn.Module) -> dict[str, float]:
-        """The figures of the model as it is now."""
+        """Measure the model."""
         if self.kind in ("latents", "rows"):
             figures = self._absolute(model)
             name = next(iter(figures))

@@ -88,7 +88,7 @@ class CalibrateOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MatchOptions(Options):
-    """Training of each layer by itself on the output of the one it replaced, from kept activations."""
+    """Training of each layer on the output of the one it replaced, from recorded activations."""
 
     steps: int = _count(600, "Optimizer steps of each layer.")
     batches: int = _count(160, "Batches whose activations are kept.")

@@ -84,7 +84,7 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, dict[str, float], float |
 
 
 def write_plot(directory: Path, report: Mapping[str, Any]) -> Path | None:
-    """Draws the main figure over the CPU seconds of the stages; nothing without matplotlib.
+    """Draw the main figure over the CPU seconds of the stages; nothing without matplotlib.
 
     Args:
         directory: Where to write `report.png`.

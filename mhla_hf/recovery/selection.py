@@ -96,7 +96,7 @@ class SelectionReport:
         return ",".join(map(str, self.mhla_layers))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON types."""
+        """Return plain JSON types."""
         return {**asdict(self), "calibration": self.calibration.to_dict(), "mhla_layers": self.mhla_layers}
 
 
@@ -108,7 +108,7 @@ def select_layers(
     latency: float | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SelectionReport:
-    """Calibrates a converted model and picks the layers that are best kept softmax.
+    """Calibrate a converted model and select the layers to keep softmax.
 
     Layers are picked one after the other: each time the one that brings the model's output closest to that of the
     softmax model, with those picked before softmax already. The model stays calibrated.
@@ -223,7 +223,7 @@ def _relative_error(outputs: Sequence[torch.Tensor], reference: Sequence[torch.T
 
 @torch.no_grad()
 def _time(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch, report: SelectionReport) -> None:
-    """Times the original attention and MHLA of every layer, and from them the models."""
+    """Time the original attention and MHLA of every layer; derive the times of the models."""
     linear = bool(getattr(model, "upstream_is_linear", False))
     scores = {score.name: score for score in report.layers}
     batch = on_device(batch, model)

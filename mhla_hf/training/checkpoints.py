@@ -3,7 +3,7 @@
 
 A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the parameters that train),
 `optimizer.safetensors` (AdamW's moments by parameter name), `ema.safetensors` where an average of the weights is kept,
-and `state.json`. Tensors are whole, whatever they were sharded over, so another number of processes can resume.
+and `state.json`. Tensors are stored unsharded, so another number of processes can resume.
 Everything else follows from the base model, the seed and the step. A checkpoint is written under a temporary name and
 moved, so a name that exists is complete; what disks and people do to it later is noticed by the fingerprints of its
 files, which `state.json` holds.
@@ -109,7 +109,7 @@ def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
     if resume == "previous":
         older = _newest_whole(available[:-1])
         if older is None:
-            raise ValueError(f"resume='previous': {directory} has no whole checkpoint before the newest")
+            raise ValueError(f"resume='previous': {directory} has no complete checkpoint before the newest")
         return older
     for candidate in (Path(resume), directory / resume):
         if candidate.is_dir() and checkpoint_position(candidate) is not None:
@@ -141,7 +141,7 @@ def collect_state(
         keep: True if this process keeps the tensors; the others help to gather them, one parameter at a time.
 
     Returns:
-        Weights by parameter name, and optimizer tensors by `<parameter>::<kind>`, whole and on the CPU.
+        Weights by parameter name, and optimizer tensors by `<parameter>::<kind>`, unsharded and on the CPU.
     """
     parameters = dict(model.named_parameters())
     weights: dict[str, torch.Tensor] = {}
@@ -233,7 +233,7 @@ def average_steps(checkpoint: Path) -> int | None:
 
 
 def last_good_checkpoint(directory: Path, position: Position) -> Path | None:
-    """The newest checkpoint before a position whose files are whole and whose weights are all finite."""
+    """Find the newest undamaged checkpoint before a position whose weights are all finite."""
     for path in reversed(list_checkpoints(directory)):
         reached = checkpoint_position(path)
         if reached is None or reached >= position or _newest_whole([path]) is None:

@@ -58,7 +58,7 @@ class TrainingConfig(Options):
     component: str = option("transformer", "Transformer of the pipeline to train.", choices=COMPONENTS)
     mhla: dict | str | None = option(
         None,
-        "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' trains it as it is.",
+        "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' leaves it unconverted.",
     )
     teacher: str | None = option(
         None, "Ordinary pipeline to match. Default: what the model was converted from, on the Hub or beside it."

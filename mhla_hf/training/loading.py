@@ -73,7 +73,7 @@ class TrainingSource(ABC):
         teacher_location: str | None = None,
         argument: str = "model",
     ) -> Self:
-        """Finds a directory, or downloads a Hub repository.
+        """Find a directory, or download a Hub repository.
 
         Args:
             location: A directory or a Hub id.
@@ -104,7 +104,7 @@ class TrainingSource(ABC):
         """
 
     def export(self, destination: Path, model: Any, record: dict[str, Any]) -> None:
-        """Writes a copy of the directory with the trained model in it.
+        """Write a copy of the directory with the trained model in it.
 
         The model card is not copied where it is about the original, or was generated for the model before training.
 
@@ -136,7 +136,7 @@ class TrainingSource(ABC):
     def _write(self, directory: Path, model: Any) -> None: ...
 
     def load_model(self, mhla: dict | str | None = None) -> torch.nn.Module:
-        """Loads the model to train, with fp32 weights.
+        """Load the model to train, with fp32 weights.
 
         Args:
             mhla: MHLA options for an ordinary source, which is converted on load; `none` leaves it as it is.
@@ -278,7 +278,7 @@ class PipelineSource(TrainingSource):
         return config
 
     def check_family(self, family: str) -> None:
-        """Checks that the command for one family of models is given one of them.
+        """Check that the command for one family of models is given one of them.
 
         Raises:
             ValueError: If it is not; the message names the command to use instead.
@@ -287,7 +287,7 @@ class PipelineSource(TrainingSource):
             raise ValueError(f"model is a {self.model.class_name}: use `mhla-hf train {self.family.name}`")
 
     def check_run(self, config: TrainingConfig) -> None:
-        """Checks the options of a run against the pipeline's files, before data are encoded for it.
+        """Check the options of a run against the pipeline's files, before data are encoded for it.
 
         Raises:
             ValueError: If options, pipeline and teacher do not fit together.
@@ -307,7 +307,7 @@ class PipelineSource(TrainingSource):
             _ = self.teacher
 
     def load_encoders(self) -> Any:
-        """Loads the pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
+        """Load the pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
 
         Raises:
             ValueError: If diffusers has no such pipeline, or its files are damaged; the message names them.

@@ -57,7 +57,7 @@ class StageLoop:
         return self.step >= self.stage.steps
 
     def run(self, position: Position | None, checkpoint: Path | None) -> tuple[list[float], float]:
-        """Runs what is left of the stage.
+        """Run the remaining steps of the stage.
 
         Args:
             position: Position that the whole run resumes from; None at its beginning.
@@ -92,7 +92,7 @@ class StageLoop:
         return self.losses, self.seconds / steps
 
     def start(self, position: Position | None, checkpoint: Path | None) -> None:
-        """Restores model and optimizer to the position that the run resumes from; arguments as in `run`."""
+        """Restore model and optimizer to the position that the run resumes from; arguments as in `run`."""
         stage, names = self.stage, self.stage.trainable_names()
         if position is None or position.stage != stage.name:
             checkpoint = None
@@ -128,10 +128,10 @@ class StageLoop:
         self.batches = (batch for batch in self._loader())
 
     def take_step(self) -> bool:
-        """Takes an optimizer step, reports it, and saves a checkpoint where one is due.
+        """Take an optimizer step, report it, and save a checkpoint if one is due.
 
         Returns:
-            True if one of the processes has been told to stop.
+            True if one of the processes has received a signal to stop.
         """
         began = time.perf_counter()
         loss, logs, stop_requested = self._optimizer_step()
@@ -146,7 +146,7 @@ class StageLoop:
         return stop_requested
 
     def save(self) -> None:
-        """Saves a checkpoint, unless there is one of this step or nowhere to save it. Every process must call it."""
+        """Save a checkpoint, unless this step has one or there is no output. Every process must call it."""
         directory = self.shared.checkpoints
         if directory is None or self._saved == self.step:
             return
@@ -174,7 +174,7 @@ class StageLoop:
         self.accelerator.wait_for_everyone()
 
     def finish(self) -> None:
-        """Puts the average of the weights in their place, and releases the stage's own resources."""
+        """Replace the weights by their average, and release the stage's resources."""
         if self.average is not None:
             self.average.copy_to_model()
         self.stage.close()
@@ -187,8 +187,8 @@ class StageLoop:
         """One optimizer step.
 
         Returns:
-            The loss averaged over micro-steps and processes, further figures, and whether one of the processes has
-            been told to stop.
+            The loss averaged over micro-steps and processes, further figures, and whether one of the processes
+            has received a signal to stop.
         """
         stage, config, accelerator = self.stage, self.config, self.accelerator
         factor = learning_rate_factor(
@@ -267,7 +267,7 @@ class StageLoop:
             shared.callback(name, self.step, loss)
 
     def _log(self, figures: dict[str, float], tracked: dict[str, Any] | None) -> None:
-        """Hands figures of this step to the trackers of the run, with those of a record of attention."""
+        """Log figures of this step, and those of a record of attention, to the trackers."""
         if not self.accelerator.trackers:
             return
         if tracked is not None and self.shared.tracker is not None:
@@ -351,6 +351,6 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Leaves Ctrl-C to the training process, which still needs batches to end its step."""
+    """Ignore SIGINT and SIGTERM in data workers, so that the current step can finish."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

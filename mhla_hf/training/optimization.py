@@ -92,7 +92,7 @@ def make_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Sets every group to `factor` times its peak; returns the learning rate of the first group."""
+    """Set every group to `factor` times its peak; return the learning rate of the first group."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
     return float(optimizer.param_groups[0]["lr"])
@@ -123,11 +123,11 @@ class WeightAverage:
         self.ema = EMAModel(self.parameters, decay=config.ema_decay, **warmup)
 
     def step(self) -> None:
-        """Takes the parameters after an optimizer step into the average."""
+        """Update the average after an optimizer step."""
         self.ema.step(self.parameters)
 
     def collect(self, keep: bool = True) -> tuple[dict[str, torch.Tensor], int]:
-        """The averages by parameter name, whole, and the number of steps in them. Every process must call it.
+        """Return the averages by parameter name, unsharded, and their number of steps. Every process must call it.
 
         Args:
             keep: True if this process keeps them; the others help to gather them.
@@ -140,7 +140,7 @@ class WeightAverage:
         return averages, self.ema.optimization_step
 
     def load(self, checkpoint: Path) -> None:
-        """Resumes the average of a checkpoint; without one there, it starts from the checkpoint's weights.
+        """Resume the average of a checkpoint; if it has none, start from the checkpoint's weights.
 
         Raises:
             ValueError: If names or shapes are not those of the parameters that train.
@@ -154,7 +154,7 @@ class WeightAverage:
         self.ema.optimization_step = steps
 
     def copy_to_model(self) -> None:
-        """Puts the average in the place of the parameters."""
+        """Copy the average into the parameters."""
         with torch.no_grad():
             self.ema.copy_to(self.parameters)
 

@@ -65,14 +65,14 @@ def trainable_names(model: nn.Module, mode: str, within: Iterable[str] | None = 
 
 
 def set_trainable(model: nn.Module, names: Iterable[str]) -> None:
-    """Lets exactly these parameters take gradients."""
+    """Make exactly these parameters trainable."""
     names = set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
 
 
 def check_takes_adapters(model_class: type) -> None:
-    """Checks that models of a diffusers class can have LoRA.
+    """Check that models of a diffusers class can have LoRA.
 
     Raises:
         ValueError: If diffusers gives them no `add_adapter`.
@@ -82,7 +82,7 @@ def check_takes_adapters(model_class: type) -> None:
 
 
 def add_lora(model: Any, rank: int, alpha: float | None, seed: int) -> None:
-    """Adds LoRA to the query, key, value and output projections through the model's own `add_adapter`.
+    """Add LoRA to the query, key, value and output projections through the model's own `add_adapter`.
 
     Args:
         model: The transformer.
@@ -149,7 +149,7 @@ def mhla_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Adds the LoRA matrices into the weights and removes them, in place."""
+    """Merge the LoRA matrices into the weights, in place."""
     if hasattr(model, "fuse_lora"):
         model.fuse_lora()  # type: ignore[operator]
         model.unload_lora()  # type: ignore[operator]
@@ -166,7 +166,7 @@ def merge_lora(model: nn.Module) -> None:
 
 
 def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> None:
-    """Saves the LoRA matrices and their scale as diffusers reads them, and the MHLA parameters beside them.
+    """Save the LoRA matrices and their scale as diffusers reads them, and the MHLA parameters beside them.
 
     They load by `pipeline.load_lora_weights`, or by `load_lora_adapter` of the transformer where the pipeline has no
     such method, as DiT's.

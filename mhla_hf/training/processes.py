@@ -201,7 +201,7 @@ class Processes:
         return values
 
     def send(self, tensor: torch.Tensor, owner: int) -> None:
-        """Gives all processes the owner's values, in place."""
+        """Broadcast the owner's values to all processes, in place."""
         if self.size == 1:
             return
         device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
@@ -231,7 +231,7 @@ class Processes:
 class StopSignals:
     """Context manager that records Ctrl-C and SIGTERM, so that the loop can stop after the step.
 
-    A second Ctrl-C raises `KeyboardInterrupt` at once. A signal that the process ignores stays ignored. Outside the
+    A second Ctrl-C raises `KeyboardInterrupt`. A signal that the process ignores stays ignored. Outside the
     main thread, where Python handles no signals, nothing changes.
 
     Attributes:

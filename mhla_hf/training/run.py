@@ -76,7 +76,7 @@ def find_start(
         dataset: The samples.
 
     Returns:
-        The checkpoint and its position, None to start anew; and the locks, to be closed when the run ends.
+        The checkpoint and its position, None to start from step 0; and the locks, to be closed when the run ends.
 
     Raises:
         ValueError: If the output or the cache is in use, or the checkpoint does not exist or fit.
@@ -143,7 +143,7 @@ class Metrics:
 
 
 class MetricsFile(Metrics):
-    """Appends rows to a metrics file.
+    """A metrics file that rows are appended to.
 
     Args:
         path: The file.
@@ -182,7 +182,7 @@ Callback = Callable[[str, int, float], None]
 
 
 class ModelTracker(Protocol):
-    """Looks at the model while it trains, such as [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
+    """Observes the model during training, such as [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
 
     It may change neither the model nor the state of random number generators.
     """
@@ -197,7 +197,7 @@ class ModelTracker(Protocol):
         """Figures of a row for trackers such as TensorBoard."""
 
     def restore(self, history: Iterable[dict[str, Any]]) -> None:
-        """Continues a history."""
+        """Continue a history."""
 
 
 @dataclass(frozen=True, kw_only=True)

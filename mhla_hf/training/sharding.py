@@ -24,7 +24,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def uses_deepspeed() -> bool:
-    """True if `accelerate launch` was told to use DeepSpeed."""
+    """True if `accelerate launch` uses DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
 
@@ -62,7 +62,7 @@ def check_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) ->
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, gathered if it is sharded over processes, on the CPU; fp32 if DeepSpeed trains it."""
+    """Gather a tensor on the CPU if it is sharded over processes; in fp32 if DeepSpeed trains it."""
     if _is_sliced(tensor):
         import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
@@ -76,12 +76,12 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of the whole of a parameter; under DeepSpeed it has no elements while it is not in use."""
+    """Return the unsharded shape of a parameter; under DeepSpeed it has no elements while it is not in use."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor on the device and in the type of a parameter, sharded as that is."""
+    """Move an unsharded tensor to the device and type of a parameter, and shard it in the same way."""
     mesh, placements = (getattr(parameter, name, None) for name in ("device_mesh", "placements"))
     if mesh is None:
         return value.to(device=parameter.device, dtype=parameter.dtype)
@@ -91,7 +91,7 @@ def shard_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def full_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """AdamW's state of a parameter, whole and on the CPU, under the names it has in torch."""
+    """Gather AdamW's state of a parameter on the CPU, under the names it has in torch."""
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
     if _is_sliced(parameter):
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -103,13 +103,13 @@ def full_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> d
 
 
 def load_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
-    """Puts one of the tensors of `full_moments` into the optimizer.
+    """Load one of the tensors of `full_moments` into the optimizer.
 
     Args:
         optimizer: AdamW.
         parameter: The parameter.
         kind: Name of the tensor.
-        value: The tensor, whole.
+        value: The unsharded tensor.
     """
     if not _is_sliced(parameter):
         # The step count stays on the CPU, where AdamW makes it unless it is fused.
@@ -137,13 +137,13 @@ def load_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind:
 
 
 def unsharded(model: nn.Module) -> nn.Module:
-    """The model itself, or a whole copy on the CPU if its parameters are sharded. Every process must call it."""
+    """Return the model, or an unsharded copy on the CPU if it is sharded. Every process must call it."""
     if not any(hasattr(each, "full_tensor") or _is_sliced(each) for each in model.parameters()):
         return model
     # The entries of a state dict are no parameters any more, which DeepSpeed needs to gather them.
     tensors = {**model.state_dict(), **dict(model.named_parameters())}
     state = {name: full_tensor(tensor) for name, tensor in tensors.items()}
-    # fully_shard gives the model a class of its own; the one to save as is the first of its bases with a config.
+    # fully_shard derives a class from the model's; the first base that is not FSDP's is the one to save.
     cls: Any = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
     copy = cls.from_config(model.config)
     copy.load_state_dict(state)

@@ -156,7 +156,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def _save_adapter(self, destination: Path, model: Any) -> None:
-        """Writes the LoRA matrices of a model, and its MHLA parameters."""
+        """Write the LoRA matrices of a model, and its MHLA parameters."""
 
     def _make_validator(self) -> Validator | None:
         return None
@@ -167,7 +167,7 @@ class Trainer(ABC):
             return self.source.load_model(self.config.mhla)
 
     def run(self) -> TrainingResult:
-        """Trains.
+        """Train.
 
         Raises:
             ValueError: If a checkpoint does not fit, or the output already holds a run that is not resumed.
@@ -246,7 +246,7 @@ class Trainer(ABC):
         }
 
     def _keep_original_weights(self) -> None:
-        """Makes the model its own teacher where its weights are still the original ones.
+        """Make the model its own teacher if its weights are still the original ones.
 
         That is before any stage changes them, and before those of a checkpoint are loaded.
         """
@@ -347,7 +347,7 @@ class Trainer(ABC):
 
 
 class DiffusionTrainer(Trainer):
-    """Trains a transformer with MHLA: matches it to the model it was converted from, then fine-tunes it.
+    """Trainer of a diffusion transformer with MHLA: layer matching, distillation, then fine-tuning.
 
     Its MHLA layers are matched one by one, then its whole prediction (distillation). The objective of fine-tuning is
     flow matching for Wan and SANA, and noise prediction for DiT; see `mhla_hf.training.families`.
@@ -485,7 +485,7 @@ class DiffusionTrainer(Trainer):
 
 
 class TransformersTrainer(Trainer):
-    """Distills a converted language model, encoder or vision model of transformers, and fine-tunes it on its own task.
+    """Trainer of a converted model of transformers: distillation, then fine-tuning on its own task.
 
     Distillation matches the logits or the hidden states of the model that it was converted from; see
     `distill_target`. The task of language models is the next token. Other models have one where batches hold `labels`;

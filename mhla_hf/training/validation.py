@@ -21,7 +21,7 @@ from .loading import PipelineSource
 
 
 class Validator:
-    """Makes samples with the transformer that is being trained.
+    """Generates validation samples with the transformer being trained.
 
     Prompts are encoded once, when it is built; afterwards only the VAE and the scheduler are kept in memory.
 
@@ -49,7 +49,7 @@ class Validator:
         self.options = {name: value for name, value in stored.items() if value is not None}
 
     def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> tuple[list[Path], np.ndarray]:
-        """Writes the samples of a step: a file for each video, or one with a grid of all images.
+        """Write the samples of a step: a file for each video, or one with a grid of all images.
 
         Args:
             transformer: The transformer, unwrapped.
@@ -108,7 +108,7 @@ class Validator:
     def write_and_log(
         self, transformer: torch.nn.Module, folder: Path, step: int, accelerator: Accelerator, run_step: int
     ) -> None:
-        """Writes the samples of a step, and images of them to the trackers; other arguments as in `write`.
+        """Write the samples of a step, and images of them to the trackers; other arguments as in `write`.
 
         Args:
             accelerator: Gives the precision to run in, and the trackers.

@@ -112,7 +112,7 @@ class TestDamage:
             self.truncated(path)
         with pytest.raises(ValueError, match="remove it to start again"):
             resume()
-        with pytest.raises(ValueError, match="no whole checkpoint before the newest"):
+        with pytest.raises(ValueError, match="no complete checkpoint before the newest"):
             resume("previous")
 
     def test_a_renamed_checkpoint_is_refused(self, output, resume):
