@@ -227,7 +227,7 @@ class TestStage:
         student, data = case.student(case.make_teacher()), case.dataset()
         with pytest.raises(ValueError, match="distill_steps needs teacher: the model before its conversion, or a"):
             DiffusionTrainer(options(), student, data).run()
-        with pytest.raises(ValueError, match="for transfer_steps, not a SharedTeacher"):
+        with pytest.raises(ValueError, match="transfer_steps needs teacher: .* not a SharedTeacher"):
             DiffusionTrainer(options(transfer_steps=1), student, data, teacher=SharedTeacher(student)).run()
         with pytest.raises(ValueError, match="no MHLA layers: convert it first"):
             SharedTeacher(case.make_teacher())
